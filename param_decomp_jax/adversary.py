@@ -1,0 +1,211 @@
+"""Adversaries (section 7): sources chosen to make the output change as much as they can."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from param_decomp_jax.draws import uniform
+from param_decomp_jax.masks import Bundle, Sources
+from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.sites import Sites, Stack
+
+
+@dataclass(frozen=True)
+class FreshAttack:
+    """A1: ``n_steps`` signed ascents from a fresh start at every step; the result is a constant in the loss."""
+
+    init: Literal["random", "ones", "zeroes"]
+    step_size: float
+    n_steps: int
+    scope: Literal["unique_per_datapoint", "shared_across_batch"]
+
+
+@dataclass(frozen=True)
+class SingleSource:
+    """A2: one source for every row and position."""
+
+
+@dataclass(frozen=True)
+class BroadcastAcrossBatch:
+    """A2: one source per position, shared by all rows."""
+
+
+@dataclass(frozen=True)
+class RepeatAcrossBatch:
+    """A2: ``n_sources`` per position, tiled over the rows."""
+
+    n_sources: int
+
+
+@dataclass(frozen=True)
+class PerBatchPerPosition:
+    """A2: one source for every row and position."""
+
+
+Scope = SingleSource | BroadcastAcrossBatch | RepeatAcrossBatch | PerBatchPerPosition
+
+
+@dataclass(frozen=True)
+class AdamAscent:
+    """A5: Adam with bias correction, eps after the root, ascending."""
+
+    schedule: Schedule
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class SignAscent:
+    """A5: ``lr · sign`` of the gradient, ascending."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class PersistentAttack:
+    """A2 to A7: sources that live in the train state. ``sigmoid``: unbounded raw values, effective source sigmoid(raw)."""
+
+    optimizer: AdamAscent | SignAscent
+    scope: Scope
+    sigmoid: bool = False
+    n_warmup_steps: int = 0
+    start_frac: float = 0.0
+
+    def first_step(self, total: int) -> int:
+        """The first step at which the term and its updates are on (A6): step / total ≥ start_frac."""
+        step = max(0, ceil(self.start_frac * total) - 1)
+        while step / total < self.start_frac:
+            step += 1
+        return step
+
+
+class Adversary(eqx.Module):
+    """Everything of one persistent attack that a checkpoint must hold (T5): raw sources, moments (Adam's), count."""
+
+    raw: Bundle
+    mean: Bundle | None
+    square: Bundle | None
+    count: Int[Array, ""]
+
+
+def _bundle(
+    sites: Sites, live: tuple[int, ...], lead: tuple[int, ...], use_delta: bool, draw: Callable[[int, int, int], Array]
+) -> Bundle:
+    """Sources for the stacks with a live site; ``draw(site, channel, columns)`` gives ``[*lead, columns]``."""
+    chosen = set(live)
+
+    def of_stack(stack: Stack) -> Sources:
+        components = jnp.stack([draw(n, 0, stack.C) for n in stack.sites])
+        delta = jnp.stack([draw(n, 1, 1)[..., 0] for n in stack.sites]) if use_delta else None
+        return Sources(components, delta)
+
+    return {stack.name: of_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
+
+
+def initial_sources(
+    spec: FreshAttack, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], leading: tuple[int, ...], use_delta: bool
+) -> Bundle:
+    """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
+    lead = leading if spec.scope == "unique_per_datapoint" else (1,) * len(leading)
+
+    def draw(site: int, channel: int, columns: int) -> Array:
+        match spec.init:
+            case "random":
+                return uniform(jax.random.fold_in(jax.random.fold_in(key, site), channel), lead, columns)
+            case "ones":
+                return jnp.ones((*lead, columns))
+            case "zeroes":
+                return jnp.zeros((*lead, columns))
+
+    return _bundle(sites, live, lead, use_delta, draw)
+
+
+def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start: Bundle) -> Bundle:
+    """A1: ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times; held constant after."""
+
+    def ascend(_: Int[Array, ""], sources: Bundle) -> Bundle:
+        gradient = jax.grad(error)(sources)
+        return jax.tree.map(lambda s, g: jnp.clip(s + spec.step_size * jnp.sign(g), 0, 1), sources, gradient)
+
+    return jax.lax.stop_gradient(jax.lax.fori_loop(0, spec.n_steps, ascend, start))
+
+
+def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
+    """A2: the leading shape of a persistent source, for activations with these leading axes (global)."""
+    _, *rest = leading
+    match scope:
+        case SingleSource():
+            return (1,) * len(leading)
+        case BroadcastAcrossBatch():
+            return (1, *rest)
+        case RepeatAcrossBatch(n):
+            return (n, *rest)
+        case PerBatchPerPosition():
+            return leading
+
+
+def init_adversary(
+    spec: PersistentAttack, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
+) -> Adversary:
+    """A5: raw sources U[0, 1], or N(0, 1) under the sigmoid; moments zero."""
+
+    def draw(site: int, channel: int, columns: int) -> Array:
+        of_site = jax.random.fold_in(jax.random.fold_in(key, site), channel)
+        u = uniform(of_site, source_shape(spec.scope, leading), columns)
+        # Half a step of the 2⁻²⁴ grid keeps the quantile finite at u = 0.
+        return jax.scipy.special.ndtri(u + 2.0**-25) if spec.sigmoid else u
+
+    raw = _bundle(sites, tuple(range(len(sites))), source_shape(spec.scope, leading), use_delta, draw)
+    adam = isinstance(spec.optimizer, AdamAscent)
+    mean, square = (jax.tree.map(jnp.zeros_like, raw) if adam else None for _ in range(2))
+    return Adversary(raw, mean, square, jnp.zeros((), jnp.int32))
+
+
+def effective(spec: PersistentAttack, raw: Bundle) -> Bundle:
+    """A5: the sources in [0, 1] that masks are built from."""
+    return jax.tree.map(jax.nn.sigmoid, raw) if spec.sigmoid else raw
+
+
+def ascend(
+    spec: PersistentAttack, adversary: Adversary, gradient: Bundle, step: Int[Array, ""], total: int
+) -> Adversary:
+    """A5: one update *up* the gradient of the error with respect to the raw sources; the rate is the step's (A7)."""
+    rate = spec.optimizer.schedule(step, total)
+    count = adversary.count + 1
+    mean, square = adversary.mean, adversary.square
+    match spec.optimizer:
+        case AdamAscent(_, beta1, beta2, eps):
+            mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
+            square = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, square, gradient)
+            fix1, fix2 = 1 - beta1**count, 1 - beta2**count
+            moved = jax.tree.map(
+                lambda s, m, v: s + rate * (m / fix1) / (jnp.sqrt(v / fix2) + eps), adversary.raw, mean, square
+            )
+        case SignAscent():
+            moved = jax.tree.map(lambda s, g: s + rate * jnp.sign(g), adversary.raw, gradient)
+    if not spec.sigmoid:
+        moved = jax.tree.map(lambda s: jnp.clip(s, 0, 1), moved)
+    return Adversary(moved, mean, square, count)
+
+
+def warm_up(
+    spec: PersistentAttack,
+    adversary: Adversary,
+    error: Callable[[Bundle], Float[Array, ""]],
+    step: Int[Array, ""],
+    total: int,
+) -> Adversary:
+    """A3: ``n_warmup_steps`` ascents of ``error`` (a function of the effective sources)."""
+
+    def one(_: Int[Array, ""], adversary: Adversary) -> Adversary:
+        gradient = jax.grad(lambda raw: error(effective(spec, raw)))(adversary.raw)
+        return ascend(spec, adversary, gradient, step, total)
+
+    return jax.lax.fori_loop(0, spec.n_warmup_steps, one, adversary)

@@ -1,0 +1,68 @@
+"""Layerwise CI functions (C4): every site is judged from its own clean input alone."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
+from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.sites import Sites, Stack
+
+
+@dataclass(frozen=True)
+class LayerwiseMLP:
+    """``shared_mlp``: one MLP d_in → C per site. ``mlp``: one scalar MLP per component, on x · V[:, c]."""
+
+    kind: Literal["mlp", "shared_mlp"]
+    hidden: tuple[int, ...]
+
+
+class SharedMLP(eqx.Module):
+    """One MLP ``d_in → hidden … → C`` for every site."""
+
+    heads: dict[str, MLP]
+
+    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+        return None
+
+    def logits(
+        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+    ) -> Float[Array, "*n C"]:
+        return apply_mlp(head, x)
+
+
+class ScalarMLP(eqx.Module):
+    """Every component has its own MLP ``1 → hidden … → 1`` on the scalar ``x · V[:, c]``.
+
+    The scalar is not detached (C5): losses reach V through it.
+    """
+
+    heads: dict[str, MLP]
+
+    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+        return None
+
+    def logits(
+        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+    ) -> Float[Array, "*n C"]:
+        scalars = matmul_wide(x, V)[..., None].astype(x.dtype)  # [..., C, 1]
+        per_component = jax.vmap(apply_mlp, in_axes=(0, -2), out_axes=-2)
+        return per_component(head, scalars)[..., 0]
+
+
+def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> SharedMLP | ScalarMLP:
+    """Fresh weights; those of a site depend on its stack's first canonical number."""
+
+    def head(stack: Stack) -> MLP:
+        of_stack = jax.random.fold_in(key, stack.sites[0])
+        match config.kind:
+            case "shared_mlp":
+                return init_mlp(of_stack, (stack.n_layers,), (stack.d_in, *config.hidden, stack.C))
+            case "mlp":
+                return init_mlp(of_stack, (stack.n_layers, stack.C), (1, *config.hidden, 1))
+
+    heads = {stack.name: head(stack) for stack in sites.stacks}
+    return SharedMLP(heads) if config.kind == "shared_mlp" else ScalarMLP(heads)

@@ -1,0 +1,91 @@
+"""Squashings (C1 to C3): from one logit to the lower and the upper causal importance.
+
+The derivatives are part of the method and differ from those of the values: `jnp.clip` gives ½ at a tie, and the
+one-sided leak of C1 is no derivative at all, it depends on the sign of what comes in.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LEAK = 0.01
+"""α of C1 and C2."""
+
+Squashing = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+Squash = Callable[[Float[Array, "*n"]], Float[Array, "*n"]]
+
+
+@jax.custom_vjp
+def lower_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Lower causal importance λ(z) = clip(z, 0, 1), with the one-sided leak of C1."""
+    return jnp.clip(z, 0, 1)
+
+
+def _lower_leaky_forward(z: Array) -> tuple[Array, Array]:
+    return jnp.clip(z, 0, 1), z
+
+
+def _lower_leaky_backward(z: Array, g: Array) -> tuple[Array]:
+    # At or below 0 only a gradient whose descent raises z passes: a dead component may come back.
+    below = jnp.where(g < 0, LEAK * g, jnp.zeros_like(g))
+    return (jnp.where(z <= 0, below, jnp.where(z <= 1, g, jnp.zeros_like(g))),)
+
+
+lower_leaky.defvjp(_lower_leaky_forward, _lower_leaky_backward)
+
+
+@jax.custom_jvp
+def upper_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Upper causal importance υ(z) of C2: identity on [0, 1] (ties included), slope α above, 0 below."""
+    return jnp.where(z > 1, 1 + LEAK * (z - 1), jnp.clip(z, 0, 1))
+
+
+@upper_leaky.defjvp
+def _upper_leaky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (z,), (t,) = primals, tangents
+    slope = jnp.where(z > 1, LEAK, jnp.where(z < 0, 0.0, 1.0)).astype(z.dtype)
+    return upper_leaky(z), slope * t
+
+
+@jax.custom_jvp
+def hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """clip(z, 0, 1) with derivative 1 on the closed interval [0, 1] (C3)."""
+    return jnp.clip(z, 0, 1)
+
+
+@hard.defjvp
+def _hard_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (z,), (t,) = primals, tangents
+    return hard(z), jnp.where((z >= 0) & (z <= 1), t, jnp.zeros_like(t))
+
+
+def swish_hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """A smooth hard sigmoid made of swishes with β = 10 (C3)."""
+    beta = 10.0
+
+    def s(x: Array) -> Array:
+        return x * jax.nn.sigmoid(beta * x)
+
+    def d(x: Array) -> Array:
+        return x * jax.nn.sigmoid(-beta * x)
+
+    u = z - 0.5
+    return 0.5 + d(u - 0.5) - s(u) + s(u + 0.5) - d(u)
+
+
+def squashings(name: Squashing) -> tuple[Squash, Squash]:
+    """The pair (λ, υ) of a schema name: λ feeds masks, υ feeds importance minimality (C3)."""
+    match name:
+        case "leaky_hard":
+            return lower_leaky, upper_leaky
+        case "normal":
+            return jax.nn.sigmoid, jax.nn.sigmoid
+        case "hard":
+            return hard, hard
+        case "upper_leaky_hard":
+            return upper_leaky, upper_leaky
+        case "swish_hard":
+            return swish_hard, swish_hard

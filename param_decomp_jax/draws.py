@@ -1,0 +1,50 @@
+"""Random draws that do not depend on layout (M4).
+
+A draw is a function of a key and of the element's global index, and of nothing else: the same on one device and on
+eight, whole or in blocks. Each element is one evaluation of the Threefry-2x32 block cipher (Salmon et al. 2011) on the
+counter (position, column). It is written out here because JAX's own primitive lowers to a loop on CPU (1.5 ms against
+0.3 ms for 1024 x 192 elements on one core), and because slicing `jax.random.uniform` is not the draw of the slice.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry_2x32(
+    key: UInt32[Array, "2"], high: UInt32[Array, "*s"], low: UInt32[Array, "*s"]
+) -> tuple[UInt32[Array, "*s"], UInt32[Array, "*s"]]:
+    """The two output words of 20-round Threefry-2x32 at counter ``(high, low)``."""
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = high + schedule[0], low + schedule[1]
+    for block in range(5):
+        for r in _ROTATIONS[block % 2]:
+            x = x + y
+            y = ((y << jnp.uint32(r)) | (y >> jnp.uint32(32 - r))) ^ x
+        x, y = x + schedule[(block + 1) % 3], y + schedule[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x, y
+
+
+def uniform(key: PRNGKeyArray, leading: tuple[int, ...], columns: int) -> Float[Array, "*leading columns"]:
+    """U[0, 1) in fp32, multiples of 2⁻²⁴; element ``(…, c)`` depends on the key, its position in ``leading`` and ``c`` only.
+
+    A position is the row-major number of the leading index, so it must be below 2³². A draw ``[batch, seq, C]`` has
+    the same first rows whatever the batch, and the same first columns whatever C.
+    """
+    shape = (*leading, columns)
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(leading):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(leading))
+    word, _ = threefry_2x32(jax.random.key_data(key), position, column)
+    return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def keys_from(key: PRNGKeyArray) -> Iterator[PRNGKeyArray]:
+    """An endless row of independent keys, the n-th depending on ``key`` and n alone."""
+    return (jax.random.fold_in(key, n) for n in count())

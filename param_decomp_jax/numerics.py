@@ -1,0 +1,33 @@
+"""Precision rules (N1, N2) and the one divergence the method uses."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def wide(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """``x`` in fp32, or in float64 if it is that already: the precision of statistics, losses and masks (N2)."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def matmul(x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    """``x @ W`` with inputs and output in the dtype of ``x`` (N1: masters are cast right before the product)."""
+    return x @ W.astype(x.dtype)
+
+
+def matmul_wide(x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    """``x @ W`` with inputs in the dtype of ``x``, accumulated and given in fp32 or wider."""
+    return jnp.matmul(x, W.astype(x.dtype), preferred_element_type=wide(x).dtype)
+
+
+def rms_norm(x: Float[Array, "*n d"], eps: float, scale: Float[Array, " d"] | None = None) -> Float[Array, "*n d"]:
+    """``x / √(mean(x²) + eps)``, then ``· scale`` if there is one; statistics in fp32, result in the dtype of ``x``."""
+    y = wide(x)
+    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return y if scale is None else y * scale.astype(x.dtype)
+
+
+def kl_divergence(clean: Float[Array, "*n vocab"], masked: Float[Array, "*n vocab"]) -> Float[Array, "*n"]:
+    """KL(softmax(clean) ‖ softmax(masked)) per position, in nats, of logits in fp32 or wider (R1)."""
+    log_p, log_q = jax.nn.log_softmax(wide(clean)), jax.nn.log_softmax(wide(masked))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)

@@ -1,0 +1,53 @@
+"""Routing (R3): at which positions a live site is masked, and at which it multiplies by W as ever."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from param_decomp_jax.draws import uniform
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """Every live site at every position."""
+
+
+@dataclass(frozen=True)
+class UniformKSubset:
+    """At each position independently: k uniform in 1 … n, then a uniform k-subset of the n live sites."""
+
+
+@dataclass(frozen=True)
+class StaticProbability:
+    """At each position each live site independently with probability ``p``."""
+
+    p: float
+
+
+Routing = Everywhere | UniformKSubset | StaticProbability
+
+
+def uniform_k_subset(
+    size: Float[Array, "*n"], scores: Float[Array, "*n sites"]
+) -> Bool[Array, "*n sites"]:
+    """The k sites of smallest score, with k = 1 + ⌊size · sites⌋ for ``size`` in [0, 1); ties go by site order."""
+    n = scores.shape[-1]
+    # fp32 size · n may round up to n although size < 1.
+    k = 1 + jnp.minimum((size * n).astype(jnp.int32), n - 1)
+    rank = jnp.argsort(jnp.argsort(scores, axis=-1, stable=True), axis=-1)
+    return rank < k[..., None]
+
+
+def draw_routes(
+    routing: Routing, key: PRNGKeyArray, leading: tuple[int, ...], n_live: int
+) -> Bool[Array, "*leading n_live"] | None:
+    """Routes of one forward for its live sites in canonical order; None where every position is masked."""
+    match routing:
+        case Everywhere():
+            return None
+        case UniformKSubset():
+            draws = uniform(key, leading, 1 + n_live)
+            return uniform_k_subset(draws[..., 0], draws[..., 1:])
+        case StaticProbability(p):
+            return uniform(key, leading, n_live) < p

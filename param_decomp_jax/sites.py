@@ -1,0 +1,121 @@
+"""Sites, their canonical order, and the homogeneous stacks in which their arrays are kept.
+
+A *site* is one weight matrix of the target, used as ``x @ W`` with W ``[d_in, d_out]``. Sites of one kind in
+consecutive layers, alike in shape and in C, form a *stack*: their factors are one array with a leading layer
+axis, so that a scanned target (memory.md, lever 1) takes its slice at every layer. Everything the method keeps
+per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack name to such an array.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One decomposed matrix.
+
+    ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``).
+    ``reads``: name of the activation it multiplies; sites of a layer that read the same activation share it.
+    """
+
+    name: str
+    layer: int
+    kind: str
+    reads: str
+    d_in: int
+    d_out: int
+    C: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers."""
+
+    name: str
+    kind: str
+    reads: str
+    first: int
+    d_in: int
+    d_out: int
+    C: int
+    sites: tuple[int, ...]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.sites)
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.first + self.n_layers)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers with the same kinds decomposed in the same shapes: what one scan runs over."""
+
+    first: int
+    stop: int
+    stacks: tuple[Stack, ...]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """All sites in canonical order (by layer, then by the order of application), and their stacks."""
+
+    all: tuple[Site, ...]
+    n_layers: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        assert len({site.name for site in self.all}) == len(self.all), "a site appears twice"
+        layers = [site.layer for site in self.all]
+        assert layers == sorted(layers), "sites are not in canonical order"
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        by_layer = [(layer, tuple(group)) for layer, group in groupby(enumerate(self.all), lambda s: s[1].layer)]
+
+        def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> tuple[tuple[str, str, int, int, int], ...]:
+            return tuple((s.kind, s.reads, s.d_in, s.d_out, s.C) for _, s in entry[1])
+
+        runs: list[list[tuple[int, tuple[tuple[int, Site], ...]]]] = []
+        for entry in by_layer:
+            if runs and runs[-1][-1][0] == entry[0] - 1 and form(runs[-1][-1]) == form(entry):
+                runs[-1].append(entry)
+            else:
+                runs.append([entry])
+        return tuple(self._segment([sites for _, sites in run]) for run in runs)
+
+    @staticmethod
+    def _segment(layers: Sequence[Sequence[tuple[int, Site]]]) -> Segment:
+        first, stop = layers[0][0][1].layer, layers[-1][0][1].layer + 1
+        stacks = []
+        for slot, (_, site) in enumerate(layers[0]):
+            # "layers.18.mlp.up_proj" is also the name of a stack of one; a longer one says "layers.18-26.mlp.up_proj".
+            span = str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+            name = site.name.replace(f".{first}.", f".{span}.", 1)
+            members = tuple(layer[slot][0] for layer in layers)
+            stacks.append(Stack(name, site.kind, site.reads, first, site.d_in, site.d_out, site.C, members))
+        return Segment(first, stop, tuple(stacks))
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        return tuple(stack for segment in self.segments for stack in segment.stacks)
+
+    @cached_property
+    def place(self) -> tuple[tuple[Stack, int], ...]:
+        """For each site in canonical order: its stack and its row there."""
+        places = {n: (stack, row) for stack in self.stacks for row, n in enumerate(stack.sites)}
+        return tuple(places[n] for n in range(len(self.all)))
+
+    def unstack(self, arrays: Mapping[str, T]) -> dict[str, T]:
+        """Per-stack arrays ``[layers, ...]`` to per-site arrays, keyed by site name in canonical order."""
+        rows = zip(self.all, self.place, strict=True)
+        return {site.name: arrays[stack.name][row] for site, (stack, row) in rows}  # type: ignore[index]

@@ -1,0 +1,92 @@
+"""What a decomposition is (static) and what its training carries from step to step."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from param_decomp_jax.adversary import Adversary, PersistentAttack, init_adversary
+from param_decomp_jax.ci import CIConfig, CIFunction, Squashing, init_ci
+from param_decomp_jax.components import Components, init_components
+from param_decomp_jax.losses import Term
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.optim import AdamW, transformation
+from param_decomp_jax.recon import Reconstruction
+from param_decomp_jax.sites import Sites
+
+
+@dataclass(frozen=True)
+class FaithfulnessWarmup:
+    """T3: AdamW on faithfulness alone before step 0."""
+
+    steps: int = 0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """The method's settings. ``steps`` and ``batch_size`` (global) count training steps and rows."""
+
+    seed: int
+    steps: int
+    batch_size: int
+    squashing: Squashing
+    use_delta: bool
+    ci: CIConfig
+    terms: tuple[Term, ...]
+    components_optimizer: AdamW
+    ci_optimizer: AdamW
+    warmup: FaithfulnessWarmup = FaithfulnessWarmup()
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    memory: MemoryPolicy = PLAIN
+
+    @property
+    def persistent(self) -> dict[str, tuple[Reconstruction, PersistentAttack]]:
+        """The terms whose sources live in the train state, by name, each with its attack."""
+        return {
+            term.name: (term, term.sources)
+            for term in self.terms
+            if isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
+        }
+
+    def key(self, purpose: Literal["init", "train", "eval"]) -> PRNGKeyArray:
+        """The root of all draws of one purpose; the same numbers on every machine (M4)."""
+        root = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.fold_in(root, ("init", "train", "eval").index(purpose))
+
+
+class State(eqx.Module):
+    """Everything of the trajectory (T5). ``step`` counts finished steps."""
+
+    components: Components
+    ci: CIFunction
+    components_moments: Any
+    ci_moments: Any
+    adversaries: dict[str, Adversary]
+    step: Int[Array, ""]
+
+
+def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, ...]) -> State:
+    """The state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a batch."""
+    for_components, for_ci, for_sources = jax.random.split(decomposition.key("init"), 3)
+    components = init_components(for_components, sites)
+    ci = init_ci(decomposition.ci, for_ci, sites)
+    return State(
+        components=components,
+        ci=ci,
+        components_moments=transformation(decomposition.components_optimizer, decomposition.steps).init(
+            components  # type: ignore[arg-type]
+        ),
+        ci_moments=transformation(decomposition.ci_optimizer, decomposition.steps).init(ci),  # type: ignore[arg-type]
+        adversaries={
+            name: init_adversary(
+                attack, jax.random.fold_in(for_sources, number), sites, leading, decomposition.use_delta
+            )
+            for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())
+        },
+        step=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,64 @@
+"""Passes in which nothing is masked: the network as it stands, and the clean pass that keeps what the method reads."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from param_decomp_jax.numerics import matmul
+from param_decomp_jax.sites import Sites
+
+RESIDUAL = "residual"
+"""Record name of a layer's input."""
+
+
+def output_record(kind: str) -> str:
+    """Record name of the output of a layer's site."""
+    return f"{kind}.output"
+
+
+@dataclass
+class PlainLayer:
+    """Applies every matrix as it is (F3); keeps the inputs of ``reads`` (by kind), outputs of its keys, if asked."""
+
+    reads: dict[str, str] = field(default_factory=dict)
+    outputs: bool = False
+    records: dict[str, Array] = field(default_factory=dict)
+
+    def enter(self, x: Float[Array, "*n d"]) -> None:
+        if self.reads:
+            self.records[RESIDUAL] = x
+
+    def __call__(self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+        y = matmul(x, W)
+        if kind in self.reads:
+            self.records[self.reads[kind]] = x
+            if self.outputs:
+                self.records[output_record(kind)] = y
+        return y
+
+
+@dataclass(frozen=True)
+class PlainLinears:
+    """The clean pass (F4): records, for every layer with a site, its residual and what its sites read.
+
+    Sites that read the same activation share one record. ``outputs`` adds the sites' outputs (for R2's exception).
+    """
+
+    sites: Sites
+    outputs: bool = False
+
+    def cuts(self) -> frozenset[int]:
+        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
+
+    def slices(self, first: int, stop: int) -> Any:
+        return None
+
+    def layer(self, first: int, stop: int, slice_: Any) -> PlainLayer:
+        segments = [segment for segment in self.sites.segments if segment.first <= first < segment.stop]
+        reads = {stack.kind: stack.reads for segment in segments for stack in segment.stacks}
+        return PlainLayer(reads, self.outputs)
+
+
+UNTOUCHED = PlainLinears(Sites(()))
+"""The network as it stands; nothing is recorded."""
