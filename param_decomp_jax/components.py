@@ -59,7 +59,7 @@ def masked_site(
     V: Float[Array, "d_in C"],
     U: Float[Array, "C d_out"],
     mask: Float[Array, "*n C"],
-    delta_mask: Float[Array, "*n"] | None,
+    delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
 ) -> Float[Array, "*n d_out"]:
     """F2: ``a · xW + ((xV) ⊙ g) U`` with ``g = r (m − δ)`` and ``a = 1 − r (1 − δ)``; Δ is never formed.

@@ -1,7 +1,7 @@
 """Masks (section 4): what a source is, where it comes from, and the mask built from it and λ."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -45,6 +45,7 @@ def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n C"])
     return importance + (1 - importance) * source
 
 
+@runtime_checkable
 class SourceKind(Protocol):
     """Where one forward's sources come from, layer by layer."""
 

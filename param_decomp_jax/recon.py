@@ -38,6 +38,7 @@ class Chunks:
 
 
 LiveSets = AllSites | EachSite | Chunks
+SourceSpec = Stochastic | Constant | FreshAttack | PersistentAttack
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Reconstruction:
     coeff: float
     live: LiveSets
     routing: Routing
-    sources: Stochastic | Constant | FreshAttack | PersistentAttack
+    sources: SourceSpec
     n_samples: int = 1
     error: Literal["output", "hidden_acts"] = "output"
 
@@ -173,6 +174,23 @@ def clean_residual(scene: Scene, live: tuple[int, ...]) -> tuple[int, Array]:
     return layer, records[first][RESIDUAL][layer - first]
 
 
+def run_masked(
+    scene: Scene,
+    live: tuple[int, ...],
+    components: Components,
+    importances: dict[str, Array],
+    sources: SourceKind,
+    routes: Array | None = None,
+    record_outputs: bool = False,
+) -> Forward:
+    """One masked forward, begun at its first live layer (F6) unless outputs are recorded at every site."""
+    if routes is not None:
+        routes = routes.astype(jnp.float32)
+    linears = MaskedLinears(scene.target.sites, live, components, importances, sources, routes, record_outputs)
+    start = None if record_outputs else clean_residual(scene, live)
+    return scene.target.forward(scene.weights, scene.inputs, linears, start)
+
+
 def forward_error(
     scene: Scene,
     live: tuple[int, ...],
@@ -182,17 +200,12 @@ def forward_error(
     routes: Array | None,
     error: Literal["output", "hidden_acts"] = "output",
 ) -> Float[Array, ""]:
-    """The reconstruction error of one masked forward."""
-    sites, hidden = scene.target.sites, error == "hidden_acts"
-    if routes is not None:
-        routes = routes.astype(jnp.float32)
-    linears = MaskedLinears(sites, live, components, importances, sources, routes, record_outputs=hidden)
-    # Hidden activations are compared at every site, so that pass is run whole.
-    start = None if hidden else clean_residual(scene, live)
-    masked = scene.target.forward(scene.weights, scene.inputs, linears, start)
-    if not hidden:
-        return scene.target.error(scene.weights, scene.clean.output, masked.output)
-    return hidden_acts_error(sites, scene.clean, masked)
+    """The reconstruction error of one masked forward (R1, or R2's exception)."""
+    hidden = error == "hidden_acts"
+    masked = run_masked(scene, live, components, importances, sources, routes, record_outputs=hidden)
+    if hidden:
+        return hidden_acts_error(scene.target.sites, scene.clean, masked)
+    return scene.target.error(scene.weights, scene.clean.output, masked.output)
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:

@@ -28,7 +28,7 @@ class Schedule:
     def __call__(self, step: Step, total: int) -> Float[Array, ""]:
         """Value at ``step`` of ``total``; differentiable in nothing, traceable in ``step``."""
         warmup = int(self.warmup_pct * total)
-        step = jnp.asarray(step)
+        step = jnp.asarray(step, float)
         t = (step - warmup) / max(1, total - warmup - 1)
         f = self.final_val_frac
         match self.kind:
@@ -51,7 +51,7 @@ class Anneal:
     end_frac: float = 1.0
 
     def __call__(self, step: Step, total: int) -> Float[Array, ""]:
-        fraction = jnp.asarray(step) / total
+        fraction = jnp.asarray(step, float) / total
         span = self.end_frac - self.start_frac
         # An empty span is a jump: constant before it, ``final`` from it on.
         t = (fraction - self.start_frac) / span if span > 0 else jnp.where(fraction < self.start_frac, 0.0, 1.0)

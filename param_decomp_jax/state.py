@@ -41,7 +41,7 @@ class Decomposition:
     components_optimizer: AdamW
     ci_optimizer: AdamW
     warmup: FaithfulnessWarmup = FaithfulnessWarmup()
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     memory: MemoryPolicy = PLAIN
 
     @property

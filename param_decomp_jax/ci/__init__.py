@@ -4,7 +4,7 @@ A CI function has two parts. ``features`` sees the clean inputs of all sites at 
 ``logits`` is one site's head on them. Cutting it there lets a head be run where its mask is used, or all at once.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -22,6 +22,7 @@ __all__ = [
 CIConfig = LayerwiseMLP | GlobalTransformer
 
 
+@runtime_checkable
 class CIFunction(Protocol):
     """A trained pytree; ``heads`` holds what belongs to one site, by stack, with a leading layer axis."""
 

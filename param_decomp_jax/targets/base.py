@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
@@ -14,6 +14,7 @@ Weights = Any
 """A pytree of frozen arrays; always an argument of the jitted step, never closed over."""
 
 
+@runtime_checkable
 class LayerLinears(Protocol):
     """How one layer applies its matrices. ``records`` is what the pass wants kept of this layer."""
 
@@ -28,6 +29,7 @@ class LayerLinears(Protocol):
         ...
 
 
+@runtime_checkable
 class Linears(Protocol):
     """How a whole forward pass applies the target's matrices (F1 to F4).
 
@@ -52,6 +54,7 @@ class Forward(NamedTuple):
     records: Mapping[int, dict[str, Array]]
 
 
+@runtime_checkable
 class Target(Protocol):
     """A frozen network. ``inputs`` is one batch: token ids ``[B, T]`` for a language model."""
 

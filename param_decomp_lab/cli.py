@@ -1,0 +1,152 @@
+"""The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 75 preempted and saved."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    help="Parameter decomposition: take a trained network's matrices apart into rank-one components.",
+)  # fmt: skip
+data_app = typer.Typer(no_args_is_help=True, help="Token data for language models.")
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, e.g. `--set pd.steps=100`; may be repeated."),
+]
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="Wrapper YAML of the run.", show_default=False)] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.", show_default=False)] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Decompose a network, or go on with a run that was stopped.
+
+    Examples:
+
+        pd train configs/demo/decompose.yaml
+
+        pd train configs/demo/decompose.yaml --set pd.steps=200 --set out_dir=/tmp/runs
+
+        pd train --resume runs/p-1a2b3c4d
+    """
+    from param_decomp_lab import run
+    from param_decomp_lab.config import load_config
+
+    console = Console()
+    if config is None and resume is None:
+        raise UserError("give a configuration (`pd train CONFIG`) or a run to go on with (`pd train --resume RUN`)")
+    if config is None and overrides:
+        raise UserError("--set changes a configuration, and a resumed run keeps its own; leave it out")
+    loaded = None if config is None else load_config(config, overrides or ())
+    if loaded is not None:
+        for line in loaded.warnings:
+            console.print(f"[yellow]note:[/] {line}", highlight=False)
+    try:
+        if resume is not None:
+            run.resume(resume, console, loaded)
+        elif loaded is not None:
+            run.train(loaded, console)
+    except run.Preempted as stopped:
+        console.print(str(stopped), soft_wrap=True)
+        raise typer.Exit(75) from None
+    except run.NonFiniteLoss as error:
+        _fail(str(error), 1)
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.")],
+    overwrite: Annotated[bool, typer.Option(help="Replace a model made by another recipe.")] = False,
+) -> None:
+    """Train a small Llama on tokenized text and save it as a Hugging Face folder.
+
+    Example:
+
+        pd pretrain configs/demo/pretrain.yaml
+    """
+    from param_decomp_lab.pretrain.pretrain import run_pretrain
+    from param_decomp_lab.pretrain.recipe import read_recipe
+
+    run_pretrain(read_recipe(recipe), overwrite=overwrite)
+
+
+@data_app.command("tokenize")
+def tokenize(
+    inputs: Annotated[list[str] | None, typer.Argument(help="Text files, folders or globs.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Folder to make: train/, eval/, meta.json.")] = Path("data/tokens"),
+    stdlib: Annotated[bool, typer.Option(help="Use the English text that every CPython carries.")] = False,
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or its folder.")] = "bytes",
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    eval_fraction: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
+    rows_per_shard: Annotated[int, typer.Option(help="Rows in one Parquet file.")] = 65536,
+    seed: Annotated[int, typer.Option(help="Chooses what is held out.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace the folder if it is there.")] = False,
+) -> None:
+    """Turn text into Parquet shards of fixed-length rows, split so that train and eval share nothing.
+
+    Examples:
+
+        pd data tokenize --stdlib --out data/demo --seq-len 64
+
+        pd data tokenize corpus/*.txt --tokenizer meta/tokenizer.json --out data/mine --seq-len 512
+    """
+    from param_decomp_lab.data.stdlib_text import stdlib_documents
+    from param_decomp_lab.data.tokenize import tokenize_documents, tokenize_files
+
+    if stdlib == bool(inputs):
+        raise UserError("give either text files, folders or globs, or --stdlib")
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer, "seq_len": seq_len, "eval_fraction": eval_fraction,
+        "rows_per_shard": rows_per_shard, "seed": seed, "overwrite": overwrite,
+    }  # fmt: skip
+    if stdlib:
+        meta = tokenize_documents(stdlib_documents(), out, sources=("the standard library",), **options)
+    else:
+        meta = tokenize_files(inputs or (), out, **options)
+    Console().print(
+        f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, "
+        f"vocabulary {meta.vocab_size}, unigram entropy {meta.eval.unigram_entropy:.3f} nats",
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write `report.html` of a run again, from the files in its folder.
+
+    Example:
+
+        pd report runs/p-1a2b3c4d
+    """
+    from param_decomp_lab.report import write_report
+
+    Console().print(str(write_report(run)), soft_wrap=True)
+
+
+def _fail(message: str, status: int) -> None:
+    Console(stderr=True).print(f"[bold red]error:[/] {_escaped(message)}", soft_wrap=True, highlight=False)
+    raise SystemExit(status)
+
+
+def _escaped(text: Any) -> str:
+    from rich.markup import escape
+
+    return escape(str(text))
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one message and status 2, never a traceback."""
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    sys.exit(0)

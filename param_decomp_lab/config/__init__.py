@@ -1,0 +1,7 @@
+"""Configuration: parsed once, here, into types that cannot hold nonsense."""
+
+from param_decomp_lab.config.checks import term_names
+from param_decomp_lab.config.resolve import RunConfig, difference, load_config
+from param_decomp_lab.config.site_patterns import match_sites
+
+__all__ = ["RunConfig", "difference", "load_config", "match_sites", "term_names"]

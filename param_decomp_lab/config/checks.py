@@ -1,0 +1,174 @@
+"""What cannot be seen in one key alone: rules between keys and files, what is not supported yet, and warnings."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from param_decomp_lab.config.loss_schema import (
+    ImportanceMinimalityLoss,
+    Loss,
+    PersistentPGD,
+    PersistentPGDReconLoss,
+    RepeatAcrossBatchScope,
+)
+from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
+from param_decomp_lab.config.strict import Problem, Strict
+from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile, PretrainedSpec, TorchFile, ToyFile
+from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
+
+_SUPPORTED_CI = ("mlp", "shared_mlp", "global_shared_transformer")
+
+
+def toy_of(patterns: list[str]) -> Experiment | None:
+    """The toy whose modules the patterns name, if any."""
+    if patterns and all(pattern in ("linear1", "linear2") for pattern in patterns):
+        return "tms"
+    if patterns and all(fnmatchcase(pattern, "layers.*.mlp_*") for pattern in patterns):
+        return "resid_mlp"
+    return None
+
+
+def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
+    """The names under which terms are logged: `name`, else the class, with `_2`, `_3` … after the first unnamed one."""
+    unnamed: dict[str, int] = {}
+    names = []
+    for loss in losses:
+        if loss.name is None:
+            count = unnamed[loss.type] = unnamed.get(loss.type, 0) + 1
+        names.append(loss.name or (loss.type if count == 1 else f"{loss.type}_{count}"))
+    return tuple(names)
+
+
+def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+    """Mistakes in the wrapper, given the schema file."""
+    if isinstance(torch, ToyFile):
+        return
+    if wrapper.experiment is not None:
+        yield Problem(
+            "experiment",
+            f"is {wrapper.experiment}, but the schema file has target.spec and so is a language model's; remove it",
+        )
+    if wrapper.target is not None and wrapper.target.pretrain is not None:
+        yield Problem("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+
+
+def torch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+    """Mistakes in the schema file, given the wrapper."""
+    yield from _unsupported(wrapper, torch)
+    yield from _batch_problems(wrapper, torch)
+    yield from _name_problems("pd.loss_metrics", torch.pd.loss_metrics)
+    metrics = torch.eval.metrics if torch.eval else ()
+    yield from _name_problems("eval.metrics", metrics)
+    if isinstance(torch, LanguageModelFile):
+        yield from _target_problems(wrapper, torch)
+        yield from _data_problems(wrapper, torch)
+
+
+def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+    if isinstance(torch, ToyFile):
+        toy = wrapper.experiment or toy_of([target.module_pattern for target in torch.pd.decomposition_targets])
+        yield Problem("target", f"experiment {toy} is not supported yet; a language model has target.spec")
+    for key in ("tied_weights", "identity_decomposition_targets"):
+        if getattr(torch.pd, key):
+            yield Problem(f"pd.{key}", "is not supported yet; remove it or set it to null")
+    if torch.pd.ci_config.fn_type not in _SUPPORTED_CI:
+        choice = ", ".join(_SUPPORTED_CI)
+        yield Problem("pd.ci_config.fn_type", f"{torch.pd.ci_config.fn_type} is not supported yet; choose {choice}")
+    for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
+        if isinstance(metric, IdentityCIError | PermutedCIPlots | UVPlots):
+            yield Problem(
+                f"eval.metrics.{n}.type", f"{metric.type} (for toys) is not supported yet; remove this metric"
+            )
+        if isinstance(metric, PersistentPGD):
+            why = "its sources belong to the training batches; PGDReconLoss attacks afresh"
+            yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is not supported as a metric yet ({why})")
+
+
+def _batch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+    mesh = wrapper.mesh
+    batches: list[tuple[str, int, tuple[Strict, ...]]] = [("pd", torch.pd.batch_size, torch.pd.loss_metrics)]
+    if torch.eval is not None:
+        batches.append(("eval", torch.eval.batch_size, torch.eval.metrics))
+    for section, size, terms in batches:
+        if size % mesh.batch_devices:
+            split = f"mesh.replica · mesh.fsdp = {mesh.replica} · {mesh.fsdp}"
+            yield Problem(f"{section}.batch_size", f"is {size}; it must be a multiple of {split}")
+        for term in terms:
+            if not (isinstance(term, PersistentPGD) and isinstance(term.scope, RepeatAcrossBatchScope)):
+                continue
+            if size % term.scope.n_sources:
+                sources = f"the n_sources of {term.type} ({term.scope.n_sources})"
+                yield Problem(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
+
+
+def _name_problems(key: str, terms: tuple[Strict, ...]) -> Iterator[Problem]:
+    numbered = [(n, term) for n, term in enumerate(terms) if isinstance(term, Loss)]
+    taken: dict[str, int] = {}
+    for (n, _), name in zip(numbered, term_names(tuple(term for _, term in numbered)), strict=True):
+        if name in taken:
+            yield Problem(f"{key}.{n}.name", f"'{name}' is the name of {key}.{taken[name]} too; give each its own")
+        taken.setdefault(name, n)
+
+
+def _target_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Problem]:
+    spec = torch.target.spec
+    if spec.model_class.rpartition(".")[2] != "LlamaForCausalLM":
+        yield Problem("target.spec.model_class", f"{spec.model_class} is not supported yet; only LlamaForCausalLM is")
+    if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
+        advice = "give the folder with its weights as target: {folder: …} of the wrapper"
+        yield Problem("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
+
+
+def _data_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Problem]:
+    data, ci = torch.data, torch.pd.ci_config
+    if wrapper.data is None:
+        local = {"dataset_name": "parquet", "column_name": "input_ids", "is_tokenized": True}
+        wrong = [f"{key}: {getattr(data, key)}" for key, right in local.items() if getattr(data, key) != right]
+        wrong += ["data_files: null"] if data.data_files is None else []
+        if wrong:
+            rule = "data must be local Parquet (dataset_name: parquet, column_name: input_ids, is_tokenized: true"
+            advice = "or be replaced by data: {train: <folder>, eval: <folder>} of the wrapper (`pd data tokenize`)"
+            yield Problem("data", f"has {', '.join(wrong)}; {rule}, data_files: <glob>) {advice}")
+    if isinstance(ci, GlobalCI) and ci.simple_transformer_ci_cfg is not None:
+        longest = ci.simple_transformer_ci_cfg.attn_config.max_len
+        if data.max_seq_len > longest:
+            key = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
+            yield Problem("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
+
+
+def warnings(wrapper: Wrapper, torch: TorchFile) -> tuple[str, ...]:
+    """What is valid and probably not meant, one line each, beginning with the key."""
+    return tuple(_warnings(wrapper, torch))
+
+
+def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
+    dp, devices = torch.runtime.dp, wrapper.mesh.devices
+    if dp is not None and dp != devices:
+        yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
+    for n, loss in enumerate(torch.pd.loss_metrics):
+        key = f"pd.loss_metrics.{n}"
+        if isinstance(loss, ImportanceMinimalityLoss):
+            yield from _importance_warnings(key, loss)
+        if isinstance(loss, PersistentPGD) and loss.start_frac * torch.pd.steps > torch.pd.steps - 1:
+            yield f"{key}.start_frac: is {loss.start_frac}, after the last of {torch.pd.steps} steps: never on"
+        if isinstance(loss, PersistentPGDReconLoss) and loss.n_samples > 1:
+            yield f"{key}.n_samples: is {loss.n_samples}, but forwards routed everywhere are alike: one is made (R5)"
+    if wrapper.data is not None and isinstance(torch, LanguageModelFile) and torch.data.dataset_name != "parquet":
+        yield f"data.dataset_name: {torch.data.dataset_name} is replaced by the folders of the wrapper's data"
+    if torch.wandb is None and (wrapper.wandb_group is not None or wrapper.wandb_tags):
+        yield "wandb_group, wandb_tags: have no effect, for the schema file has wandb: null"
+    if not isinstance(wrapper.milestones, MilestonesEvery):
+        late = [str(step) for step in wrapper.milestones if step > torch.pd.steps]
+        if late:
+            yield f"milestones: {', '.join(late)} come after the last step ({torch.pd.steps})"
+
+
+def _importance_warnings(key: str, loss: ImportanceMinimalityLoss) -> Iterator[str]:
+    final = loss.p_anneal_final_p
+    if loss.penalty == "smooth_l0":
+        if final is not None:
+            yield f"{key}.p_anneal_final_p: has no effect with penalty: smooth_l0"
+    elif final is not None and loss.p_anneal_start_frac == 1:
+        yield f"{key}.p_anneal_final_p: has no effect, for p_anneal_start_frac is 1 (its default)"
+    elif min(loss.pnorm, final or loss.pnorm) < 1 and loss.eps < 1e-6:
+        stable = "eps 1e-6 or penalty: smooth_l0 is stable"
+        yield f"{key}.eps: with {loss.eps} and p below 1 long runs have collapsed late; {stable}"

@@ -1,0 +1,249 @@
+"""The LOSS, SCHEDULE and ROUTING tables of the torch schema. A class bears the `type` that it stands for."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, broken
+
+Name = Annotated[str, Field(pattern=r"^[^/\s]+$")]
+
+
+class ScheduleConfig(Strict):
+    """SCHEDULE (T2)."""
+
+    start_val: NonNegative
+    warmup_pct: Fraction = 0.0
+    final_val_frac: NonNegative = 1.0
+    fn_type: Literal["constant", "linear", "cosine"] = "constant"
+
+    @model_validator(mode="after")
+    def _constant_stays(self) -> "ScheduleConfig":
+        if self.fn_type == "constant" and self.final_val_frac != 1.0:
+            wrong = f"is {self.final_val_frac}, but fn_type constant requires final_val_frac: 1"
+            raise broken(("final_val_frac", f"{wrong}; or choose fn_type linear or cosine"))
+        return self
+
+
+class UniformKSubsetRouting(Strict):
+    type: Literal["uniform_k_subset"]
+
+
+class StaticProbabilityRouting(Strict):
+    type: Literal["static_probability"]
+    p: Annotated[float, Field(gt=0, le=1)]
+
+
+Routing = Annotated[UniformKSubsetRouting | StaticProbabilityRouting, Field(discriminator="type")]
+
+
+class Loss(Strict):
+    """What every LOSS has. ``coeff`` is required in `pd.loss_metrics` and absent in `eval.metrics`."""
+
+    type: str
+    coeff: float | None = None
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _not_total(self) -> "Loss":
+        if self.name == "total":
+            raise broken(("name", "'total' is the key of the sum of all terms; choose another name"))
+        return self
+
+
+class FaithfulnessLoss(Loss):
+    type: Literal["FaithfulnessLoss"]
+
+
+class UnmaskedReconLoss(Loss):
+    type: Literal["UnmaskedReconLoss"]
+
+
+class CIMaskedReconLoss(Loss):
+    type: Literal["CIMaskedReconLoss"]
+
+
+class CIMaskedReconLayerwiseLoss(Loss):
+    type: Literal["CIMaskedReconLayerwiseLoss"]
+
+
+class CIMaskedReconSubsetLoss(Loss):
+    type: Literal["CIMaskedReconSubsetLoss"]
+    routing: Routing
+
+
+class StochasticReconLoss(Loss):
+    type: Literal["StochasticReconLoss"]
+
+
+class StochasticReconLayerwiseLoss(Loss):
+    type: Literal["StochasticReconLayerwiseLoss"]
+
+
+class StochasticReconSubsetLoss(Loss):
+    type: Literal["StochasticReconSubsetLoss"]
+    routing: Routing
+
+
+class StochasticHiddenActsReconLoss(Loss):
+    type: Literal["StochasticHiddenActsReconLoss"]
+
+
+class ChunkwiseSubsetReconLoss(Loss):
+    type: Literal["ChunkwiseSubsetReconLoss"]
+    routing: Routing
+    sites_per_chunk: Count
+    n_samples: Count = 1
+
+
+class FrequencyConfig(Strict):
+    """The batch-size-invariant form of the frequency penalty (L2), in place of the β part."""
+
+    coeff: NonNegative
+    reference_token_count: Positive
+
+
+class ImportanceMinimalityLoss(Loss):
+    """L2, L4. ``penalty``, ``gamma`` and ``frequency`` are ours; smooth_l0 has a gamma, and no p."""
+
+    type: Literal["ImportanceMinimalityLoss"]
+    pnorm: Positive
+    beta: NonNegative
+    eps: NonNegative = 1e-12
+    p_anneal_start_frac: Fraction = 1.0
+    p_anneal_final_p: Positive | None = None
+    p_anneal_end_frac: Fraction = 1.0
+    penalty: Literal["lp", "smooth_l0"] = "lp"
+    gamma: ScheduleConfig | None = None
+    frequency: FrequencyConfig | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ImportanceMinimalityLoss":
+        problems = []
+        if self.p_anneal_start_frac > self.p_anneal_end_frac:
+            order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
+            problems.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
+        if self.frequency is not None and self.beta != 0:
+            problems.append(("beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"))
+        if self.penalty == "lp":
+            if self.gamma is not None:
+                problems.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
+            if self.eps == 0 and min(self.pnorm, self.p_anneal_final_p or self.pnorm) < 1:
+                problems.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
+        elif self.gamma is None:
+            problems.append(("gamma", "is required with penalty: smooth_l0"))
+        elif 0 in (self.gamma.start_val, self.gamma.final_val_frac) or self.gamma.warmup_pct > 0:
+            rule = "start_val and final_val_frac above 0, and warmup_pct: 0"
+            problems.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
+        if problems:
+            raise broken(*problems)
+        return self
+
+
+class FreshPGD(Loss):
+    """Fresh PGD (A1)."""
+
+    init: Literal["random", "ones", "zeroes"]
+    step_size: Positive
+    n_steps: Natural
+    mask_scope: Literal["unique_per_datapoint", "shared_across_batch"]
+
+
+class PGDReconLoss(FreshPGD):
+    type: Literal["PGDReconLoss"]
+
+
+class PGDReconLayerwiseLoss(FreshPGD):
+    type: Literal["PGDReconLayerwiseLoss"]
+
+
+class PGDReconSubsetLoss(FreshPGD):
+    type: Literal["PGDReconSubsetLoss"]
+    routing: Routing
+
+
+class AdamConfig(Strict):
+    type: Literal["adam"]
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Positive = 1e-8
+    lr_schedule: ScheduleConfig
+
+
+class SignConfig(Strict):
+    type: Literal["sign"]
+    lr_schedule: ScheduleConfig
+
+
+class SingleSourceScope(Strict):
+    type: Literal["single_source"]
+
+
+class BroadcastAcrossBatchScope(Strict):
+    type: Literal["broadcast_across_batch"]
+
+
+class PerBatchPerPositionScope(Strict):
+    type: Literal["per_batch_per_position"]
+
+
+class RepeatAcrossBatchScope(Strict):
+    type: Literal["repeat_across_batch"]
+    n_sources: Count
+
+
+Scope = Annotated[
+    SingleSourceScope | BroadcastAcrossBatchScope | PerBatchPerPositionScope | RepeatAcrossBatchScope,
+    Field(discriminator="type"),
+]
+
+
+class PersistentPGD(Loss):
+    """Persistent PGD (A2 to A7)."""
+
+    optimizer: Annotated[AdamConfig | SignConfig, Field(discriminator="type")]
+    scope: Scope
+    use_sigmoid_parameterization: bool = False
+    n_warmup_steps: Natural = 0
+    start_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    n_samples: Count = 1
+
+
+class PersistentPGDReconLoss(PersistentPGD):
+    type: Literal["PersistentPGDReconLoss"]
+
+
+class PersistentPGDReconSubsetLoss(PersistentPGD):
+    type: Literal["PersistentPGDReconSubsetLoss"]
+    routing: Routing
+
+
+AnyLoss = (
+    FaithfulnessLoss
+    | ImportanceMinimalityLoss
+    | UnmaskedReconLoss
+    | CIMaskedReconLoss
+    | CIMaskedReconSubsetLoss
+    | CIMaskedReconLayerwiseLoss
+    | StochasticReconLoss
+    | StochasticReconSubsetLoss
+    | StochasticReconLayerwiseLoss
+    | StochasticHiddenActsReconLoss
+    | ChunkwiseSubsetReconLoss
+    | PGDReconLoss
+    | PGDReconSubsetLoss
+    | PGDReconLayerwiseLoss
+    | PersistentPGDReconLoss
+    | PersistentPGDReconSubsetLoss
+)
+
+
+def _with_coefficient(loss: Loss) -> Loss:
+    if loss.coeff is None:
+        raise broken(("coeff", "is required for a loss"))
+    if isinstance(loss, PersistentPGD) and loss.coeff <= 0:
+        raise broken(("coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"))
+    return loss
+
+
+TrainingLoss = Annotated[AnyLoss, Field(discriminator="type"), AfterValidator(_with_coefficient)]

@@ -1,0 +1,100 @@
+"""The METRIC table of the torch schema: any LOSS without a coefficient, and what is only measured."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from param_decomp_lab.config.loss_schema import AnyLoss, Loss
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, broken
+
+
+class CEandKLLosses(Strict):
+    type: Literal["CEandKLLosses"]
+    rounding_threshold: Fraction
+
+
+class CI_L0(Strict):
+    type: Literal["CI_L0"]
+    groups: dict[str, Annotated[ListOf[str], Field(min_length=1)]] | None
+    ci_alive_threshold: NonNegative = 0.0
+
+
+class CIHistograms(Strict):
+    type: Literal["CIHistograms"]
+    n_batches_accum: Count | None
+
+
+class ComponentActivationDensity(Strict):
+    type: Literal["ComponentActivationDensity"]
+    ci_alive_threshold: NonNegative = 0.0
+
+
+class CIMeanPerComponent(Strict):
+    type: Literal["CIMeanPerComponent"]
+
+
+class CIHiddenActsReconLoss(Strict):
+    type: Literal["CIHiddenActsReconLoss"]
+
+
+class IdentityPattern(Strict):
+    layer_pattern: str
+    n_features: Count
+
+
+class DensePattern(Strict):
+    layer_pattern: str
+    k: Count
+
+
+class IdentityCIError(Strict):
+    type: Literal["IdentityCIError"]
+    identity_ci: ListOf[IdentityPattern] | None
+    dense_ci: ListOf[DensePattern] | None
+
+
+class PermutedCIPlots(Strict):
+    type: Literal["PermutedCIPlots"]
+    identity_patterns: ListOf[str] | None
+    dense_patterns: ListOf[str] | None
+
+
+class UVPlots(Strict):
+    type: Literal["UVPlots"]
+    identity_patterns: ListOf[str] | None
+    dense_patterns: ListOf[str] | None
+
+
+OnlyMeasured = (
+    CEandKLLosses
+    | CI_L0
+    | CIHistograms
+    | ComponentActivationDensity
+    | CIMeanPerComponent
+    | CIHiddenActsReconLoss
+    | IdentityCIError
+    | PermutedCIPlots
+    | UVPlots
+)
+
+_REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
+
+
+def _not_refused(raw: Any) -> Any:
+    if isinstance(raw, dict) and raw.get("type") in _REFUSED:
+        raise broken(("type", f"'{raw['type']}' is not supported; remove this metric"))
+    return raw
+
+
+def _without_coefficient(metric: Strict) -> Strict:
+    if isinstance(metric, Loss) and metric.coeff is not None:
+        raise broken(("coeff", f"is {metric.coeff}, but a metric is reported as it is; remove it or set it to null"))
+    return metric
+
+
+Metric = Annotated[
+    AnyLoss | OnlyMeasured,
+    Field(discriminator="type"),
+    AfterValidator(_without_coefficient),
+    BeforeValidator(_not_refused),
+]

@@ -1,0 +1,80 @@
+"""`--set a.b=c`: single keys of the wrapper or of the schema file replaced from the command line, before validation."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.config.strict import Place, Strict, nearest
+from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.errors import UserError
+
+# `data` and `target` are keys of both files; these are the wrapper's part of them.
+_SHARED: dict[str, type[Strict]] = {"data": DataFolders, "target": TargetSource}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One assignment: where, what, and how it was written."""
+
+    path: tuple[str, ...]
+    value: Any
+    text: str
+
+    @property
+    def is_for_wrapper(self) -> bool:
+        """Keys are resolved against the wrapper first, so `data.train` is the wrapper's, `data.max_seq_len` is not."""
+        first, *rest = self.path
+        if first in _SHARED:
+            return not rest or rest[0] in _SHARED[first].model_fields
+        return first in Wrapper.model_fields
+
+
+def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
+    """The assignments, their values read as YAML and their first key checked."""
+    return tuple(map(_parse, texts))
+
+
+def _parse(text: str) -> Override:
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or "" in path:
+        raise UserError(f"--set {text}: should be key=value with a dotted key, such as pd.steps=100")
+    if path[0] not in Wrapper.model_fields and path[0] not in LanguageModelFile.model_fields:
+        names = {*Wrapper.model_fields, *LanguageModelFile.model_fields}
+        raise UserError(f"--set {text}: unknown key '{path[0]}'; {nearest(path[0], names)}")
+    return Override(path, parse_yaml(value, f"--set {text}"), text)
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """``raw`` with the assignments made, later ones last. ``raw`` itself stays: YAML aliases share parts of it."""
+    for override in overrides:
+        raw = _replaced(raw, override.path, override)
+    return raw
+
+
+def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:
+    if not path:
+        return override.value
+    key, *rest = path
+    if isinstance(node, list):
+        if not key.isdecimal() or int(key) >= len(node):
+            have = f"0 to {len(node) - 1}" if node else "none, it is empty"
+            raise UserError(f"--set {override.text}: '{key}' is no index of this list (valid: {have})")
+        place = int(key)
+        return [_replaced(item, tuple(rest), override) if n == place else item for n, item in enumerate(node)]
+    above = ".".join(override.path[: len(override.path) - len(path)])
+    if node is None and key.isdecimal():
+        raise UserError(f"--set {override.text}: the file has no list {above}; set {above} itself")
+    if node is None:  # a section that was absent or null
+        node = {}
+    if not isinstance(node, dict):
+        raise UserError(f"--set {override.text}: {above} is {node!r}, which has no keys; set {above} itself")
+    return {**node, key: _replaced(node.get(key), tuple(rest), override)}
+
+
+def place(file: Path, overrides: Sequence[Override]) -> Place:
+    """``file`` with the assignments made on it, for error messages."""
+    return Place(str(file), tuple((".".join(override.path), override.text) for override in overrides))

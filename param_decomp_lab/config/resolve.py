@@ -1,0 +1,139 @@
+"""A wrapper and its schema file as one validated configuration; saved, read back, and compared."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from param_decomp_lab.config.checks import torch_problems, toy_of, warnings, wrapper_problems
+from param_decomp_lab.config.overrides import apply_overrides, parse_overrides, place
+from param_decomp_lab.config.strict import NO_MEANING, Place, Problem, Strict, validate
+from param_decomp_lab.config.torch_schema import LanguageModelFile, TorchFile, ToyFile
+from param_decomp_lab.config.wrapper import Experiment, Wrapper
+from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
+from param_decomp_lab.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run was told, valid in itself.
+
+    ``wrapper``: paths made relative to where one stands, memory preset chosen. ``torch``: the schema file.
+    ``ignored``: dotted keys that were given and have no meaning here. ``warnings``: lines for people.
+    """
+
+    wrapper: Wrapper
+    torch: TorchFile
+    ignored: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def experiment(self) -> Experiment | Literal["language_model"]:
+        if isinstance(self.torch, LanguageModelFile):
+            return "language_model"
+        patterns = [target.module_pattern for target in self.torch.pd.decomposition_targets]
+        experiment = self.wrapper.experiment or toy_of(patterns)
+        assert experiment is not None
+        return experiment
+
+    def with_run_id(self, run_id: str) -> "RunConfig":
+        """The same run under the id it was given."""
+        return replace(self, wrapper=self.wrapper.model_copy(update={"run_id": run_id}))
+
+    def to_yaml(self) -> str:
+        """The whole configuration in one document, every default written out; `from_yaml` reads it back equal."""
+        parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.torch.model_dump(mode="json")}
+        return dump_yaml({**parts, "ignored": list(self.ignored)})
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> "RunConfig":
+        """The configuration that a run saved. Relative paths mean what they meant from the run's working directory."""
+        raw = read_mapping(path, "the configuration of a run")
+        for key in ("wrapper", "torch"):
+            if not isinstance(raw.get(key), dict):
+                raise UserError(f"{path}: {key}: is required; a run's config.yaml has wrapper, torch and ignored")
+        places = Place(f"{path}: wrapper"), Place(f"{path}: torch")
+        config = _configuration(validate(Wrapper, raw["wrapper"], places[0]), raw["torch"], *places)
+        return replace(config, ignored=tuple(raw.get("ignored", ())))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that the wrapper ``path`` describes, with `--set` assignments ``overrides`` such as `pd.steps=100`."""
+    assignments = parse_overrides(overrides)
+    for_wrapper = [override for override in assignments if override.is_for_wrapper]
+    for_torch = [override for override in assignments if not override.is_for_wrapper]
+
+    raw = read_mapping(path, "the wrapper")
+    if "pd" in raw:
+        raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
+    at_wrapper = place(path, for_wrapper)
+    wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), at_wrapper).relative_to(path.parent).settled()
+
+    torch = apply_overrides(read_mapping(wrapper.torch_config, f"torch_config of {path}"), for_torch)
+    return _configuration(wrapper, torch, at_wrapper, place(wrapper.torch_config, for_torch))
+
+
+def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_torch: Place) -> RunConfig:
+    torch = validate(_schema(wrapper, raw, at_torch), raw, at_torch)
+    found = [at_wrapper.line(problem) for problem in wrapper_problems(wrapper, torch)]
+    found += [at_torch.line(problem) for problem in torch_problems(wrapper, torch)]
+    if found:
+        raise UserError("\n".join(found))
+    ignored = tuple(key for key, given in _without_meaning(torch) if given)
+    return RunConfig(wrapper, torch, ignored, warnings(wrapper, torch))
+
+
+def _schema(wrapper: Wrapper, raw: dict[str, Any], at_torch: Place) -> type[LanguageModelFile] | type[ToyFile]:
+    """A file with target.spec is a language model's; a toy is named by the wrapper or known by its patterns."""
+    target = raw.get("target")
+    if isinstance(target, dict) and "spec" in target:
+        return LanguageModelFile
+    pd = raw.get("pd")
+    targets = pd.get("decomposition_targets") if isinstance(pd, dict) else None
+    patterns = [str(t.get("module_pattern")) for t in targets or () if isinstance(t, dict)]
+    if wrapper.experiment is None and toy_of(patterns) is None:
+        otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
+        raise at_torch.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
+    return ToyFile
+
+
+def _without_meaning(model: BaseModel, above: str = "") -> Iterator[tuple[str, bool]]:
+    """Dotted keys marked (n), and whether they were given."""
+    for key, value in model:
+        if isinstance(value, Strict):
+            yield from _without_meaning(value, f"{above}{key}.")
+        elif NO_MEANING in type(model).model_fields[key].metadata:
+            yield f"{above}{key}", key in model.model_fields_set and value is not None
+
+
+def difference(old: RunConfig, new: RunConfig) -> list[str]:
+    """What ``new`` changes, as lines `key: old -> new` with keys as `--set` takes them.
+
+    The run id, where the schema file lies, and the keys without meaning are no part of what a run does.
+    """
+    before, after = _leaves(old), _leaves(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    absent = "(absent)"
+    changes = [(key, before.get(key, absent), after.get(key, absent)) for key in keys]
+    return [f"{key}: {was} -> {now}" for key, was, now in changes if was != now]
+
+
+def _leaves(config: RunConfig) -> dict[str, str]:
+    apart = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.torch)}
+    parts = (config.wrapper.model_dump(mode="json"), config.torch.model_dump(mode="json"))
+    return {key: text for part in parts for key, text in _flat(part) if key not in apart}
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    below = f"{key}." if key else ""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{below}{name}")
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for n, item in enumerate(value):
+            yield from _flat(item, f"{below}{n}")
+    else:
+        yield key, json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,43 @@
+"""Which modules of a target are decomposed: the patterns of `decomposition_targets` against its module names."""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from param_decomp_lab.config.torch_schema import DecompositionTarget
+from param_decomp_lab.errors import UserError
+
+_PREFIX = "model."
+
+
+def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[str]) -> list[tuple[str, int]]:
+    """The decomposed modules with their C, in the order of ``module_names``, without `model.`.
+
+    A pattern matches a name by fnmatch, with or without `model.` on either side. UserError for a pattern that
+    matches nothing and for a module that two patterns match.
+    """
+    names = [name.removeprefix(_PREFIX) for name in module_names]
+    found: dict[str, tuple[int, DecompositionTarget]] = {}
+    for n, target in enumerate(targets):
+        where = f"pd.decomposition_targets.{n}.module_pattern"
+        matching = [name for name in names if _matches(target.module_pattern, name)]
+        if not matching:
+            raise UserError(f"{where}: '{target.module_pattern}' matches no module; {_nearest(target, names)}")
+        for name in matching:
+            if name in found:
+                earlier, other = found[name]
+                raise UserError(
+                    f"{where}: '{target.module_pattern}' matches {name}, which pd.decomposition_targets.{earlier} "
+                    f"('{other.module_pattern}') matches already; a module may be decomposed once"
+                )
+            found[name] = n, target
+    return [(name, found[name][1].C) for name in names if name in found]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_PREFIX + name, pattern)
+
+
+def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(target.module_pattern.removeprefix(_PREFIX), names, n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(close)}" if close else "this target has no modules to decompose"

@@ -1,0 +1,145 @@
+"""The wrapper YAML: one run, as a schema file of the torch project and what such a file cannot say."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Strict as Strictness
+
+from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, broken
+
+Text = Annotated[str, Field(min_length=1)]
+FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
+Experiment = Literal["tms", "resid_mlp"]
+Preset = Literal["plain", "balanced"]
+
+
+class Mesh(Strict):
+    """Devices: copies of the state × slices of it × slices of its products. The batch is split over the first two."""
+
+    replica: Count = 1
+    fsdp: Count = 1
+    tensor: Count = 1
+
+    @model_validator(mode="after")
+    def _tensor_later(self) -> "Mesh":
+        if self.tensor > 1:
+            raise broken(("tensor", f"is {self.tensor}; more than 1 is not supported yet"))
+        return self
+
+    @property
+    def batch_devices(self) -> int:
+        return self.replica * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        return self.replica * self.fsdp * self.tensor
+
+
+class Memory(Strict):
+    """``preset``: plain recomputes nothing, balanced recomputes the layers; null as `remat_recon_forwards` says."""
+
+    later: ClassVar[frozenset[str]] = frozenset(
+        ["component_block", "token_block", "save", "offload", "recompute", "micro_batches", "donate", "state_dtypes"]
+    )
+
+    preset: Preset | None = None
+    layers: Literal["scan", "unroll"] = "scan"
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _preset_later(cls, raw: Any) -> Any:
+        if raw in ("lean", "published"):
+            raise broken(("", f"'{raw}' is not supported yet; choose plain or balanced"))
+        return raw
+
+
+class DataFolders(Strict):
+    """Folders of Parquet shards in place of what the schema file's `data` names."""
+
+    train: FilePath
+    eval: FilePath
+
+
+class TargetSource(Strict):
+    """Where the target's weights come from: a folder, or (toys) a recipe to pretrain one."""
+
+    folder: FilePath | None = None
+    pretrain: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "TargetSource":
+        if (self.folder is None) == (self.pretrain is None):
+            raise broken(("", "takes exactly one of folder and pretrain"))
+        return self
+
+
+class MilestonesEvery(Strict):
+    every: Count
+
+
+def _milestones_kind(raw: Any) -> str:
+    return "every" if isinstance(raw, dict | MilestonesEvery) else "steps"
+
+
+Milestones = Annotated[
+    Annotated[ListOf[Natural], Tag("steps")] | Annotated[MilestonesEvery, Tag("every")],
+    Discriminator(_milestones_kind),
+]
+
+
+class Wrapper(Strict):
+    """A run. ``milestones``: steps whose checkpoints are never deleted; ``out_dir`` is relative to where one stands."""
+
+    torch_config: FilePath
+    run_name: Text
+    out_dir: FilePath = Path("runs")
+    run_id: Annotated[str, Field(pattern=r"^p-[0-9a-f]{8}$")] | None = None
+    remat_recon_forwards: bool = False
+    wandb_group: Text | None = None
+    wandb_tags: ListOf[Text] = ()
+    experiment: Experiment | None = None
+    mesh: Mesh = Mesh()
+    memory: Memory = Memory()
+    data: DataFolders | None = None
+    target: TargetSource | None = None
+    steps_per_dispatch: Count = 1
+    milestones: Milestones = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Wrapper":
+        if self.steps_per_dispatch != 1:
+            raise broken(("steps_per_dispatch", f"is {self.steps_per_dispatch}; other than 1 is not supported yet"))
+        preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
+        if "remat_recon_forwards" in self.model_fields_set and preset not in (None, implied):
+            says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
+            raise broken(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
+        return self
+
+    def settled(self) -> "Wrapper":
+        """The same run with its memory preset chosen, and `remat_recon_forwards` agreeing with it."""
+        preset = self.memory.preset or _preset(self.remat_recon_forwards)
+        memory = self.memory.model_copy(update={"preset": preset})
+        return self.model_copy(update={"memory": memory, "remat_recon_forwards": preset == "balanced"})
+
+    def relative_to(self, folder: Path) -> "Wrapper":
+        """The same run with every path that was relative to ``folder``, the wrapper's own, made so."""
+
+        def below(part: Strict | None) -> Strict | None:
+            paths = {key: folder / path for key, path in part or () if path is not None}
+            return part and part.model_copy(update=paths)
+
+        update = {"torch_config": folder / self.torch_config, "data": below(self.data), "target": below(self.target)}
+        return self.model_copy(update=update)
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is never deleted."""
+        match self.milestones:
+            case MilestonesEvery(every=every):
+                return step % every == 0
+            case steps:
+                return step in steps
+
+
+def _preset(remat_recon_forwards: bool) -> Preset:
+    return "balanced" if remat_recon_forwards else "plain"

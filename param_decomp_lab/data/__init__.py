@@ -1,0 +1,1 @@
+"""Text to rows of token ids, rows to batches, token ids back to text."""

@@ -1,0 +1,50 @@
+"""A stretch of the rows of a data set, to hold some of them out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+
+class TokenRows(Protocol):
+    """What batches are made of."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]: ...
+
+    def check(self, vocab_size: int, max_len: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``first .. stop - 1`` of ``data``, numbered from 0."""
+
+    data: TokenRows
+    first: int
+    stop: int
+
+    @property
+    def source(self) -> str:
+        return self.data.source
+
+    @property
+    def seq_len(self) -> int:
+        return self.data.seq_len
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
+        return self.data.rows(np.asarray(ids, np.int64) + self.first)
+
+    def check(self, vocab_size: int, max_len: int | None = None) -> None:
+        self.data.check(vocab_size, max_len)

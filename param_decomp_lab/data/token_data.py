@@ -1,0 +1,141 @@
+"""Rows of token ids in Parquet shards, read when they are asked for."""
+
+import glob
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Int, Int32
+
+from param_decomp_lab.data.tokenize import COLUMN
+from param_decomp_lab.errors import UserError
+
+# Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
+CACHE_BYTES = 1 << 30
+
+
+class TokenData:
+    """All rows of a folder (or glob, or one file) of Parquet shards with a column ``input_ids`` of fixed-length rows.
+
+    Rows are numbered through the shards in the order of their names. ``len(data)``: number of rows; ``seq_len``:
+    tokens in each; ``source``: what was given.
+
+    Raises UserError: nothing there, not Parquet, no such column, not integers, rows of different lengths, no rows.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.source = str(source)
+        self._files = [(path, _metadata(path)) for path in _find(self.source)]
+        # A group is what one read decodes: (file number, number within the file).
+        self._groups = [(f, g) for f, (_, shard) in enumerate(self._files) for g in range(shard.num_row_groups)]
+        sizes = [self._files[f][1].row_group(g).num_rows for f, g in self._groups]
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        if len(self) == 0:
+            raise UserError(f"{self.source} holds no rows: tokenize some text into it")
+        first = next(n for n, size in enumerate(sizes) if size)
+        self.seq_len = self._decode(first, None).shape[1]
+        kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
+        self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
+        """The rows of the given numbers, in that order. Raises UserError when one has another length than the rest."""
+        ids = np.asarray(ids, np.int64)
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "no such row"
+        numbers = np.searchsorted(self._starts, ids, side="right") - 1
+        out = np.empty((len(ids), self.seq_len), np.int32)
+        for number in np.unique(numbers):
+            here = numbers == number
+            out[here] = self._group(int(number))[ids[here] - self._starts[number]]
+        return out
+
+    def check(self, vocab_size: int, max_len: int | None = None) -> None:
+        """Refuse data that a model cannot take: a token id outside ``0 .. vocab_size - 1`` (named by file and row), or
+        rows longer than ``max_len`` tokens. Reads the shards' statistics; tokens only where there are none."""
+        if max_len is not None and self.seq_len > max_len:
+            raise UserError(
+                f"{self.source}: rows have {self.seq_len} tokens, the model takes at most {max_len}; "
+                f"tokenize with a seq_len of {max_len}, or raise max_len"
+            )
+        for number in range(len(self._groups)):
+            if self._within(number, vocab_size):
+                continue
+            ids = self._decode(number, self.seq_len)
+            wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
+            if len(wrong):
+                row, column = wrong[0]
+                file, group = self._groups[number]
+                path, shard = self._files[file]
+                row_in_file = row + sum(shard.row_group(g).num_rows for g in range(group))
+                raise UserError(
+                    f"{path}, row {row_in_file}, position {column}: token id {ids[row, column]} is not in the model's "
+                    f"vocabulary (0 to {vocab_size - 1}); tokenize the text with the model's own tokenizer"
+                )
+
+    def _within(self, number: int, vocab_size: int) -> bool:
+        """Whether the statistics of a group show that its ids are in the vocabulary."""
+        file, group = self._groups[number]
+        statistics = self._files[file][1].row_group(group).column(self._leaf(file)).statistics
+        known = statistics is not None and statistics.has_min_max
+        return known and statistics.min >= 0 and statistics.max < vocab_size
+
+    def _leaf(self, file: int) -> int:
+        metadata = self._files[file][1]
+        paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
+        return next(n for n, path in enumerate(paths) if path.split(".")[0] == COLUMN)
+
+    def _decode(self, number: int, seq_len: int | None) -> Int32[np.ndarray, "rows T"]:
+        file, group = self._groups[number]
+        path, shard = self._files[file]
+        try:
+            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True)
+            column = parquet.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks()
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
+        flat, n_rows = column.flatten(), len(column)
+        width = seq_len if seq_len is not None else len(flat) // max(1, n_rows)
+        lengths = np.asarray(pa.compute.fill_null(pa.compute.list_value_length(column), 0))
+        ragged = np.flatnonzero(lengths != width)
+        if len(ragged):
+            raise UserError(
+                f"{path}, row {ragged[0]} of row group {group}: has {lengths[ragged[0]]} tokens where others have "
+                f"{width}; all rows must be of one length, as `pd data tokenize` makes them"
+            )
+        if flat.null_count:
+            raise UserError(f"{path}, row group {group}: holds missing tokens (nulls); tokenize the text again")
+        ids = flat.to_numpy(zero_copy_only=False)
+        # Ids past int32 would wrap around into valid ones.
+        return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32).reshape(n_rows, width)
+
+
+def _find(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_dir():
+        found = sorted(path.glob("*.parquet"))
+        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and any(p.glob("*.parquet")))
+        hint = f" (it has {' and '.join(f'{source}/{name}' for name in inside)}: give one of them)" if inside else ""
+    else:
+        found, hint = [Path(p) for p in sorted(glob.glob(source))], ""
+    if not found:
+        raise UserError(f"no Parquet shards at {source}{hint}; `pd data tokenize` makes folders of them")
+    return found
+
+
+def _metadata(path: Path) -> pq.FileMetaData:
+    try:
+        file = pq.ParquetFile(path, memory_map=True)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is not a whole Parquet file ({error}): copy or tokenize it again") from error
+    names = file.schema_arrow.names
+    if COLUMN not in names:
+        raise UserError(f"{path} has no column {COLUMN} (its columns: {', '.join(names)}); tokenize the text first")
+    kind = file.schema_arrow.field(COLUMN).type
+    of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not of_lists or not pa.types.is_integer(kind.value_type):
+        raise UserError(f"{path}: column {COLUMN} has type {kind}; it must hold lists of integers, one per row")
+    return file.metadata

@@ -1,0 +1,129 @@
+"""Text to token ids and back: UTF-8 bytes, or any Hugging Face tokenizer file."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer as HfTokenizer
+
+from param_decomp_lab.errors import UserError
+
+BYTES = "bytes"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# What a bare tokenizer.json calls the end (or, failing that, the beginning) of a document.
+DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|begin_of_text|>", "<s>", "<bos>")
+# Pieces of text are bounded (see tokenize.py), so that a batch of this many is a few MB.
+BATCH = 256
+
+
+class Tokenizer(Protocol):
+    """Turns text into token ids and back."""
+
+    @property
+    def name(self) -> str:
+        """What ``meta.json`` calls it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def separator(self) -> int | None:
+        """The id put between documents; None without one."""
+
+    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+        """Token ids of each text, without special tokens."""
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+
+    def save(self, folder: Path) -> None:
+        """Put what decoding needs into ``folder``."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token is a byte of UTF-8; documents are separated by a zero byte."""
+
+    vocab_size: int = 256
+    separator: int | None = 0
+    name: str = BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        return [chr(i) if i < 128 else f"\\x{i:02x}" for i in ids]
+
+    def save(self, folder: Path) -> None:
+        del folder
+
+
+@dataclass(frozen=True)
+class HuggingFaceTokenizer:
+    """``file``: a ``tokenizer.json``; a ``tokenizer_config.json`` beside it may name the end-of-document token."""
+
+    file: Path
+    name: str = TOKENIZER_FILE
+
+    @cached_property
+    def _tokenizer(self) -> HfTokenizer:
+        try:
+            tokenizer = HfTokenizer.from_file(str(self.file))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{self.file} is not a Hugging Face tokenizer file: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def separator(self) -> int | None:
+        config = self.file.with_name(TOKENIZER_CONFIG)
+        settings = json.loads(config.read_text()) if config.is_file() else {}
+        for key in ("eos_token", "bos_token"):
+            token = settings.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and (token_id := self._tokenizer.token_to_id(token)) is not None:
+                return int(token_id)
+        ids = (self._tokenizer.token_to_id(token) for token in DOCUMENT_ENDS)
+        return next((int(token_id) for token_id in ids if token_id is not None), None)
+
+    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        # Alone, a token may lose its leading space: decode it after another one and take that one off.
+        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        alone = self._tokenizer.decode(anchor, skip_special_tokens=False)
+        texts = self._tokenizer.decode_batch([[*anchor, int(i)] for i in ids], skip_special_tokens=False)
+        return [text.removeprefix(alone) for text in texts]
+
+    def save(self, folder: Path) -> None:
+        for file in (self.file, self.file.with_name(TOKENIZER_CONFIG)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name.replace(self.file.name, TOKENIZER_FILE))
+
+
+def load_tokenizer(tokenizer: str | Path) -> Tokenizer:
+    """``bytes``, a ``tokenizer.json``, or a folder that holds one. Raises UserError when there is none."""
+    if str(tokenizer) == BYTES:
+        return ByteTokenizer()
+    path = Path(tokenizer)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {file}: give `bytes`, a {TOKENIZER_FILE}, or a local folder that holds one")
+    found = HuggingFaceTokenizer(file)
+    assert found.vocab_size > 0  # reads the file: a broken one is reported here and not in the middle of the work
+    return found

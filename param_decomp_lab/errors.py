@@ -1,0 +1,5 @@
+"""What a user did wrong, as opposed to what we did wrong (those are asserts)."""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave us: says what was wrong, where, and what would be right. Exit status 2."""

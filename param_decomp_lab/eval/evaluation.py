@@ -1,0 +1,167 @@
+"""The evaluation of a run: fast numbers often, figures now and then, always on the same held-out batches."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from param_decomp_jax.ci import ci_logits, squashings
+from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.state import State
+from param_decomp_jax.step import Problem, clean_pass, total_loss
+from param_decomp_jax.targets.base import Weights
+from param_decomp_lab.config import RunConfig, term_names
+from param_decomp_lab.config.core_specs import term
+from param_decomp_lab.config.loss_schema import Loss
+from param_decomp_lab.config.metric_schema import (
+    CEandKLLosses, CI_L0, CIHiddenActsReconLoss, CIHistograms, CIMeanPerComponent, ComponentActivationDensity,
+)  # fmt: skip
+from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
+from param_decomp_lab.eval.importance import Statistics, batch_statistics, lower_importances, mean_l0
+from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
+
+
+class Abandoned(Exception):
+    """Somebody asked the run to stop while it was evaluating."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics of a configuration, sorted by how they are computed."""
+
+    losses: tuple[tuple[Any, str], ...]
+    ce_kl: CEandKLLosses | None
+    l0: tuple[CI_L0, ...]
+    histograms: CIHistograms | None
+    means: CIMeanPerComponent | None
+    density: ComponentActivationDensity | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Metrics":
+        metrics = () if config.torch.eval is None else config.torch.eval.metrics
+
+        def first(kind: type) -> Any:
+            return next((m for m in metrics if isinstance(m, kind)), None)
+
+        measured = [m for m in metrics if isinstance(m, Loss | CIHiddenActsReconLoss)]
+        return cls(
+            losses=tuple(zip(measured, term_names(tuple(measured)), strict=True)),
+            ce_kl=first(CEandKLLosses),
+            l0=tuple(m for m in metrics if isinstance(m, CI_L0)),
+            histograms=first(CIHistograms),
+            means=first(CIMeanPerComponent),
+            density=first(ComponentActivationDensity),
+        )
+
+
+class Evaluation:
+    """``batches``: the evaluation's batches, already on the devices' mesh, by number; the same ones every time."""
+
+    def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array]) -> None:
+        assert config.torch.eval is not None
+        self._settings, self._metrics, self._batches = config.torch.eval, Metrics.of(config), batches
+        pd = config.torch.pd
+        terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
+        self._problem = Problem(replace(problem.decomposition, terms=terms), problem.target)
+        self._sampling = Stochastic(pd.sampling)
+        self._fast = jax.jit(self._fast_batch)
+        threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
+
+        def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
+            return batch_statistics(lower_importances(problem, components, ci, weights, inputs), threshold)
+
+        self._statistics = jax.jit(statistics)
+
+    def _fast_batch(self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray) -> dict[str, Any]:
+        problem, metrics = self._problem, self._metrics
+        scene, site_inputs = clean_pass(problem, weights, inputs)
+        logits = ci_logits(state.ci, site_inputs, state.components, problem.compute_dtype)
+        importances = jax.tree.map(squashings(problem.decomposition.squashing)[0], logits)
+        of_losses, of_ce_kl = jax.random.split(key)
+        _, losses = total_loss(problem, state, scene, state.components, logits, {}, of_losses)
+        measured: dict[str, Any] = {"losses": losses}
+        if metrics.ce_kl is not None:
+            threshold = metrics.ce_kl.rounding_threshold
+            measured["ce_kl"] = ce_and_kl(
+                problem.target, scene, state.components, importances, of_ce_kl, self._sampling, threshold  # type: ignore[arg-type]
+            )
+        measured["l0"] = [mean_l0(importances, l0.ci_alive_threshold) for l0 in metrics.l0]
+        return measured
+
+    def due(self, step: int, total: int) -> bool:
+        return step % self._settings.every == 0 or step == total
+
+    def slow_due(self, step: int, total: int) -> bool:
+        if step == 0:
+            return self._settings.slow_on_first_step
+        return step % self._settings.slow_every == 0 or step == total
+
+    def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """`eval/*` of the state after ``step`` steps, means over the batches. Raises `Abandoned` when told to stop."""
+        # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
+        key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
+        partial_state = replace_adversaries(state)
+        per_batch = []
+        for number in self._numbers(stop):
+            measured = self._fast(partial_state, weights, self._batches(number), jax.random.fold_in(key, number))
+            per_batch.append(jax.device_get(measured))
+        means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
+        row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
+        if "ce_kl" in means:
+            row |= ce_kl_metrics({k: float(v) for k, v in means["ce_kl"].items()})
+        for l0, by_stack in zip(self._metrics.l0, means["l0"], strict=True):
+            by_site = {k: float(v) for k, v in self._problem.target.sites.unstack(by_stack).items()}
+            prefix = f"eval/l0/{l0.ci_alive_threshold}_"
+            row |= {prefix + name: value for name, value in by_site.items()}
+            for group, patterns in (l0.groups or {}).items():
+                members = [v for name, v in by_site.items() if any(fnmatchcase(name, p) for p in patterns)]
+                row[prefix + group] = float(sum(members))
+        return row
+
+    def _numbers(self, stop: Callable[[], bool], limit: int | None = None) -> Iterator[int]:
+        for number in range(min(self._settings.n_steps, limit or self._settings.n_steps)):
+            if stop():
+                raise Abandoned
+            yield number
+
+    def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
+        """Histograms, means and densities of λ per site over the evaluation's batches."""
+        limit = None if self._metrics.histograms is None else self._metrics.histograms.n_batches_accum
+        batches = [
+            jax.device_get(self._statistics(state.components, state.ci, weights, self._batches(number)))
+            for number in self._numbers(stop, limit)
+        ]
+        return Statistics.over(self._problem.target.sites, batches)
+
+    def figures(
+        self, state: State, weights: Weights, step: int, folder: Path, stop: Callable[[], bool]
+    ) -> dict[str, Path]:
+        """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`."""
+        metrics = self._metrics
+        if metrics.histograms is None and metrics.means is None and metrics.density is None:
+            return {}
+        s = self.statistics(state, weights, stop)
+        n_bins = next(iter(s.counts.values())).shape[0]
+        drawings = {
+            "ci_histograms": metrics.histograms and partial(ci_histograms, s.counts, np.linspace(0, 1, n_bins + 1)),
+            "mean_ci_per_component": metrics.means and partial(mean_ci_per_component, s.means),
+            "activation_density": metrics.density and partial(activation_density, s.densities),
+        }
+        paths = {}
+        for name, draw in drawings.items():
+            if draw is not None:
+                path = folder / f"{name}_{step}.png"
+                save_figure(draw(), path)
+                paths[f"slow_eval/figures/{name}"] = path
+        return paths
+
+
+def replace_adversaries(state: State) -> State:
+    """The state without persistent sources, which no evaluation reads."""
+    return replace(state, adversaries={}, components_moments=None, ci_moments=None)

@@ -1,0 +1,11 @@
+"""Figures of an evaluation: plain functions from NumPy arrays to a matplotlib ``Figure``.
+
+They are logged under ``slow_eval/figures/<name>`` and saved as ``figures/<name>_<step>.png``.
+"""
+
+from param_decomp_lab.figures.activation_density import activation_density
+from param_decomp_lab.figures.ci_histograms import ci_histograms
+from param_decomp_lab.figures.mean_ci import mean_ci_per_component
+from param_decomp_lab.figures.save import figure_path, save_figure
+
+__all__ = ["activation_density", "ci_histograms", "figure_path", "mean_ci_per_component", "save_figure"]

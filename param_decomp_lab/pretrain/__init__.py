@@ -1,0 +1,1 @@
+"""Training a small language model to decompose."""

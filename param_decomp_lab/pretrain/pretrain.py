@@ -1,0 +1,191 @@
+"""Next-token training of a small language model, from tokenized text to a folder in the Hugging Face layout."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.targets.llama import LlamaConfig, init_weights, language_logits
+from param_decomp_lab.data.batches import Batches
+from param_decomp_lab.data.meta import DataMeta
+from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import new_folder, refuse_existing
+from param_decomp_lab.pretrain.finished import SUMMARY_FILE, Pretrained, find_finished, write_finished
+from param_decomp_lab.pretrain.recipe import OptimizerRecipe, PretrainRecipe
+from param_decomp_lab.weights.hf_llama import Weights, save_llama
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Console | None = None) -> Pretrained:
+    """Train the model of ``recipe`` and write it to ``recipe.out``, which appears only when it is complete.
+
+    The folder holds ``config.json``, ``model.safetensors``, ``meta.json`` and the tokenizer of its data,
+    ``metrics.jsonl`` (one object per logged step), ``recipe.yaml`` and ``summary.json``. When it is there already and
+    the same recipe and data made it, nothing is done. ``console``: where progress goes.
+
+    Raises UserError: data missing or too small, ``out`` made by another recipe (unless ``overwrite``), not writable,
+    or a loss that is not finite.
+    """
+    console = console or Console()
+    folder, data_folder = Path(recipe.out), Path(recipe.data)
+    meta = DataMeta.read(data_folder)
+    if not overwrite and (finished := find_finished(recipe, meta)):
+        _tell(console, finished)
+        return finished
+    # Before any work is done, and again when the folder is made.
+    refuse_existing(folder, marker=SUMMARY_FILE, overwrite=overwrite)
+    train = Batches(TokenData(data_folder / "train"), recipe.batch_size, recipe.seed)
+    held_out = _held_out(TokenData(data_folder / "eval"), recipe)
+    with new_folder(folder, marker=SUMMARY_FILE, overwrite=overwrite) as partial_folder:
+        start = time.perf_counter()
+        config = recipe.model.config(meta.vocab_size)
+        with open(partial_folder / METRICS_FILE, "w") as log:
+            weights, loss = _train(recipe, config, train, held_out, log, console)
+        result = Pretrained(folder, loss, meta.eval.unigram_entropy, round(time.perf_counter() - start, 2))
+        save_llama(
+            partial_folder,
+            config,
+            weights,
+            max_position_embeddings=meta.seq_len,
+            eos_token_id=meta.separator,
+        )
+        load_tokenizer(BYTES if meta.tokenizer == BYTES else data_folder).save(partial_folder)
+        meta.write(partial_folder)
+        write_finished(partial_folder, recipe, meta, result)
+    _tell(console, result)
+    return result
+
+
+def _held_out(data: TokenData, recipe: PretrainRecipe) -> Batches:
+    batches = Batches(data, recipe.batch_size, recipe.seed)
+    if recipe.eval.batches * recipe.batch_size > len(data):
+        raise UserError(
+            f"eval.batches: {recipe.eval.batches} batches of {recipe.batch_size} rows are more than the {len(data)} held "
+            f"out in {data.source}; at most {len(data) // recipe.batch_size} fit"
+        )
+    return batches
+
+
+def _train(
+    recipe: PretrainRecipe, config: LlamaConfig, train: Batches, held_out: Batches, log: TextIO, console: Console
+) -> tuple[Weights, float]:
+    """The trained weights and the last held-out cross-entropy."""
+    loss_of = partial(cross_entropy, config=config, memory=MemoryPolicy(layers=recipe.layers))
+    optimizer = make_optimizer(recipe.optimizer, recipe.steps)
+    step = make_step(loss_of, optimizer)
+    loss_on = jax.jit(loss_of)
+    weights: Weights = jax.jit(partial(init_weights, config=config))(jax.random.key(recipe.seed))
+    opt_state = jax.jit(optimizer.init)(weights)
+    learning_rate = recipe.optimizer.learning_rate()
+    tokens_per_step = recipe.batch_size * train.data.seq_len
+    waiting: tuple[int, Array] | None = None
+    before = time.perf_counter(), 0
+
+    def write(metrics: dict[str, float]) -> None:
+        log.write(json.dumps(metrics) + "\n")
+        log.flush()
+
+    with _progress(console) as progress:
+        task = progress.add_task("pretraining", total=recipe.steps, loss="compiling", speed="", held_out="")
+        for k in range(recipe.steps):
+            weights, opt_state, loss = step(weights, opt_state, train[k])
+            progress.update(task, completed=k + 1)
+            last = k + 1 == recipe.steps
+            if k % recipe.log_every == 0 or last:
+                # The loss of the log step before has long been computed: reading it does not hold up the device.
+                if waiting is not None:
+                    value = _finite(waiting[0], waiting[1])
+                    now = time.perf_counter(), k
+                    speed = (now[1] - before[1]) * tokens_per_step / (now[0] - before[0])
+                    before = now
+                    lr = float(learning_rate(waiting[0], recipe.steps))
+                    write({"step": waiting[0], "train/loss/total": value, "train/schedules/lr": lr,
+                           "train/perf/tok_per_s": round(speed)})  # fmt: skip
+                    progress.update(task, loss=f"loss {value:.3f}", speed=f"{speed:,.0f} tok/s")
+                waiting = k, loss
+            if (k + 1) % recipe.eval.every == 0 or last:
+                losses = [loss_on(weights, held_out[n]) for n in range(recipe.eval.batches)]
+                held_out_loss = _finite(k, jnp.mean(jnp.stack(losses)))
+                write({"step": k, "eval/ce": held_out_loss})
+                progress.update(task, held_out=f"held-out {held_out_loss:.3f}")
+        assert waiting is not None
+        write({"step": waiting[0], "train/loss/total": _finite(*waiting)})
+    return weights, held_out_loss
+
+
+def cross_entropy(
+    weights: Weights, tokens: Int[Array, "B T"], *, config: LlamaConfig, memory: MemoryPolicy
+) -> Float[Array, ""]:
+    """Mean next-token cross-entropy in nats over the T - 1 positions that have a next token."""
+    logits = language_logits(weights, config, tokens, memory)[:, :-1]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def make_optimizer(recipe: OptimizerRecipe, steps: int) -> optax.GradientTransformation:
+    """AdamW with the recipe's schedule; norms are not decayed."""
+    schedule = recipe.learning_rate()
+
+    def matrices(weights: Weights) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, weights)
+
+    clip = optax.clip_by_global_norm(recipe.clip_norm) if recipe.clip_norm is not None else optax.identity()
+    b1, b2 = recipe.betas
+    decay = recipe.weight_decay
+    return optax.chain(
+        clip, optax.adamw(lambda count: schedule(count, steps), b1, b2, weight_decay=decay, mask=matrices)
+    )
+
+
+Step = Callable[[Weights, optax.OptState, Any], tuple[Weights, optax.OptState, Array]]
+
+
+def make_step(loss_of: Callable[[Weights, Array], Array], optimizer: optax.GradientTransformation) -> Step:
+    """The jitted update, which reuses the buffers of the weights and moments it is given."""
+
+    def step(weights: Weights, opt_state: optax.OptState, tokens: Array) -> tuple[Weights, optax.OptState, Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(weights, tokens)
+        updates, opt_state = optimizer.update(gradients, opt_state, weights)
+        return optax.apply_updates(weights, updates), opt_state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _finite(step: int, loss: Array) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise UserError(f"the loss is {value} at step {step}; a smaller optimizer.lr or a clip_norm usually cures it")
+    return value
+
+
+def _progress(console: Console) -> Progress:
+    fields = (TextColumn("{task.fields[" + name + "]}") for name in ("loss", "held_out", "speed"))
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *fields,
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _tell(console: Console, result: Pretrained) -> None:
+    console.print(
+        f"{'cached' if result.cached else 'pretrained'}: {result.folder}  ({result.seconds:.0f} s)\n"
+        f"  held-out cross-entropy {result.held_out:.3f} nats per token, "
+        f"{result.unigram_entropy - result.held_out:.3f} below the unigram entropy {result.unigram_entropy:.3f}"
+    )

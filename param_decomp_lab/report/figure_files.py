@@ -1,0 +1,71 @@
+"""The figures of a run, newest first, as data URIs."""
+
+import base64
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_OLDER_BYTES = 8_000_000
+"""Older figures are put into the page until they take this much together; the others are named."""
+
+CAPTIONS = {
+    "ci_histograms": "Causal importances",
+    "mean_ci_per_component": "Mean causal importance per component",
+    "activation_density": "Activation density",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One PNG of the run folder."""
+
+    name: str
+    step: int
+    path: Path
+
+    @property
+    def caption(self) -> str:
+        return CAPTIONS.get(self.name, self.name.replace("_", " "))
+
+    @property
+    def titled(self) -> bool:
+        """Whether the image carries its own title."""
+        return self.name in CAPTIONS
+
+    @property
+    def data_uri(self) -> str:
+        return "data:image/png;base64," + base64.b64encode(self.path.read_bytes()).decode("ascii")
+
+
+@dataclass(frozen=True)
+class FigureHistory:
+    """The newest figure of a name, the older ones that fit into the page, and the files that do not."""
+
+    newest: Figure
+    older: list[Figure]
+    left_out: list[str]
+
+
+def read_figures(folder: Path) -> list[FigureHistory]:
+    """All ``<name>_<step>.png`` in ``folder`` by name, those with a known caption first."""
+    found: dict[str, list[Figure]] = {}
+    for path in folder.glob("*.png") if folder.is_dir() else ():
+        match = re.fullmatch(r"(.+)_(\d+)", path.stem)
+        if match and not path.name.startswith("."):
+            found.setdefault(match[1], []).append(Figure(match[1], int(match[2]), path))
+    order = list(CAPTIONS)
+    room = MAX_OLDER_BYTES
+    histories: list[FigureHistory] = []
+    for name in sorted(found, key=lambda n: (order.index(n) if n in order else len(order), n)):
+        newest, *others = sorted(found[name], key=lambda figure: -figure.step)
+        older: list[Figure] = []
+        left_out: list[str] = []
+        for figure in others:
+            size = figure.path.stat().st_size
+            if size <= room:
+                older.append(figure)
+                room -= size
+            else:
+                left_out.append(f"{folder.name}/{figure.path.name}")
+        histories.append(FigureHistory(newest, older, left_out))
+    return histories

@@ -1,0 +1,102 @@
+"""The rows of ``metrics.jsonl``, turned into one series of values over steps for every key."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.errors import UserError
+
+STEP_TIME = "train/perf/step_time_s"
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one metric, in order of steps. Never empty; a value may be NaN or infinite."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+    @property
+    def finite(self) -> list[tuple[int, float]]:
+        """The (step, value) pairs that can be drawn."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if isfinite(value)]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a ``metrics.jsonl``. A last line that was cut off by a kill is left out.
+
+    Errors: ``UserError`` for a missing file or a broken line anywhere else, with its number.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: a report needs the metrics of a run")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = []
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if i == len(lines) - 1:
+                break
+            raise UserError(f"{path}, line {i + 1}: not JSON ({error})") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise UserError(f"{path}, line {i + 1}: expected an object with a key 'step', got {line[:80]}")
+        rows.append(row)
+    return rows
+
+
+def series_by_key(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    """One series per key, over the rows that have it. Rows of the same step are merged; the later row wins.
+
+    ``null`` and the strings that JSON writers use for non-finite numbers count as such; other values are no series.
+    """
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        step = int(row["step"])
+        for key, value in row.items():
+            if key == "step":
+                continue
+            parsed = _as_float(value)
+            if parsed is not None:
+                points.setdefault(key, {})[step] = parsed
+    return {
+        key: Series(tuple(step for step, _ in ordered), tuple(value for _, value in ordered))
+        for key, ordered in ((key, sorted(values.items())) for key, values in points.items())
+    }
+
+
+def training_seconds(series: Mapping[str, Series]) -> float | None:
+    """Seconds spent in training steps: every logged step time stands for the steps since the log row before it."""
+    times = series.get(STEP_TIME)
+    if times is None:
+        return None
+    steps = (-1, *times.steps) if times.steps[0] >= 0 else times.steps
+    spans = [after - before for before, after in pairwise(steps)]
+    return sum(span * value for span, value in zip(spans, times.values, strict=True) if isfinite(value))
+
+
+def _as_float(value: Any) -> float | None:
+    match value:
+        case None:
+            return nan
+        case bool():
+            return None
+        case int() | float():
+            return float(value)
+        case str() if value.lower() in {"nan", "inf", "-inf", "infinity", "-infinity"}:
+            return float(value)
+        case _:
+            return None

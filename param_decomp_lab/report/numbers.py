@@ -1,0 +1,51 @@
+"""Numbers as a reader wants them: three digits, no needless zeros."""
+
+from math import isfinite
+
+
+def number(value: float | None) -> str:
+    """``0.0123``, ``12.3``, ``12,345``, ``1.23e-05``; ``–`` for nothing, ``NaN`` and ``∞`` by name."""
+    if value is None:
+        return "–"
+    if not isfinite(value):
+        return "NaN" if value != value else ("∞" if value > 0 else "−∞")
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e7 or size < 1e-3:
+        return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("-", "−")
+    if size >= 1000 or float(value).is_integer():
+        return f"{value:,.0f}".replace("-", "−")
+    text = f"{value:.{3 if size < 1 else 2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:.3g}"
+    return text.replace("-", "−")
+
+
+def exact(value: float | None) -> str:
+    """A number that a person chose, as they wrote it: ``0.003``, ``1``, ``100,000``, ``1e7``."""
+    if value is None:
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e7:
+        return f"{value:,.0f}".replace("-", "−")
+    return f"{value:g}".replace("e+0", "e").replace("e-0", "e-").replace("-", "−")
+
+
+def percent(share: float | None) -> str:
+    """``7.4 %`` of a share in [0, 1]; more digits where it is small. The space does not break."""
+    if share is None or not isfinite(share):
+        return number(share)
+    value = 100 * share
+    if value == 0:
+        return "0\u00a0%"
+    size = abs(value)
+    text = f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 1 else f"{value:.2g}"
+    return text.replace("-", "−") + "\u00a0%"
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``7 h 12 min``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,115 @@
+"""The end of a run on the terminal: losses, CE/KL, L0, the attack, the time."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
+from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
+from param_decomp_lab.report.numbers import duration, number, percent
+
+MANY_SITES = 24
+"""With more sites than this the table shows the widest and the narrowest few."""
+
+
+def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str, int]) -> list[Table]:
+    """Tables for ``console.print(*tables)``, only those for which the rows (of ``metrics.jsonl``) have numbers.
+
+    ``sites``: site name -> C, in canonical order.
+    """
+    series = series_by_key(metrics_rows)
+    tables = [_losses(series), _ce_kl(series), _l0(series, sites)]
+    return [table for table in tables if table.row_count]
+
+
+def _losses(series: Mapping[str, Series]) -> Table:
+    table = _table("Training", ("", "left"), ("first", "right"), ("last", "right"))
+    prefix = "train/loss/"
+    keys = sorted((key for key in series if key.startswith(prefix)), key=lambda key: key == prefix + "total")
+    for key in keys:
+        table.add_row(key.removeprefix(prefix), number(series[key].first), number(series[key].last))
+    seconds = training_seconds(series)
+    if seconds:
+        speed = series.get("train/perf/tok_per_s")
+        table.add_section()
+        table.add_row("time in training steps", "", duration(seconds))
+        if speed:
+            table.add_row("tokens per second", number(speed.first), number(speed.last))
+    return table
+
+
+def _ce_kl(series: Mapping[str, Series]) -> Table:
+    rows = ce_kl_table(series)
+    measures = [measure for measure in MEASURES if any(measure in row.cells for row in rows)]
+    columns = [(measure.replace("_", " "), "right") for measure in measures]
+    table = _table("Evaluation, first → last", ("", "left"), *columns, ("of zero-masked KL", "right"))
+    zero = kl(series, "zero_masked")
+    for row in rows:
+        cells = [_first_last(row.cells.get(measure)) for measure in measures]
+        own = row.cells.get("kl")
+        share = relative(own.last, zero.last) if own and zero and row.masking != "zero_masked" else None
+        table.add_row(row.masking.replace("_", " "), *cells, percent(share) if share is not None else "")
+    for name, values in attacks(series).items():
+        label = "attack" if name == "PGDReconLoss" else f"attack ({name})"
+        share = relative(values.last, zero.last) if zero else None
+        padding = [Text("")] * max(len(measures) - 1, 0)
+        if not measures:
+            table.add_row(label, _first_last(values))
+            continue
+        table.add_row(label, _first_last(values), *padding, percent(share) if share is not None else "")
+    return table
+
+
+def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
+    l0 = l0_table(series, sites)
+    title = f"Active components per position (L0, λ > {l0.threshold})" if l0 else ""
+    table = _table(
+        title,
+        ("site", "left"),
+        ("C", "right"),
+        ("first", "right"),
+        ("last", "right"),
+        ("share of C", "right"),
+        ("", "left"),
+    )
+    if l0 is None:
+        return table
+    shown = l0.sites
+    if len(shown) > MANY_SITES:
+        by_share = sorted(shown, key=lambda site: -(site.share or 0.0))
+        extremes = {site.name for site in (*by_share[: MANY_SITES // 2], *by_share[-MANY_SITES // 2 :])}
+        shown = [site for site in shown if site.name in extremes]
+    for site in shown:
+        share = site.share
+        bar = Text("█" * round(20 * min(share or 0.0, 1.0)) or "▏", style="cyan")
+        table.add_row(
+            site.name, number(site.C), number(site.series.first), number(site.series.last), percent(share), bar
+        )
+    if len(shown) < len(l0.sites):
+        table.add_row(f"… {len(l0.sites) - len(shown)} sites in between", "", "", "", "", "")
+    table.add_section()
+    for group in l0.groups:
+        table.add_row(group.name, "", number(group.series.first), number(group.series.last), "", "")
+    if len(l0.sites) > 1:
+        first = sum(site.series.first for site in l0.sites) / len(l0.sites)
+        share = l0.mean / l0.mean_C if l0.mean is not None and l0.mean_C else None
+        table.add_row("mean over sites", number(l0.mean_C), number(first), number(l0.mean), percent(share), "")
+    return table
+
+
+def _first_last(values: Series | None) -> Text:
+    if values is None:
+        return Text("–", style="dim")
+    if len(values.steps) == 1:
+        return Text(number(values.last))
+    return Text.assemble((f"{number(values.first)} → ", "dim"), number(values.last))
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    return table

@@ -1,0 +1,94 @@
+"""The few numbers by which one judges a decomposition, each beside the rule of thumb it is measured with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from param_decomp_lab.report.configuration import attack_steps
+from param_decomp_lab.report.evaluation import L0, attacks, kl, relative
+from param_decomp_lab.report.metrics import Series
+from param_decomp_lab.report.numbers import number, percent
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number of the headline.
+
+    ``share`` (0 … 1, or None) fills its meter and ``limit`` is the mark on it; ``good`` says whether the value is within
+    the rule of thumb ``rule``; None where there is nothing to compare with.
+    """
+
+    label: str
+    value: str
+    detail: str
+    rule: str
+    share: float | None = None
+    limit: float | None = None
+    good: bool | None = None
+
+
+def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | None) -> list[Card]:
+    """Cards for whatever was logged: the KLs relative to zero-masked, the attack, L0; on toys the identity error."""
+    zero = kl(series, "zero_masked")
+    cards: list[Card] = []
+    unmasked = kl(series, "unmasked")
+    if unmasked:
+        share = relative(unmasked.last, zero.last if zero else None)
+        cards.append(_card("Unmasked KL", unmasked.last, share, 0.02, "≤ 0.02 nats", absolute=True))
+    for masking, label, limit, rule in (
+        ("ci_masked", "CI-masked KL", 0.1, "≤ 1/10 of zero-masked"),
+        ("stoch_masked", "Stochastic KL", 0.25, "≤ 1/4 of zero-masked"),
+    ):
+        values = kl(series, masking)
+        if values:
+            share = relative(values.last, zero.last if zero else None)
+            cards.append(_card(label, values.last, share, limit, rule))
+    for name, values in attacks(series).items():
+        n_steps = attack_steps(config, name)
+        label = f"Attack, {n_steps} steps" if n_steps else "Attack"
+        if name != "PGDReconLoss":
+            label += f" ({name})"
+        share = relative(values.last, zero.last if zero else None)
+        cards.append(_card(label, values.last, share, 0.25, "≤ 1/4 of zero-masked"))
+    if l0 and l0.mean is not None and l0.mean_C:
+        share = l0.mean / l0.mean_C
+        value = f"{number(round(l0.mean, 2 if l0.mean < 10 else 1))} of {number(l0.mean_C)}"
+        worst = max((site.share or 0.0 for site in l0.sites), default=0.0)
+        detail = f"{percent(share)} of C; at most {percent(worst)} at a site"
+        cards.append(Card("Mean L0", value, detail, "≤ C/5 at every site", share, 0.2, worst <= 0.2))
+    errors = [values.last for key, values in series.items() if key.startswith("eval/identity_ci_error/")]
+    if errors:
+        total = sum(errors)
+        cards.append(
+            Card(
+                "CI pattern errors",
+                number(total),
+                f"over {len(errors)} sites",
+                "0 is a perfect recovery",
+                good=total == 0,
+            )
+        )
+    return cards
+
+
+def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
+    """The finding in one plain sentence, empty when the numbers for it are missing."""
+    zero, masked = kl(series, "zero_masked"), kl(series, "ci_masked")
+    share = relative(masked.last, zero.last) if masked and zero else None
+    if share is None or l0 is None or l0.mean is None or l0.mean_C is None:
+        return ""
+    return (
+        f"With every component scaled by its causal importance, which leaves {number(round(l0.mean, 1))} of "
+        f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} as far, "
+        "in KL, as with all components switched off."
+    )
+
+
+def _card(label: str, value: float, share: float | None, limit: float, rule: str, *, absolute: bool = False) -> Card:
+    detail = f"{percent(share)} of zero-masked" if share is not None else ""
+    if not isfinite(value):
+        return Card(label, number(value), detail, rule, good=False)
+    if absolute:
+        return Card(label, number(value), detail, rule, share, None, value <= limit)
+    return Card(label, number(value), detail, rule, share, limit, share <= limit if share is not None else None)

@@ -1,0 +1,268 @@
+"""``report.html``: a run folder as one page that stands by itself."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.report import configuration
+from param_decomp_lab.report.charts import Chart, line_chart, ramp
+from param_decomp_lab.report.evaluation import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
+from param_decomp_lab.report.figure_files import read_figures
+from param_decomp_lab.report.metrics import Series, read_rows, series_by_key, training_seconds
+from param_decomp_lab.report.numbers import duration, exact, number, percent
+from param_decomp_lab.report.snippets import (
+    SiteExamples,
+    preview_html,
+    read_examples,
+    snippet_html,
+    snippets_per_component,
+)
+from param_decomp_lab.report.verdict import sentence, verdict
+
+PALETTE = [f"var(--c{i})" for i in range(8)]
+KL_COLORS = {
+    "unmasked": "var(--c0)",
+    "ci_masked": "var(--c1)",
+    "stoch_masked": "var(--c2)",
+    "rounded_masked": "var(--c4)",
+    "random_masked": "var(--c3)",
+    "zero_masked": "var(--c7)",
+}
+FOLDED = {
+    "train/schedules/": "Schedules",
+    "train/grad_norms/": "Gradient norms",
+    "train/perf/": "Speed",
+    "train/mem/": "Memory",
+}
+FEW_SITES = 8
+"""Up to so many sites share one L0 chart with a legend; more get a chart per kind."""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Read ``run_folder`` and write its ``report.html`` atomically; returns that path.
+
+    Needs ``config.yaml`` and ``metrics.jsonl``; uses ``figures/*.png``, ``environment.json`` and ``examples.json`` where
+    they are. Errors: ``UserError`` naming the file that is missing or broken.
+    """
+    page = render_report(run_folder)
+    target = run_folder / "report.html"
+    unfinished = target.with_name(f".report.html.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def render_report(run_folder: Path) -> str:
+    """The page as a string."""
+    config_text, config = _read_config(run_folder / "config.yaml")
+    rows = read_rows(run_folder / "metrics.jsonl")
+    examples = read_examples(run_folder / "examples.json")
+    series = series_by_key(rows)
+    last_step = max((int(row["step"]) for row in rows), default=None)
+    n_steps = configuration.get(config, "pd", "steps")
+    x_max = (last_step or 0) + 1
+    sites = configuration.component_counts(config, l0_names(series)) | {e.site: e.C for e in examples}
+    l0 = l0_table(series, sites)
+    seconds = training_seconds(series)
+    terms = configuration.loss_terms(config)
+    loss_charts = _loss_charts(series, terms, x_max)
+    ce_kl = ce_kl_table(series)
+    eval_steps = sorted({step for key, values in series.items() if key.startswith("eval/") for step in values.steps})
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        exact=exact,
+        number=number,
+        percent=percent,
+        snippet=snippet_html,
+        preview=preview_html,
+        label=lambda key: key.replace("_", " "),
+    )
+    return environment.get_template("page.html").render(
+        run_id=config.get("run_id") or run_folder.name,
+        run_name=config.get("run_name") or config.get("run_id") or run_folder.name,
+        last_step=last_step,
+        n_steps=n_steps if isinstance(n_steps, int) else None,
+        duration=duration(seconds) if seconds else None,
+        sentence=sentence(series, l0),
+        cards=verdict(series, config, l0),
+        terms=terms,
+        loss_charts=loss_charts,
+        folded_charts=_folded_charts(series, x_max),
+        ce_kl=ce_kl,
+        measures=[m for m in MEASURES if any(m in row.cells for row in ce_kl)],
+        ce_target=next((s for key, s in series.items() if key in ("eval/ce_kl/ce_target", "eval/ce_target")), None),
+        attacks=attacks(series),
+        eval_steps=eval_steps,
+        kl_chart=_kl_chart(series, x_max),
+        l0=l0,
+        l0_charts=_l0_charts(l0, x_max),
+        other_metrics=_other_metrics(series),
+        figures=read_figures(run_folder / "figures"),
+        examples=examples,
+        n_snippets=snippets_per_component(examples),
+        n_snippets_available=_most_snippets(examples),
+        overview=configuration.overview(config, len(l0.sites) if l0 else len(sites), last_step),
+        config_text=config_text,
+        environment=_flat(_read_environment(run_folder / "environment.json")),
+    )
+
+
+def _loss_charts(series: Mapping[str, Series], terms: list[configuration.LossTerm], x_max: int) -> list[Chart]:
+    prefix = "train/loss/"
+    logged = [key.removeprefix(prefix) for key in series if key.startswith(prefix)]
+    configured = {term.name: term for term in terms}
+    order = [
+        *(n for n in configured if n in logged),
+        *(n for n in logged if n not in configured and n != "total"),
+        "total",
+    ]
+    charts: list[Chart] = []
+    for name in order:
+        values = series.get(prefix + name)
+        if values is None:
+            continue
+        notes = (
+            [f"× {exact(configured[name].coeff)}"] if name in configured and configured[name].coeff is not None else []
+        )
+        if values.steps[0] > 0.02 * x_max:
+            notes.append(f"from step {values.steps[0]:,}")
+        color = "var(--ink-2)" if name == "total" else "var(--c0)"
+        title = "total (sum of coefficient × term)" if name == "total" else name
+        chart = line_chart(title, {name: values}, [color], x_max=x_max, note=" · ".join(notes))
+        if chart:
+            charts.append(chart)
+    return charts
+
+
+def _folded_charts(series: Mapping[str, Series], x_max: int) -> dict[str, list[Chart]]:
+    """Charts by heading: schedules, gradient norms, speed, memory, and every other key under ``train/``."""
+    groups: dict[str, list[Chart]] = {}
+    for key, values in series.items():
+        if not key.startswith("train/") or key.startswith("train/loss/"):
+            continue
+        prefix = next((prefix for prefix in FOLDED if key.startswith(prefix)), "train/")
+        title = key.removeprefix(prefix).removeprefix("summary/")
+        chart = line_chart(title, {title: values}, ["var(--c0)"], x_max=x_max)
+        if chart:
+            groups.setdefault(FOLDED.get(prefix, "Everything else"), []).append(chart)
+    order = [*FOLDED.values(), "Everything else"]
+    return {heading: groups[heading] for heading in order if heading in groups}
+
+
+def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
+    drawn: dict[str, Series] = {}
+    colors: list[str] = []
+    for masking, color in KL_COLORS.items():
+        values = kl(series, masking)
+        if values:
+            drawn[masking.replace("_", " ")] = values
+            colors.append(color)
+    for name, values in attacks(series).items():
+        drawn["attack" if name == "PGDReconLoss" else f"attack ({name})"] = values
+        colors.append("var(--c5)")
+    title = (
+        "KL from the target's output at every evaluation" if "eval/ce_kl/kl_unmasked" in series else "Evaluation losses"
+    )
+    return line_chart(title, drawn, colors, x_max=x_max, note="nats per position", dashed=["zero masked"])
+
+
+def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
+    """L0 as a share of C over steps: one chart, or with many sites one for each kind with the layers as a colour ramp."""
+    if l0 is None:
+        return []
+    shares = {
+        site.name: Series(site.series.steps, tuple(value / site.C for value in site.series.values))
+        for site in l0.sites
+        if site.C
+    }
+    if len(shares) <= FEW_SITES:
+        charts = [line_chart("L0 / C", shares, PALETTE, x_max=x_max, from_zero=True)]
+        return [chart for chart in charts if chart]
+    kinds: dict[str, dict[str, Series]] = {}
+    for name, values in shares.items():
+        kinds.setdefault(name.rsplit(".", 1)[-1], {})[name] = values
+    if len(kinds) > FEW_SITES:
+        kinds = {"all sites": shares}
+    charts = [
+        line_chart(
+            f"L0 / C, {kind}",
+            members,
+            ramp(len(members)),
+            x_max=x_max,
+            note="early → late layers",
+            legend=False,
+            from_zero=True,
+        )
+        for kind, members in kinds.items()
+    ]
+    return [chart for chart in charts if chart]
+
+
+def _other_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series]]:
+    """What the evaluations logged beyond the tables above."""
+    shown = (
+        "eval/ce_kl/kl_",
+        "eval/ce_kl/ce_difference_",
+        "eval/ce_kl/ce_unrecovered_",
+        "eval/l0/",
+        "eval/ce_kl/ce_target",
+    )
+    attacked = {f"eval/loss/{name}" for name in attacks(series)}
+    return [
+        (key, values)
+        for key, values in series.items()
+        if not key.startswith(("train/", *shown)) and key not in attacked
+    ]
+
+
+def _most_snippets(examples: list[SiteExamples]) -> int:
+    return max((len(component.snippets) for site in examples for component in site.components), default=0)
+
+
+def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: is {path.parent} the folder of a run?")
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a mapping of keys to values")
+    return text, content
+
+
+def _read_environment(path: Path) -> Any:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested objects as dotted keys; lists of plain values on one line."""
+    if isinstance(value, Mapping):
+        return [pair for key, item in value.items() for pair in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        return [pair for i, item in enumerate(value) for pair in _flat(item, f"{prefix}[{i}]")]
+    items = value if isinstance(value, list) else [value]
+    text = ", ".join(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+    return [(prefix, text)] if prefix else []

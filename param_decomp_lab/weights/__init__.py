@@ -1,0 +1,1 @@
+"""Weights of targets from files, and back."""

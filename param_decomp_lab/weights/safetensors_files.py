@@ -1,0 +1,105 @@
+"""Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from param_decomp_lab.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SafetensorsFolder:
+    """The tensors of ``folder/model.safetensors`` or of the files that ``model.safetensors.index.json`` lists.
+
+    A context manager: files are opened on entry and closed on exit. Raises UserError on entry: no such files, one that
+    the index lists is missing, one that is cut short or no safetensors file.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._stack = ExitStack()
+        self._handles: dict[str, tuple[Path, Any]] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for file in self._files():
+                handle = stack.enter_context(_open(file))
+                self._handles |= dict.fromkeys(handle.keys(), (file, handle))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handles.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._handles)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UserError unless there is a tensor ``name`` of this shape."""
+        if name not in self._handles:
+            raise UserError(
+                f"{self._folder}: no tensor {name}, which config.json implies (shape {list(shape)}); "
+                "the weights and config.json do not belong together, or a file is missing"
+            )
+        file, handle = self._handles[name]
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            raise UserError(
+                f"{file}: {name} has shape {list(found)}, config.json implies {list(shape)}; "
+                "the weights and config.json do not belong together"
+            )
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype that ``name`` is stored in."""
+        _, handle = self._handles[name]
+        rank = len(handle.get_slice(name).get_shape())
+        return handle.get_slice(name)[(slice(0, 0),) * rank].dtype
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part ``index`` of tensor ``name``, as stored."""
+        file, handle = self._handles[name]
+        try:
+            return handle.get_slice(name)[index]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: cannot read {name} ({error}): copy or download the file again") from error
+
+    def _files(self) -> list[Path]:
+        single, index = self._folder / SINGLE_FILE, self._folder / INDEX_FILE
+        if single.is_file():
+            return [single]
+        if not index.is_file():
+            raise UserError(
+                f"{self._folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a local Hugging Face folder"
+            )
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{index} is not an index of safetensors files ({error}): download it again") from error
+        missing = [name for name in names if not (self._folder / name).is_file()]
+        if missing:
+            raise UserError(f"{self._folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists: download the rest")
+        return [self._folder / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise UserError(
+            f"{file} is not a whole safetensors file ({error}): its {file.stat().st_size:,} bytes were "
+            "probably cut short in a copy; copy or download it again"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error

@@ -1,0 +1,483 @@
+"""A Llama small enough to compile in seconds, and the way from the core's objects to the reference's and back.
+
+Layers 0 and 1 form one segment, layer 2 another (other kinds, and another C for `q_proj`). Sites that share an input
+(`q_proj` and `v_proj` of layer 2) are among them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from param_decomp_jax import step as step_module
+from param_decomp_jax.adversary import (
+    AdamAscent, Adversary, BroadcastAcrossBatch, FreshAttack, PerBatchPerPosition, PersistentAttack, RepeatAcrossBatch,
+    SingleSource, initial_sources,
+)  # fmt: skip
+from param_decomp_jax.ci import GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP
+from param_decomp_jax.ci.transformer import TransformerCI
+from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.optim import AdamW
+from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
+from param_decomp_jax.routing import draw_routes
+from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.state import Decomposition, State, init_state
+from param_decomp_jax.step import Gradients, Metrics, Problem, training_step
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, make_sites, module_name, weight_shapes
+from tests import reference as ref
+
+CONFIG = LlamaConfig(
+    vocab_size=11, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6, rms_norm_eps=1e-5
+)
+CHOSEN = {
+    module_name(0, "q_proj"): 4,
+    module_name(0, "up_proj"): 6,
+    module_name(1, "q_proj"): 4,
+    module_name(1, "up_proj"): 6,
+    module_name(2, "q_proj"): 5,
+    module_name(2, "v_proj"): 3,
+    module_name(2, "down_proj"): 7,
+}
+LEADING = (4, 5)
+TOKENS = np.random.default_rng(7).integers(0, CONFIG.vocab_size, LEADING).astype(np.int32)
+
+TRANSFORMER = GlobalTransformer(d_model=8, n_blocks=2, mlp_hidden=(6,), n_heads=2, max_len=8)
+SHARED = LayerwiseMLP("shared_mlp", (5, 4))
+SCALAR = LayerwiseMLP("mlp", (3,))
+
+Tree = Any
+
+
+def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
+    """fp32 weights at which every path of the network matters: logits of several nats, norms away from 1."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+        noise = rng.normal(size=shape)
+        value = 1 + 0.2 * noise if "norm" in path[-1].key else 1.5 * noise / shape[-2] ** 0.5
+        return jnp.asarray(noise if path[-1].key == "embed" else value, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def target(
+    config: LlamaConfig = CONFIG, chosen: Mapping[str, int] = CHOSEN, memory: MemoryPolicy = PLAIN, dtype: Any = None
+) -> Llama:
+    return Llama(config, make_sites(config, chosen), memory, dtype or jnp.float32)
+
+
+def decomposition(terms: tuple[Term, ...], **changes: Any) -> Decomposition:
+    """Optimisers with clipping, decay and schedules unless told otherwise; 10 steps."""
+    settings: dict[str, Any] = {
+        "seed": 0,
+        "steps": 10,
+        "batch_size": LEADING[0],
+        "squashing": "leaky_hard",
+        "use_delta": True,
+        "ci": SHARED,
+        "terms": terms,
+        "components_optimizer": AdamW(Schedule(1e-2, "cosine", 0.2, 0.1), (0.8, 0.95), 0.1, 0.05),
+        "ci_optimizer": AdamW(Schedule(5e-3, "linear", 0.0, 0.5), clip_norm=0.5),
+    }
+    return Decomposition(**{**settings, **changes})
+
+
+def problem(terms: tuple[Term, ...], of_target: Llama | None = None, **changes: Any) -> Problem:
+    return Problem(decomposition(terms, **changes), of_target or target())
+
+
+def ruffled_state(problem: Problem, step: int = 3, seed: int = 1) -> State:
+    """A state in mid-training: biases, moments and logits away from the special values that they start with."""
+    rng = np.random.default_rng(seed)
+    state = jax.jit(init_state, static_argnums=(0, 1, 2))(problem.decomposition, problem.target.sites, LEADING)
+
+    def noise(x: jax.Array, scale: float) -> jax.Array:
+        return jnp.asarray(scale * rng.normal(size=x.shape), x.dtype)
+
+    def moments(state: Tree) -> Tree:
+        adam, *rest = state
+        adam = adam._replace(
+            count=jnp.asarray(step, jnp.int32),
+            mu=jax.tree.map(lambda x: noise(x, 0.01), adam.mu),
+            nu=jax.tree.map(lambda x: noise(x, 0.01) ** 2 + 1e-6, adam.nu),
+        )
+        return (adam, *(jax.tree.map(lambda x: jnp.asarray(step, x.dtype), part) for part in rest))
+
+    def adversary(old: Adversary) -> Adversary:
+        if old.mean is None or old.square is None:
+            return eqx.tree_at(lambda a: a.count, old, jnp.asarray(5, jnp.int32))
+        mean = jax.tree.map(lambda x: noise(x, 1e-3), old.mean)
+        square = jax.tree.map(lambda x: noise(x, 1e-3) ** 2 + 1e-8, old.square)
+        return Adversary(old.raw, mean, square, jnp.asarray(5, jnp.int32))
+
+    return State(
+        components=state.components,
+        ci=jax.tree.map(lambda x: x + noise(x, 0.3), state.ci),
+        components_moments=moments(state.components_moments),
+        ci_moments=moments(state.ci_moments),
+        adversaries={name: adversary(a) for name, a in state.adversaries.items()},
+        step=jnp.asarray(step, jnp.int32),
+    )
+
+
+def to_float64(tree: Tree) -> Tree:
+    """Every float leaf in float64; for use under ``jax.enable_x64``."""
+
+    def widen(x: Any) -> Any:
+        return jnp.asarray(np.asarray(x, np.float64)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(widen, tree)
+
+
+def in_float64(problem: Problem) -> Problem:
+    spec = dataclasses.replace(problem.decomposition, compute_dtype="float64")
+    return Problem(spec, dataclasses.replace(problem.target, compute_dtype=jnp.float64))
+
+
+class Outcome(NamedTuple):
+    """What one step of the core gives; ``gradients`` of the total, before any clip."""
+
+    state: State
+    metrics: Metrics
+    gradients: Gradients
+
+
+def run_step(problem: Problem, state: State, weights: Tree, tokens: Any) -> Outcome:
+    """One training step, with the gradients that it computed on the way caught in the same trace."""
+    caught: list[Gradients] = []
+    plain = step_module.losses_and_ascents
+
+    def watched(*args: Any) -> Any:
+        out = plain(*args)
+        caught.append(out[1])
+        return out
+
+    with mock.patch.object(step_module, "losses_and_ascents", watched):
+        state, metrics = training_step(problem, state, weights, tokens)
+    return Outcome(state, metrics, caught[0])
+
+
+jit_step: Callable[..., Outcome] = jax.jit(run_step, static_argnums=0)
+
+
+# ---- from the core's objects to the reference's ----
+
+
+def array(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def ref_components(components: Tree, sites: Sites) -> Tree:
+    V = sites.unstack({name: f.V for name, f in components.items()})
+    U = sites.unstack({name: f.U for name, f in components.items()})
+    return {s: {"V": array(V[s]), "U": array(U[s])} for s in V}
+
+
+def ref_ci(ci: Any, sites: Sites) -> Tree:
+    def affine(layer: Any, row: int) -> Tree:
+        return {"w": array(layer.W[row]), "b": array(layer.b[row])}
+
+    rows = list(zip(sites.all, sites.place, strict=True))
+    match ci:
+        case SharedMLP() | ScalarMLP():
+            return {site.name: [affine(layer, row) for layer in ci.heads[s.name]] for site, (s, row) in rows}
+        case TransformerCI():
+            heads = [affine(ci.heads[stack.name], row) for _, (stack, row) in rows]
+            return {
+                "input": {
+                    "w": np.concatenate([array(ci.project[stack.name][row]) for _, (stack, row) in rows]),
+                    "b": array(ci.bias),
+                },
+                "blocks": [
+                    {
+                        **{name: array(getattr(ci.blocks, name)[n]) for name in "qkvo"},
+                        "mlp": [affine(layer, n) for layer in ci.blocks.mlp],
+                    }
+                    for n in range(ci.config.n_blocks)
+                ],
+                "head": {
+                    "w": np.concatenate([head["w"] for head in heads], axis=-1),
+                    "b": np.concatenate([head["b"] for head in heads], axis=-1),
+                },
+            }
+    raise TypeError(type(ci))
+
+
+def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None) -> Tree:
+    """Sources by site; of the live ones alone if ``live`` names them."""
+    out = {}
+    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.place, strict=True)):
+        if live is None or n in live:
+            source = bundle[stack.name]
+            out[site.name] = {"components": array(source.components[row])}
+            if source.delta is not None:
+                out[site.name]["delta"] = array(source.delta[row])
+    return out
+
+
+def ref_moments(moments: Tree, convert: Callable[[Tree], Tree]) -> Tree:
+    adam = moments[0]
+    return {"m": convert(adam.mu), "v": convert(adam.nu), "count": int(adam.count)}
+
+
+def ref_adversary_moments(adversary: Adversary, sites: Sites) -> Tree:
+    """Sign ascents have none; the reference leaves the zeros given here as they are."""
+    if adversary.mean is None or adversary.square is None:
+        return ref.zero_moments(ref_bundle(adversary.raw, sites))
+    m, v = ref_bundle(adversary.mean, sites), ref_bundle(adversary.square, sites)
+    return {"m": m, "v": v, "count": int(adversary.count)}
+
+
+def ref_state(state: State, sites: Sites) -> Tree:
+    return {
+        "step": int(state.step),
+        "components": ref_components(state.components, sites),
+        "ci": ref_ci(state.ci, sites),
+        "components_moments": ref_moments(state.components_moments, lambda t: ref_components(t, sites)),
+        "ci_moments": ref_moments(state.ci_moments, lambda t: ref_ci(t, sites)),
+        "sources": {name: ref_bundle(a.raw, sites) for name, a in state.adversaries.items()},
+        "source_moments": {name: ref_adversary_moments(a, sites) for name, a in state.adversaries.items()},
+    }
+
+
+def ref_gradients(gradients: Gradients, problem: Problem) -> Tree:
+    """As the reference reports them: those of the sources are of their term's own error (A4)."""
+    sites, coeffs = problem.target.sites, {term.name: term.coeff for term in problem.decomposition.terms}
+    return {
+        "components": ref_components(gradients.components, sites),
+        "ci": ref_ci(gradients.ci, sites),
+        "sources": {
+            name: ref.tree_map(lambda g, c=coeffs[name]: g / c, ref_bundle(bundle, sites))
+            for name, bundle in gradients.sources.items()
+        },
+    }
+
+
+def ref_target(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
+    """The reference's Llama with the core's weights and site names."""
+    layers = [{k: array(w[n]) for k, w in weights["layers"].items()} for n in range(of.config.n_layers)]
+    embed = array(weights["embed"])
+    head = embed.T if of.config.tied else array(weights["head"])
+    plain = {"embed": embed, "layers": layers, "final_norm": array(weights["norm"]), "head": head}
+    config = of.config
+    scaling = None if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
+
+    def forward(linear: ref.Linear) -> ref.Num:
+        return ref.llama(
+            plain,
+            tokens,
+            lambda layer, kind, x, W: linear(module_name(layer, f"{kind}_proj"), x, W),
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            rope_scaling=scaling,
+        )
+
+    return forward
+
+
+def schema_schedule(schedule: Schedule) -> Tree:
+    return {
+        "start_val": schedule.start,
+        "fn_type": schedule.kind,
+        "warmup_pct": schedule.warmup_pct,
+        "final_val_frac": schedule.final_val_frac,
+    }
+
+
+def schema_scope(scope: Any) -> Tree:
+    match scope:
+        case SingleSource():
+            return {"type": "single_source"}
+        case BroadcastAcrossBatch():
+            return {"type": "broadcast_across_batch"}
+        case RepeatAcrossBatch(n):
+            return {"type": "repeat_across_batch", "n_sources": n}
+        case PerBatchPerPosition():
+            return {"type": "per_batch_per_position"}
+    raise TypeError(type(scope))
+
+
+def schema_attack(attack: PersistentAttack) -> Tree:
+    optimizer: Tree = {"type": "sign"}
+    if isinstance(attack.optimizer, AdamAscent):
+        o = attack.optimizer
+        optimizer = {"type": "adam", "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+    return {
+        "optimizer": {**optimizer, "lr_schedule": schema_schedule(attack.optimizer.schedule)},
+        "scope": schema_scope(attack.scope),
+        "use_sigmoid_parameterization": attack.sigmoid,
+        "n_warmup_steps": attack.n_warmup_steps,
+        "start_frac": attack.start_frac,
+    }
+
+
+def schema_term(term: Term) -> Tree:
+    """The schema's entry for a term; its name says the type (`StochasticReconLoss`, `StochasticReconLoss_2`)."""
+    entry: Tree = {"type": term.name.split("_")[0], "name": term.name, "coeff": term.coeff}
+    match term:
+        case Faithfulness():
+            pass
+        case ImportanceMinimality(penalty=penalty, frequency=frequency):
+            entry["beta"] = term.beta
+            match penalty:
+                case Lp(p, eps):
+                    entry |= {"pnorm": p.start, "p_anneal_final_p": p.final, "eps": eps}
+                    entry |= {"p_anneal_start_frac": p.start_frac, "p_anneal_end_frac": p.end_frac}
+                case SmoothL0(gamma):
+                    entry |= {"penalty": "smooth_l0", "gamma": schema_schedule(gamma)}
+            if frequency is not None:
+                entry["frequency"] = dataclasses.asdict(frequency)
+        case Reconstruction(live=live, sources=sources):
+            entry["n_samples"] = term.n_samples
+            if hasattr(live, "sites_per_chunk"):
+                entry["sites_per_chunk"] = live.sites_per_chunk
+            match sources:
+                case FreshAttack():
+                    entry |= {"mask_scope": sources.scope, "step_size": sources.step_size, "n_steps": sources.n_steps}
+                case PersistentAttack():
+                    entry |= schema_attack(sources)
+    return entry
+
+
+def schema_optimizer(spec: AdamW) -> Tree:
+    return {
+        "lr_schedule": schema_schedule(spec.schedule),
+        "betas": spec.betas,
+        "weight_decay": spec.weight_decay,
+        "grad_clip_norm": spec.clip_norm,
+    }
+
+
+def schema(spec: Decomposition) -> Tree:
+    """The `pd` section that says the same as this decomposition."""
+    stochastic = [
+        term.n_samples
+        for term in spec.terms
+        if isinstance(term, Reconstruction) and isinstance(term.sources, Stochastic) and "Chunk" not in term.name
+    ]
+    assert len(set(stochastic)) <= 1, "the schema has one n_mask_samples for all stochastic terms"
+    match spec.ci:
+        case LayerwiseMLP(kind, _):
+            ci: Tree = {"fn_type": kind}
+        case GlobalTransformer():
+            attention = {"n_heads": spec.ci.n_heads, "rope_base": spec.ci.rope_base}
+            ci = {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+    return {
+        "steps": spec.steps,
+        "n_mask_samples": stochastic[0] if stochastic else 1,
+        "sigmoid_type": spec.squashing,
+        "ci_config": ci,
+        "components_optimizer": schema_optimizer(spec.components_optimizer),
+        "ci_fn_optimizer": schema_optimizer(spec.ci_optimizer),
+        "loss_metrics": [schema_term(term) for term in spec.terms],
+        "faithfulness_warmup_steps": spec.warmup.steps,
+        "faithfulness_warmup_lr": spec.warmup.lr,
+        "faithfulness_warmup_weight_decay": spec.warmup.weight_decay,
+    }
+
+
+def term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[int, ...], use_delta: bool) -> list[Tree]:
+    """The draws of every forward of a term, in the core's order: live sets outside, samples inside."""
+    draws = []
+    for live in live_sets(term.live, len(sites)):
+        for _ in range(n_samples(term)):
+            of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(draws)))
+            draw: Tree = {"sources": None}
+            routes = draw_routes(term.routing, of_routes, leading, len(live))
+            draw["routes"] = None if routes is None else jnp.moveaxis(routes, -1, 0)
+            match term.sources:
+                case Stochastic() as kind:
+                    drawn = StochasticSources(kind, of_sources, use_delta)
+                    draw["sources"] = [drawn.at(jnp.asarray(n), leading, sites.all[n].C) for n in live]
+                case FreshAttack() as kind:
+                    draw["sources"] = initial_sources(kind, of_sources, sites, live, leading, use_delta)
+            draws.append(draw)
+    return draws
+
+
+_jit_term_draws = jax.jit(term_draws, static_argnums=(0, 2, 3, 4))
+
+
+def ref_term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[int, ...], use_delta: bool) -> Tree:
+    """`term_draws` as the reference takes them: by site name; samples outside, live sets inside."""
+    lives = live_sets(term.live, len(sites))
+    by_forward = []
+    drawn = _jit_term_draws(term, key, sites, leading, use_delta)
+    for n, draw in enumerate(drawn):
+        live = lives[n // n_samples(term)]
+        names = [sites.all[site].name for site in live]
+        entry: Tree = {}
+        if draw["routes"] is not None:
+            entry["routes"] = {name: array(route) for name, route in zip(names, draw["routes"], strict=True)}
+        if isinstance(term.sources, FreshAttack):
+            entry["sources"] = ref_bundle(draw["sources"], sites, live)
+        elif draw["sources"] is not None:
+            entry["sources"] = {
+                name: {"components": array(u)} | ({} if delta is None else {"delta": array(delta)})
+                for name, (u, delta) in zip(names, draw["sources"], strict=True)
+            }
+        by_forward.append(entry)
+    samples = n_samples(term)
+    return [by_forward[live * samples + sample] for sample in range(samples) for live in range(len(lives))]
+
+
+def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -> Tree:
+    """All draws of a training step."""
+    spec = problem.decomposition
+    key = jax.random.fold_in(spec.key("train"), step)
+    return {
+        term.name: ref_term_draws(
+            term, jax.random.fold_in(key, number), problem.target.sites, leading, spec.use_delta
+        )
+        for number, term in enumerate(spec.terms)
+        if isinstance(term, Reconstruction)
+    }
+
+
+def ref_step(problem: Problem, state: Tree, weights: Tree, tokens: np.ndarray) -> ref.StepResult:
+    """The reference's step from a reference state, with the draws of the core."""
+    names = [site.name for site in problem.target.sites.all]
+    draws = ref_draws(problem, state["step"], tokens.shape)
+    forward = ref_target(problem.target, weights, tokens)
+    return ref.training_step(forward, ref.kl_error, names, schema(problem.decomposition), state, draws)
+
+
+# ---- comparing (D4) ----
+
+
+def flat(tree: Tree, path: str = "") -> dict[str, np.ndarray]:
+    if isinstance(tree, dict):
+        return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{path}/{key}").items()}
+    if isinstance(tree, list | tuple):
+        return {k: v for n, sub in enumerate(tree) for k, v in flat(sub, f"{path}/{n}").items()}
+    return {path: array(tree)}
+
+
+def deviation(want: Any, got: Any) -> float:
+    """D4: ‖want − got‖ / ‖want‖."""
+    want, got = array(want), array(got)
+    assert want.shape == got.shape, (want.shape, got.shape)
+    difference, norm = np.linalg.norm(want - got), np.linalg.norm(want)
+    return 0.0 if difference == 0 else float(difference / norm) if norm > 0 else float("inf")
+
+
+def assert_alike(want: Tree, got: Tree, tolerance: float) -> float:
+    """Every array of the two trees per D4; the largest deviation."""
+    want, got = flat(want), flat(got)
+    assert want.keys() == got.keys(), want.keys() ^ got.keys()
+    deviations = {path: deviation(want[path], got[path]) for path in want}
+    worst = {path: d for path, d in deviations.items() if not d <= tolerance}
+    assert not worst, dict(sorted(worst.items(), key=lambda item: -item[1])[:8])
+    return max(deviations.values())

@@ -1,0 +1,844 @@
+"""The configuration: schema.md key for key, the wrapper, `--set`, and what each mistake is answered with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
+from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
+from param_decomp_lab.config.core_specs import decomposition, term
+from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.strict import Place, validate
+from param_decomp_lab.config.torch_schema import DecompositionTarget, LanguageModelFile, ToyFile
+from param_decomp_lab.config.wrapper import Memory
+from param_decomp_lab.config.yaml_io import dump_yaml, parse_yaml
+from param_decomp_lab.errors import UserError
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
+TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
+
+
+def example(*overrides: str) -> RunConfig:
+    return load_config(EXAMPLE, overrides)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        example(*overrides)
+    return str(caught.value)
+
+
+def write(folder: Path, wrapper: str = "", torch: dict[str, Any] | None = None, drop: str | None = None) -> Path:
+    """A wrapper with its schema file: the example's, with top-level keys replaced or one dotted key dropped."""
+    raw = yaml.safe_load(TORCH.read_text()) | (torch or {})
+    if drop is not None:
+        *above, last = drop.split(".")
+        node = raw
+        for key in above:
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        del node[last]
+    (folder / "torch.yaml").write_text(yaml.safe_dump(raw))
+    path = folder / "wrapper.yaml"
+    path.write_text(f"torch_config: torch.yaml\nrun_name: test\n{wrapper}")
+    return path
+
+
+# ---- the example and its defaults ----
+
+
+def test_example_is_that_of_the_schema() -> None:
+    config = example()
+    pd = config.torch.pd
+    assert isinstance(config.torch, LanguageModelFile)
+    assert config.experiment == "language_model"
+    assert [target.C for target in pd.decomposition_targets] == [20000] * 3
+    assert [loss.coeff for loss in pd.loss_metrics] == [1e-6, 0.5, 0.5, 1e7]
+    assert pd.components_optimizer.grad_clip_norm == 0.01
+    assert pd.components_optimizer.betas == (0.9, 0.999)
+    assert pd.ci_fn_optimizer.weight_decay == 0.0
+    assert config.torch.eval is not None
+    assert len(config.torch.eval.metrics) == 8
+    assert config.wrapper.memory.preset == "balanced"
+    assert config.wrapper.mesh.fsdp == 8
+    expected = "runtime.device target.output_extract data.train_split data.eval_split data.streaming"
+    assert config.ignored == tuple(expected.split())
+    assert any(line.startswith("pd.loss_metrics.0.eps") for line in config.warnings)
+
+
+def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
+    optimizer = {"lr_schedule": {"start_val": 1}}
+    pd = {
+        "n_mask_samples": 1,
+        "decomposition_targets": [{"module_pattern": "x", "C": 4}],
+        "ci_config": {"mode": "layerwise", "fn_type": "mlp", "hidden_dims": [8]},
+        "components_optimizer": optimizer,
+        "ci_fn_optimizer": optimizer,
+        "steps": 10,
+        "batch_size": 8,
+        "loss_metrics": [{"type": "FaithfulnessLoss", "coeff": 1}],
+    }
+    torch = {
+        "pd": pd,
+        "cadence": {"train_log_every": 5},
+        "target": {"spec": {"kind": "hf", "model_class": "LlamaForCausalLM", "model_name": "x"}},
+        "data": {
+            "dataset_name": "parquet",
+            "data_files": "*.parquet",
+            "tokenizer_name": "x",
+            "column_name": "input_ids",
+            "is_tokenized": True,
+        },
+    }
+    (tmp_path / "torch.yaml").write_text(yaml.safe_dump(torch))
+    (tmp_path / "wrapper.yaml").write_text("torch_config: torch.yaml\nrun_name: test\n")
+    config = load_config(tmp_path / "wrapper.yaml")
+    got = config.torch.model_dump(mode="json")
+    schedule = {"start_val": 1.0, "warmup_pct": 0.0, "final_val_frac": 1.0, "fn_type": "constant"}
+    defaults = {
+        "seed": 0,
+        "sampling": "continuous",
+        "sigmoid_type": "leaky_hard",
+        "use_delta_component": True,
+        "tied_weights": None,
+        "identity_decomposition_targets": None,
+        "faithfulness_warmup_steps": 0,
+        "faithfulness_warmup_lr": 0.001,
+        "faithfulness_warmup_weight_decay": 0.0,
+    }
+    assert got["pd"].items() >= defaults.items()
+    assert got["pd"]["ci_fn_optimizer"] == {
+        "lr_schedule": schedule,
+        "weight_decay": 0.0,
+        "betas": [0.9, 0.999],
+        "grad_clip_norm": None,
+    }
+    assert got["runtime"] == {"autocast_bf16": True, "device": "cuda", "dp": None}
+    assert got["cadence"] == {"train_log_every": 5, "save_every": None, "keep_last_n_checkpoints": None}
+    assert got["eval"] is got["wandb"] is None
+    assert got["data"]["max_seq_len"] == 512
+    assert (got["data"]["train_split"], got["data"]["eval_split"]) == ("train", "test")
+    assert config.ignored == config.warnings == ()
+    assert config.wrapper.model_dump(mode="json") == {
+        "torch_config": str(tmp_path / "torch.yaml"),
+        "run_name": "test",
+        "out_dir": "runs",
+        "run_id": None,
+        "remat_recon_forwards": False,
+        "wandb_group": None,
+        "wandb_tags": [],
+        "experiment": None,
+        "mesh": {"replica": 1, "fsdp": 1, "tensor": 1},
+        "memory": {"preset": "plain", "layers": "scan"},
+        "data": None,
+        "target": None,
+        "steps_per_dispatch": 1,
+        "milestones": [],
+    }
+
+
+REQUIRED = [
+    "pd",
+    "pd.n_mask_samples",
+    "pd.decomposition_targets",
+    "pd.decomposition_targets.0.module_pattern",
+    "pd.decomposition_targets.0.C",
+    "pd.ci_config",
+    "pd.ci_config.fn_type",
+    "pd.ci_config.simple_transformer_ci_cfg.d_model",
+    "pd.ci_config.simple_transformer_ci_cfg.n_blocks",
+    "pd.ci_config.simple_transformer_ci_cfg.attn_config",
+    "pd.ci_config.simple_transformer_ci_cfg.attn_config.n_heads",
+    "pd.components_optimizer",
+    "pd.ci_fn_optimizer",
+    "pd.components_optimizer.lr_schedule",
+    "pd.components_optimizer.lr_schedule.start_val",
+    "pd.steps",
+    "pd.batch_size",
+    "pd.loss_metrics",
+    "pd.loss_metrics.0.coeff",
+    "pd.loss_metrics.3.coeff",
+    "cadence",
+    "cadence.train_log_every",
+    "eval.batch_size",
+    "eval.n_steps",
+    "eval.every",
+    "eval.slow_every",
+    "wandb.project",
+    "target",
+    "target.spec",
+    "target.spec.model_class",
+    "target.spec.model_name",
+    "data",
+    "data.dataset_name",
+    "data.tokenizer_name",
+    "data.column_name",
+]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_required_keys(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {train: a, eval: b}", drop=key)
+    missing = "target.spec" if key == "target" else key
+    with pytest.raises(UserError, match=rf"torch\.yaml: {missing}: is required"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("key", ["torch_config", "run_name"])
+def test_required_keys_of_the_wrapper(key: str, tmp_path: Path) -> None:
+    lines = write(tmp_path).read_text().splitlines()
+    (tmp_path / "wrapper.yaml").write_text("\n".join(line for line in lines if not line.startswith(key)))
+    with pytest.raises(UserError, match=rf"wrapper\.yaml: {key}: is required"):
+        load_config(tmp_path / "wrapper.yaml")
+
+
+# ---- LOSS and METRIC ----
+
+ROUTED = {"routing": {"type": "static_probability", "p": 0.5}}
+PGD = {"init": "ones", "step_size": 0.1, "n_steps": 3, "mask_scope": "unique_per_datapoint"}
+RATE = {"start_val": 0.1}
+PERSISTENT = {"optimizer": {"type": "sign", "lr_schedule": RATE}, "scope": {"type": "single_source"}}
+LOSSES: dict[str, dict[str, Any]] = {
+    "FaithfulnessLoss": {},
+    "UnmaskedReconLoss": {},
+    "CIMaskedReconLoss": {},
+    "CIMaskedReconLayerwiseLoss": {},
+    "CIMaskedReconSubsetLoss": ROUTED,
+    "StochasticReconLoss": {},
+    "StochasticReconLayerwiseLoss": {},
+    "StochasticReconSubsetLoss": ROUTED,
+    "StochasticHiddenActsReconLoss": {},
+    "ChunkwiseSubsetReconLoss": ROUTED | {"sites_per_chunk": 2},
+    "ImportanceMinimalityLoss": {"pnorm": 2.0, "beta": 0.5},
+    "PGDReconLoss": PGD,
+    "PGDReconLayerwiseLoss": PGD,
+    "PGDReconSubsetLoss": PGD | ROUTED,
+    "PersistentPGDReconLoss": PERSISTENT,
+    "PersistentPGDReconSubsetLoss": PERSISTENT | ROUTED,
+}
+METRICS: dict[str, dict[str, Any]] = {
+    "CEandKLLosses": {"rounding_threshold": 0.5},
+    "CI_L0": {"groups": {"all": ["*"]}},
+    "CIHistograms": {"n_batches_accum": None},
+    "ComponentActivationDensity": {},
+    "CIMeanPerComponent": {},
+    "CIHiddenActsReconLoss": {},
+    "IdentityCIError": {"identity_ci": [{"layer_pattern": "x", "n_features": 5}], "dense_ci": None},
+    "PermutedCIPlots": {"identity_patterns": ["x"], "dense_patterns": None},
+    "UVPlots": {"identity_patterns": None, "dense_patterns": ["x"]},
+}
+LOSS: TypeAdapter[Any] = TypeAdapter(TrainingLoss)
+METRIC: TypeAdapter[Any] = TypeAdapter(Metric)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_each_loss(kind: str) -> None:
+    raw = {"type": kind, **LOSSES[kind]}
+    assert type(LOSS.validate_python(raw | {"coeff": 1, "name": "mine"})).__name__ == kind
+    assert METRIC.validate_python(raw).coeff is None
+    assert METRIC.validate_python(raw | {"coeff": None}) == METRIC.validate_python(raw)
+    for adapter, wrong in ((LOSS, raw), (LOSS, raw | {"coeff": None}), (METRIC, raw | {"coeff": 0.5})):
+        with pytest.raises(ValidationError, match="coeff"):
+            adapter.validate_python(wrong)
+    for key in LOSSES[kind]:
+        with pytest.raises(ValidationError, match=rf"{key}\n  Field required"):
+            METRIC.validate_python({k: v for k, v in raw.items() if k != key})
+    with pytest.raises(ValidationError, match="unknown key 'nome'; did you mean 'name'"):
+        METRIC.validate_python(raw | {"nome": 1})
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_each_metric(kind: str) -> None:
+    raw = {"type": kind, **METRICS[kind]}
+    assert METRIC.validate_python(raw).type == kind
+    for key in METRICS[kind]:
+        with pytest.raises(ValidationError, match=rf"{key}\n  Field required"):
+            METRIC.validate_python({k: v for k, v in raw.items() if k != key})
+    with pytest.raises(ValidationError, match="unknown key 'coeff'"):
+        METRIC.validate_python(raw | {"coeff": 1.0})
+
+
+def test_defaults_of_losses_and_metrics() -> None:
+    importance = LOSS.validate_python({"type": "ImportanceMinimalityLoss", "coeff": 1, "pnorm": 1, "beta": 0})
+    assert (importance.eps, importance.p_anneal_start_frac, importance.p_anneal_end_frac) == (1e-12, 1.0, 1.0)
+    assert (importance.p_anneal_final_p, importance.penalty) == (None, "lp")
+    adam = {"type": "adam", "lr_schedule": RATE}
+    persistent = METRIC.validate_python({"type": "PersistentPGDReconLoss"} | PERSISTENT | {"optimizer": adam})
+    assert (persistent.optimizer.beta1, persistent.optimizer.beta2, persistent.optimizer.eps) == (0.9, 0.999, 1e-8)
+    assert (persistent.n_warmup_steps, persistent.start_frac, persistent.n_samples) == (0, 0.0, 1)
+    assert not persistent.use_sigmoid_parameterization
+    chunkwise = {"type": "ChunkwiseSubsetReconLoss", **LOSSES["ChunkwiseSubsetReconLoss"]}
+    assert METRIC.validate_python(chunkwise).n_samples == 1
+    assert METRIC.validate_python({"type": "CI_L0", "groups": None}).ci_alive_threshold == 0.0
+
+
+SMOOTH = "{type: ImportanceMinimalityLoss, coeff: 1, pnorm: 2, beta: 0, penalty: smooth_l0, gamma: {start_val: 0.1}"
+VALID = [
+    "pd.loss_metrics.0=" + SMOOTH + "}",
+    "pd.loss_metrics.0=" + SMOOTH + ", frequency: {coeff: 1e-7, reference_token_count: 32768}}",
+    "pd.loss_metrics.2.scope={type: repeat_across_batch, n_sources: 16}",
+    "pd.loss_metrics.2.scope.type=broadcast_across_batch",
+    "pd.loss_metrics.2.optimizer={type: sign, lr_schedule: {start_val: 0.01}}",
+    "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
+    "pd.ci_config={mode: layerwise, fn_type: mlp, hidden_dims: [16]}",
+    "pd.ci_config.simple_transformer_ci_cfg.mlp_hidden_dim=null",
+    "pd.tied_weights=[]",
+    "pd.components_optimizer.lr_schedule.start_val=1",
+    "pd.components_optimizer.betas=[0, 0.99]",
+    "target.weights_dtype=float32",
+    "target.spec.model_name=some/folder",
+    "data.revision=main",
+    "eval=null",
+    "wandb=null",
+    "milestones=[0, 10]",
+    "mesh={replica: 2, fsdp: 4}",
+    "memory.layers=unroll",
+    "run_id=p-0123abcd",
+    "wandb_tags=[a, b]",
+    "target.folder=/weights",
+    *(f"pd.sigmoid_type={name}" for name in ("normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard")),
+]
+
+
+@pytest.mark.parametrize("override", VALID)
+def test_valid_choices_survive_saving(override: str, tmp_path: Path) -> None:
+    config = example(override)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
+    assert difference(config, config) == []
+
+
+# ---- refusals ----
+
+CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
+REFUSED = [
+    ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
+    ("pd.loss_metrics.0.coef=1", "pd.loss_metrics.0.coef: unknown key 'coef'; did you mean 'coeff'"),
+    ("pd.loss_metrics.0.type=ImportanceLoss", "did you mean 'ImportanceMinimalityLoss'"),
+    ("pd.loss_metrics.1.routing={type: uniform}", "pd.loss_metrics.1.routing: unknown 'type' 'uniform'; did you mean"),
+    ("pd.loss_metrics.1.routing={p: 0.5}", "pd.loss_metrics.1.routing: type is required"),
+    ("pd.loss_metrics=[]", "pd.loss_metrics: needs at least 1 item"),
+    ("pd.loss_metrics=[3]", "pd.loss_metrics.0: should be a mapping, not 3"),
+    ("pd.loss_metrics.2.coeff=0", "pd.loss_metrics.2.coeff: is 0.0; a persistent attack needs coeff > 0 (A4)"),
+    ("pd.loss_metrics.0.p_anneal_end_frac=-1", "pd.loss_metrics.0.p_anneal_end_frac: should be greater than or equal"),
+    ("pd.loss_metrics.0.p_anneal_start_frac=2", "pd.loss_metrics.0.p_anneal_start_frac: should be less than"),
+    ("pd.loss_metrics.0.gamma.start_val=1", "pd.loss_metrics.0.gamma: belongs to penalty: smooth_l0"),
+    ("pd.loss_metrics.0.eps=0", "pd.loss_metrics.0.eps: is 0"),
+    ("pd.loss_metrics.0=" + SMOOTH[:-1] + ", warmup_pct: 0.1}}", "pd.loss_metrics.0.gamma: must stay above 0"),
+    ("pd.loss_metrics.0.name=total", "pd.loss_metrics.0.name: 'total' is the key of the sum"),
+    ("pd.loss_metrics.0.name=a/b", "pd.loss_metrics.0.name: should match pattern"),
+    ("pd.loss_metrics.9.coeff=1", "'9' is no index of this list (valid: 0 to 3)"),
+    ("pd.components_optimizer.betas.0=1", "the file has no list pd.components_optimizer.betas; set"),
+    ("pd.steps=null", "pd.steps: should be a valid integer, not null"),
+    ("pd.steps=1" + 400 * "0", "pd.steps: should be less than 2147483648"),
+    ("pd.steps.x=1", "pd.steps is 100000, which has no keys"),
+    ("pd.steps='100'", "pd.steps: should be a valid integer, not '100'"),
+    ("pd.steps=1.0", "pd.steps: should be a valid integer, not 1.0"),
+    ("pd.steps=true", "pd.steps: should be a valid integer, not true"),
+    ("pd.steps=0", "pd.steps: should be greater than or equal to 1, not 0"),
+    ("pd.loss_metrics.1.coeff=true", "pd.loss_metrics.1.coeff: should be a valid number, not true"),
+    ("pd.loss_metrics.1.coeff='5e-5'", "pd.loss_metrics.1.coeff: should be a valid number, not '5e-5'"),
+    ("pd.loss_metrics.1.coeff=.nan", "pd.loss_metrics.1.coeff: should be a finite number"),
+    ("pd.sampling=binary", "pd.sampling: should be 'continuous' or 'binomial', not 'binary'"),
+    ("pd.use_delta_component=1", "pd.use_delta_component: should be a valid boolean, not 1"),
+    ("pd.seed=-1", "pd.seed: should be greater than or equal to 0"),
+    ("pd.decomposition_targets=[]", "pd.decomposition_targets: needs at least 1 item"),
+    ("pd.tied_weights=[[a, b]]", "pd.tied_weights: is not supported yet"),
+    ("pd.tied_weights=[[a, b, c]]", "pd.tied_weights.0: takes at most 2"),
+    ("pd.identity_decomposition_targets=[{module_pattern: x, C: 2}]", "pd.identity_decomposition_targets: is not supp"),
+    ("pd.components_optimizer.betas=[0.9]", "pd.components_optimizer.betas"),
+    ("pd.components_optimizer.betas=[0.9, 1.0]", "pd.components_optimizer.betas.1: should be less than 1"),
+    (f"{CI}={{mode: layerwise, fn_type: mlp, hidden_dims: []}}", f"{CI}.hidden_dims: is empty; mlp needs a hidden"),
+    (f"{CI}={{mode: layerwise, fn_type: vector_mlp, hidden_dims: [4]}}", f"{CI}.fn_type: vector_mlp is not supported"),
+    (f"{CI}={{mode: global, fn_type: global_shared_mlp, hidden_dims: [4]}}", f"{CI}.fn_type: global_shared_mlp is not"),
+    (f"{CI}={{mode: global, fn_type: global_shared_mlp}}", f"{CI}.hidden_dims: is required"),
+    (f"{CI}.hidden_dims=[8]", f"{CI}.hidden_dims: has no effect with fn_type: global_shared_transformer"),
+    (f"{TRANSFORMER}=null", f"{TRANSFORMER}: is required with fn_type"),
+    (f"{TRANSFORMER}.d_model=4095", f"{TRANSFORMER}.d_model: is 4095, no multiple of attn_config.n_heads (8)"),
+    (f"{TRANSFORMER}.d_model=24", f"{TRANSFORMER}.d_model: gives heads of width 3; rotary"),
+    (f"{TRANSFORMER}.mlp_hidden_dim=[]", f"{TRANSFORMER}.mlp_hidden_dim: needs at least 1"),
+    ("data.max_seq_len=1024", f"data.max_seq_len: is 1024, longer than {TRANSFORMER}.attn_config.max_len (512)"),
+    ("data.column_name=tokens", "data.column_name: should be 'text' or 'input_ids'"),
+    ("pd.batch_size=60", "pd.batch_size: is 60; it must be a multiple of mesh.replica · mesh.fsdp = 1 · 8"),
+    ("eval.batch_size=4", "eval.batch_size: is 4; it must be a multiple of mesh.replica"),
+    ("eval.slow_every=1500", "eval.slow_every: is 1500; it must be a multiple of every (1000)"),
+    ("eval.metrics.0.n_batches=1", "eval.metrics.0.n_batches: unknown key 'n_batches'; did you mean 'n_batches_accum'"),
+    ("eval.metrics.7.coeff=0.5", "eval.metrics.7.coeff: is 0.5, but a metric"),
+    (
+        "eval.metrics.5={type: PGDReconLoss, init: ones, step_size: 1, n_steps: 1, mask_scope: shared}",
+        "mask_scope: shou",
+    ),
+    (
+        "eval.metrics.0={type: StochasticAttnPatternsReconLoss, n_heads: 2}",
+        "'StochasticAttnPatternsReconLoss' is not su",
+    ),
+    ("eval.metrics.0={type: UVPlots, identity_patterns: null, dense_patterns: null}", "UVPlots (for toys) is not supp"),
+    (
+        "target.spec.model_class=transformers.GPT2LMHeadModel",
+        "target.spec.model_class: transformers.GPT2LMHeadModel is n",
+    ),
+    ("target.spec={kind: pretrained, model_class: LlamaForCausalLM, run_path: x}", "target.spec.kind: pretrained"),
+    ("target.spec.kind=hub", "target.spec: unknown 'kind' 'hub'; did you mean 'hf'"),
+    ("target.weights_dtype=float16", "target.weights_dtype: should be 'bfloat16' or 'float32'"),
+    ("runtime.dp=0", "runtime.dp: should be greater"),
+    ("wandb.projekt=x", "wandb.projekt: unknown key 'projekt'; did you mean 'project'"),
+    ("optimizer.x=1", "unknown key 'optimizer'"),
+    ("pd.steps", "should be key=value with a dotted key"),
+    ("pd..steps=1", "should be key=value with a dotted key"),
+    ("pd.steps=[1", "not valid YAML"),
+    # the wrapper
+    ("mesh.fdsp=2", "mesh.fdsp: unknown key 'fdsp'; did you mean 'fsdp'"),
+    ("mesh.tensor=2", "mesh.tensor: is 2; more than 1 is not supported yet"),
+    ("mesh.replica=0", "mesh.replica: should be greater than or equal to 1"),
+    ("memory.preset=lean", "memory.preset: 'lean' is not supported yet"),
+    ("memory.preset=published", "memory.preset: 'published' is not supported yet"),
+    ("memory.preset=best", "memory.preset: should be 'plain' or 'balanced', not 'best'"),
+    ("memory.preset=plain", "memory.preset: is plain, but remat_recon_forwards: true means balanced"),
+    ("memory.layer=scan", "memory.layer: unknown key 'layer'; did you mean 'layers'"),
+    *((f"memory.{key}=1", f"memory.{key}: '{key}' is not supported yet") for key in sorted(Memory.later)),
+    ("steps_per_dispatch=2", "steps_per_dispatch: is 2; other than 1 is not supported yet"),
+    ("run_id=p-xyz", "run_id: should match pattern"),
+    ("run_name=2024-01-01", "run_name: should be a string"),
+    ("experiment=tms", "experiment: is tms, but the schema file has target.spec"),
+    ("experiment=lm", "experiment: should be 'tms' or 'resid_mlp'"),
+    ("target.pretrain=recipe.yaml", "target.pretrain: is for toys only"),
+    ("target={folder: a, pretrain: b}", "target: takes exactly one of folder and pretrain"),
+    ("data={train: a}", "data.eval: is required"),
+    ("milestones=5", "milestones: should be a list"),
+    ("milestones={every: 0}", "milestones.every: should be greater"),
+    ("milestones={each: 5}", "milestones.each: unknown key 'each'; did you mean 'every'"),
+    ("wandb_tags=a", "wandb_tags: should be a list, not 'a'"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), REFUSED)
+def test_refusals_say_where_and_what(override: str, expected: str) -> None:
+    message = refusal(override)
+    assert expected in message
+    assert f"--set {override}" in message
+
+
+# The assignment is right by itself; the key it does not go with is named.
+REFUSED_AT_ANOTHER_KEY = [
+    ("pd.loss_metrics.0.penalty=smooth_l0", "pd.loss_metrics.0.gamma: is required with penalty: smooth_l0"),
+    ("pd.loss_metrics.0.frequency={coeff: 1, reference_token_count: 1}", "pd.loss_metrics.0.beta: is 0.5, but freq"),
+    ("pd.loss_metrics.0.name=FaithfulnessLoss", "pd.loss_metrics.3.name: 'FaithfulnessLoss' is the name of pd.loss_me"),
+    ("pd.loss_metrics.2.scope={type: repeat_across_batch, n_sources: 3}", "pd.batch_size: is 64; it must be a multip"),
+    (
+        "pd.components_optimizer.lr_schedule.fn_type=constant",
+        "pd.components_optimizer.lr_schedule.final_val_frac: is 0",
+    ),
+    (f"{CI}.fn_type=global_shared_mlp", f"{CI}.hidden_dims: is required"),
+    (
+        "data=null",
+        "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text, is_tokenized: False; data must be",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), REFUSED_AT_ANOTHER_KEY)
+def test_refusals_between_keys(override: str, expected: str) -> None:
+    assert expected in refusal(override)
+
+
+def test_anneal_order_and_all_problems_at_once() -> None:
+    message = refusal("pd.loss_metrics.0.p_anneal_start_frac=0.5", "pd.loss_metrics.0.p_anneal_end_frac=0.25", "pd.x=1")
+    assert "pd.x: unknown key" in message
+    message = refusal(
+        "pd.loss_metrics.0.p_anneal_start_frac=0.5", "pd.loss_metrics.0.p_anneal_end_frac=0.25", "wandb.project=1"
+    )
+    assert "pd.loss_metrics.0.p_anneal_end_frac: is 0.25, before p_anneal_start_frac (0.5)" in message
+    assert "wandb.project: should be a string, not 1" in message
+    assert len(message.splitlines()) == 2
+
+
+def test_the_file_is_named_without_set(tmp_path: Path) -> None:
+    path = write(tmp_path, "memory: {remat: true}")
+    with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'preset'"):
+        load_config(path)
+    path = write(tmp_path, "data: {train: a, eval: b}", {"cadence": {"train_log_every": 1, "save_evry": 2}})
+    torch = tmp_path / "torch.yaml"
+    with pytest.raises(
+        UserError, match=rf"^{torch}: cadence\.save_evry: unknown key 'save_evry'; did you mean 'save_every'"
+    ):
+        load_config(path)
+
+
+# ---- data and experiments ----
+
+
+def test_local_parquet_needs_no_replacement(tmp_path: Path) -> None:
+    data = {"dataset_name": "parquet", "data_files": "x/*", "tokenizer_name": "t", "column_name": "input_ids"}
+    assert load_config(write(tmp_path, torch={"data": data | {"is_tokenized": True}})).wrapper.data is None
+    for wrong, named in (
+        ({"is_tokenized": False}, "is_tokenized: False"),
+        ({"is_tokenized": True, "data_files": None}, "data_files: null"),
+        ({"is_tokenized": True, "column_name": "text"}, "column_name: text"),
+    ):
+        with pytest.raises(UserError, match=f"data: has {named}; data must be local Parquet"):
+            load_config(write(tmp_path, torch={"data": data | wrong}))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "wrapper", "toy"),
+    [
+        (["linear1", "linear2"], "", "tms"),
+        (["layers.*.mlp_in", "layers.*.mlp_out"], "", "resid_mlp"),
+        (["anything"], "experiment: tms", "tms"),
+    ],
+)
+def test_toys_are_known_and_not_supported_yet(patterns: list[str], wrapper: str, toy: str, tmp_path: Path) -> None:
+    pd = yaml.safe_load(TORCH.read_text())["pd"]
+    pd["decomposition_targets"] = [{"module_pattern": pattern, "C": 20} for pattern in patterns]
+    torch = {"pd": pd, "target": {"run_path": "x"}, "data": {"feature_probability": 0.05}}
+    path = write(tmp_path, wrapper, torch)
+    with pytest.raises(UserError, match=f"experiment {toy} is not supported yet"):
+        load_config(path)
+    toy_file = validate(ToyFile, yaml.safe_load((tmp_path / "torch.yaml").read_text()), Place("torch.yaml"))
+    assert toy_file.data.data_generation_type == "at_least_zero_active"
+
+
+def test_pretrained_target_with_a_folder() -> None:
+    spec = "target.spec={kind: pretrained, model_class: my.LlamaForCausalLM, run_path: x}"
+    config = example(spec, "target.folder=weights")
+    assert config.wrapper.target is not None
+    assert config.wrapper.target.folder == EXAMPLE.parent / "weights"
+
+
+# ---- wrapper ----
+
+
+def test_paths_are_relative_to_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs", "data: {train: ../train, eval: /eval}\nout_dir: here\ntarget: {folder: w}")
+    monkeypatch.chdir(tmp_path)
+    wrapper = load_config(Path("configs/wrapper.yaml")).wrapper
+    assert wrapper.torch_config == Path("configs/torch.yaml")
+    assert wrapper.data is not None
+    assert (wrapper.data.train, wrapper.data.eval) == (Path("configs/../train"), Path("/eval"))
+    assert wrapper.target is not None
+    assert wrapper.target.folder == Path("configs/w")
+    assert wrapper.out_dir == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("lines", "preset"),
+    [
+        ("", "plain"),
+        ("remat_recon_forwards: true", "balanced"),
+        ("remat_recon_forwards: false", "plain"),
+        ("memory: {preset: balanced}", "balanced"),
+        ("remat_recon_forwards: true\nmemory: {preset: balanced}", "balanced"),
+        ("remat_recon_forwards: false\nmemory: {preset: balanced}", None),
+    ],
+)
+def test_remat_chooses_the_default_preset(lines: str, preset: str | None, tmp_path: Path) -> None:
+    path = write(tmp_path, f"data: {{train: a, eval: b}}\n{lines}")
+    if preset is None:
+        with pytest.raises(
+            UserError, match=r"memory\.preset: is balanced, but remat_recon_forwards: false means plain"
+        ):
+            load_config(path)
+        return
+    config = load_config(path)
+    assert config.wrapper.memory.preset == preset
+    assert config.wrapper.remat_recon_forwards == (preset == "balanced")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
+
+
+def test_milestones() -> None:
+    assert [step for step in range(0, 50, 5) if example("milestones=[5, 20]").wrapper.is_milestone(step)] == [5, 20]
+    assert [step for step in range(1, 50) if example("milestones={every: 20}").wrapper.is_milestone(step)] == [20, 40]
+    assert not example("milestones=[]").wrapper.is_milestone(0)
+
+
+def test_warnings() -> None:
+    config = example(
+        "runtime.dp=4", "milestones=[200000]", "wandb=null", "wandb_tags=[x]", "pd.loss_metrics.2.n_samples=2"
+    )
+    begins = [line.split(":")[0] for line in config.warnings]
+    assert begins == [
+        "runtime.dp",
+        "pd.loss_metrics.0.eps",
+        "pd.loss_metrics.2.n_samples",
+        "data.dataset_name",
+        "wandb_group, wandb_tags",
+        "milestones",
+    ]
+    assert "runtime.dp" in config.ignored
+    assert not [line for line in example("runtime.dp=8").warnings if line.startswith("runtime.dp")]
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a schema file; write a wrapper with torch_config: llama8b"):
+        load_config(TORCH)
+    with pytest.raises(UserError, match=r"none\.yaml: cannot read the wrapper: No such file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match=r"other\.yaml: cannot read torch_config of .*example\.yaml: No such file"):
+        example("torch_config=other.yaml")
+    for text, found in (("", "empty"), ("[1]", "a list")):
+        (tmp_path / "wrapper.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"should be a mapping of keys to values; this file is {found}"):
+            load_config(tmp_path / "wrapper.yaml")
+    (tmp_path / "wrapper.yaml").write_bytes(b"run_name: \xff")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_config(tmp_path / "wrapper.yaml")
+
+
+# ---- overrides ----
+
+
+def test_overrides_go_to_the_wrapper_first() -> None:
+    config = example("data.train=x", "data.max_seq_len=256", "out_dir=y", "pd.loss_metrics.0.coeff=5e-5", "mesh.fsdp=4")
+    assert config.wrapper.data is not None
+    assert config.wrapper.data.train == EXAMPLE.parent / "x"
+    assert isinstance(config.torch, LanguageModelFile)
+    assert config.torch.data.max_seq_len == 256
+    assert config.wrapper.out_dir == Path("y")
+    assert config.torch.pd.loss_metrics[0].coeff == 5e-5
+    assert config.wrapper.mesh.fsdp == 4
+    assert example("pd.steps=1", "pd.steps=2").torch.pd.steps == 2
+
+
+def test_overrides_do_not_reach_through_aliases(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {train: a, eval: b}")
+    raw = yaml.safe_load(TORCH.read_text())
+    raw["pd"]["ci_fn_optimizer"] = raw["pd"]["components_optimizer"]
+    text = yaml.safe_dump(raw)
+    assert "&id001" in text
+    (tmp_path / "torch.yaml").write_text(text)
+    pd = load_config(path, ["pd.ci_fn_optimizer.lr_schedule.start_val=1"]).torch.pd
+    assert pd.ci_fn_optimizer.lr_schedule.start_val == 1.0
+    assert pd.components_optimizer.lr_schedule.start_val == 5e-5
+
+
+def test_overrides_open_a_section_that_was_null() -> None:
+    numbers = {"batch_size": 8, "n_steps": 1, "every": 2, "slow_every": 4}
+    overrides = [f"eval.{key}={value}" for key, value in numbers.items()]
+    config = example("eval=null", *overrides)
+    assert config.torch.eval is not None
+    assert config.torch.eval.metrics == ()
+
+
+# ---- YAML ----
+
+
+@pytest.mark.parametrize("text", ["5e-05", "5e-5", "5E-5", "0.5e-4", ".5e-4", "+5.e-5", "50.0e-06"])
+def test_floats_as_people_write_them(text: str) -> None:
+    assert parse_yaml(f"x: {text}", "here") == {"x": 5e-5}
+
+
+@pytest.mark.parametrize("text", ["'5e-05'", "e5", "1e", "p-12e34567", "5e-5x"])
+def test_strings_stay_strings(text: str) -> None:
+    assert isinstance(parse_yaml(text, "here"), str)
+
+
+def test_duplicate_keys_and_syntax_errors_have_lines() -> None:
+    with pytest.raises(UserError, match=r"^here, line 4: the key 'b' is given twice \(first on line 2\)"):
+        parse_yaml("a:\n  b: 1\n  c: 2\n  b: 3\n", "here")
+    with pytest.raises(UserError, match=r"^here, line 2: not valid YAML"):
+        parse_yaml("a: 1\nb: ]\n", "here")
+    with pytest.raises(UserError, match="not valid YAML"):
+        parse_yaml("a: \x00", "here")
+    with pytest.raises(UserError, match="not valid YAML"):
+        parse_yaml("a: !!python/object:os.system {}", "here")
+    merged = "a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, y: 3}\n"
+    assert parse_yaml(merged, "here")["c"] == {"x": 2, "y": 3}
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner), max_leaves=8)
+
+
+@given(TREES | st.from_regex(r"[-+.0-9eE_]{1,8}", fullmatch=True))
+def test_yaml_round_trip(value: Any) -> None:
+    assert parse_yaml(dump_yaml(value), "here") == value
+
+
+# ---- saved, read back, compared ----
+
+FRACTIONS = st.floats(0, 1)
+SCHEDULES = st.builds(
+    lambda kind, start, warmup, final: ScheduleConfig(
+        start_val=start, warmup_pct=warmup, final_val_frac=1.0 if kind == "constant" else final, fn_type=kind
+    ),
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.floats(0, 1e300),
+    FRACTIONS,
+    st.floats(0, 10),
+)
+
+
+@given(SCHEDULES, st.text(min_size=1, max_size=10))
+def test_schedules_and_names_survive_saving(schedule: ScheduleConfig, run_name: str) -> None:
+    assert (
+        validate(ScheduleConfig, parse_yaml(dump_yaml(schedule.model_dump(mode="json")), "x"), Place("x")) == schedule
+    )
+    assert parse_yaml(dump_yaml({"run_name": run_name}), "x") == {"run_name": run_name}
+
+
+def test_a_saved_configuration_is_checked_when_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(example().with_run_id("p-00000000").to_yaml().replace("fsdp: 8", "fsdp: 7"))
+    with pytest.raises(UserError, match=rf"^{path}: torch: pd.batch_size: is 64"):
+        RunConfig.from_yaml(path)
+    path.write_text("wrapper: {}\n")
+    with pytest.raises(UserError, match="torch: is required"):
+        RunConfig.from_yaml(path)
+
+
+def test_difference_names_what_changed() -> None:
+    old = example("pd.loss_metrics.0.name=imp")
+    new = example("pd.loss_metrics.0.name=imp", "pd.steps=5", "mesh.fsdp=4", "pd.components_optimizer.betas=[0.5, 0.9]")
+    assert difference(old, new) == [
+        "mesh.fsdp: 8 -> 4",
+        "pd.components_optimizer.betas: [0.9, 0.999] -> [0.5, 0.9]",
+        "pd.steps: 100000 -> 5",
+    ]
+    dropped = difference(old, example("pd.loss_metrics.0.name=imp", "eval.metrics=[]", "milestones=[1]"))
+    assert "milestones: (absent) -> [1]" in dropped
+    assert 'eval.metrics.1.type: "ComponentActivationDensity" -> (absent)' in dropped
+
+
+def test_difference_is_blind_to_what_has_no_effect() -> None:
+    assert difference(example(), example("runtime.device=cpu", "data.streaming=false").with_run_id("p-00000000")) == []
+
+
+# ---- names and sites ----
+
+
+def test_term_names() -> None:
+    kinds = [("UnmaskedReconLoss", None), ("UnmaskedReconLoss", None), ("UnmaskedReconLoss", "mine")]
+    losses = [LOSS.validate_python({"type": kind, "coeff": 1, "name": name}) for kind, name in kinds]
+    assert term_names(tuple(losses)) == ("UnmaskedReconLoss", "UnmaskedReconLoss_2", "mine")
+
+
+MODULES = [f"model.layers.{n}.mlp.{kind}_proj" for n in (0, 1, 10) for kind in ("gate", "up", "down")] + ["lm_head"]
+
+
+def targets(*patterns: str) -> list[DecompositionTarget]:
+    return [DecompositionTarget(module_pattern=pattern, C=n + 1) for n, pattern in enumerate(patterns)]
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_patterns_with_and_without_model(prefix: str) -> None:
+    found = match_sites(targets(f"{prefix}layers.1.mlp.up_proj", f"{prefix}layers.1*.mlp.[dg]*_proj"), MODULES)
+    expected = {"layers.1.mlp.gate_proj": 2, "layers.1.mlp.up_proj": 1, "layers.1.mlp.down_proj": 2}
+    expected |= {"layers.10.mlp.gate_proj": 2, "layers.10.mlp.down_proj": 2}
+    assert found == list(expected.items())
+    assert match_sites(targets(f"{prefix}layers.*"), MODULES) == match_sites(
+        targets("layers.*"), [m[6:] for m in MODULES]
+    )
+
+
+def test_patterns_match_something_and_nothing_twice() -> None:
+    with pytest.raises(
+        UserError, match=r"0\.module_pattern: 'layers.1.mlp.upproj' matches no module.*layers.1.mlp.up_proj"
+    ):
+        match_sites(targets("layers.1.mlp.upproj"), MODULES)
+    with pytest.raises(
+        UserError, match=r"1\.module_pattern: '\*up_proj' matches layers.0.mlp.up_proj, which .*targets.0"
+    ):
+        match_sites(targets("layers.0.*", "*up_proj"), MODULES)
+
+
+# ---- the core's terms ----
+
+
+def test_decomposition_of_the_example() -> None:
+    cosine = Schedule(5e-5, "cosine", 0.0, 0.1)
+    adam = adversary.AdamAscent(Schedule(0.01, "constant", 0.025), 0.5, 0.99, 1e-8)
+    everywhere, everything = routing.Everywhere(), recon.AllSites()
+    persistent = adversary.PersistentAttack(adam, adversary.PerBatchPerPosition(), n_warmup_steps=2)
+    subset = "StochasticReconSubsetLoss"
+    assert decomposition(example()) == Decomposition(
+        seed=0,
+        steps=100000,
+        batch_size=64,
+        squashing="leaky_hard",
+        use_delta=True,
+        ci=ci.GlobalTransformer(4096, 8, (16384,), 8, 512, 10000.0),
+        terms=(
+            losses.ImportanceMinimality(
+                "ImportanceMinimalityLoss", 1e-6, losses.Lp(Anneal(2.0, 0.4, 0.0, 1.0), 1e-12), 0.5
+            ),
+            recon.Reconstruction(subset, 0.5, everything, routing.UniformKSubset(), masks.Stochastic("continuous")),
+            recon.Reconstruction("PersistentPGDReconLoss", 0.5, everything, everywhere, persistent),
+            losses.Faithfulness("FaithfulnessLoss", 1e7),
+        ),
+        components_optimizer=optim.AdamW(cosine, clip_norm=0.01),
+        ci_optimizer=optim.AdamW(cosine),
+        warmup=FaithfulnessWarmup(400, 0.001, 0.0),
+        compute_dtype="bfloat16",
+        memory=MemoryPolicy("scan", recompute_layers=True),
+    )
+
+
+def test_choices_reach_the_core() -> None:
+    spec = decomposition(
+        example(
+            "runtime.autocast_bf16=false",
+            "memory.layers=unroll",
+            "remat_recon_forwards=false",
+            "pd.loss_metrics.0=" + SMOOTH + ", frequency: {coeff: 2, reference_token_count: 3}}",
+            "pd.loss_metrics.2.scope={type: repeat_across_batch, n_sources: 16}",
+            "pd.loss_metrics.2.optimizer={type: sign, lr_schedule: {start_val: 0.5}}",
+            "pd.loss_metrics.2.use_sigmoid_parameterization=true",
+            "pd.loss_metrics.2.start_frac=0.5",
+            "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
+            "pd.use_delta_component=false",
+            "pd.components_optimizer.weight_decay=0.1",
+        )
+    )
+    assert (spec.compute_dtype, spec.memory) == ("float32", MemoryPolicy("unroll", recompute_layers=False))
+    smooth, frequency = losses.SmoothL0(Schedule(0.1)), losses.Frequency(2.0, 3.0)
+    assert spec.terms[0] == losses.ImportanceMinimality("ImportanceMinimalityLoss", 1.0, smooth, 0.0, frequency)
+    ((_, attack),) = spec.persistent.values()
+    sign = adversary.SignAscent(Schedule(0.5))
+    assert attack == adversary.PersistentAttack(sign, adversary.RepeatAcrossBatch(16), True, 2, 0.5)
+    assert spec.ci == ci.LayerwiseMLP("shared_mlp", ())
+    assert not spec.use_delta
+    assert spec.components_optimizer.weight_decay == 0.1
+    assert spec.ci_optimizer.weight_decay == 0.0
+
+
+FRESH = adversary.FreshAttack("ones", 0.1, 3, "unique_per_datapoint")
+ATTACK = adversary.PersistentAttack(adversary.SignAscent(Schedule(0.1)), adversary.SingleSource())
+EVERYWHERE, HALF, BINOMIAL = routing.Everywhere(), routing.StaticProbability(0.5), masks.Stochastic("binomial")
+ALL, EACH = recon.AllSites(), recon.EachSite()
+POINTS: dict[str, tuple[Any, ...]] = {  # the table of section 5 with n_mask_samples 3 and n_samples 5
+    "UnmaskedReconLoss": (ALL, EVERYWHERE, masks.Constant(1.0), 1),
+    "CIMaskedReconLoss": (ALL, EVERYWHERE, masks.Constant(0.0), 1),
+    "CIMaskedReconSubsetLoss": (ALL, HALF, masks.Constant(0.0), 1),
+    "CIMaskedReconLayerwiseLoss": (EACH, EVERYWHERE, masks.Constant(0.0), 1),
+    "StochasticReconLoss": (ALL, EVERYWHERE, BINOMIAL, 3),
+    "StochasticReconSubsetLoss": (ALL, HALF, BINOMIAL, 3),
+    "StochasticReconLayerwiseLoss": (EACH, EVERYWHERE, BINOMIAL, 3),
+    "StochasticHiddenActsReconLoss": (ALL, EVERYWHERE, BINOMIAL, 3, "hidden_acts"),
+    "CIHiddenActsReconLoss": (ALL, EVERYWHERE, masks.Constant(0.0), 1, "hidden_acts"),
+    "ChunkwiseSubsetReconLoss": (recon.Chunks(2), HALF, BINOMIAL, 5),
+    "PGDReconLoss": (ALL, EVERYWHERE, FRESH, 1),
+    "PGDReconSubsetLoss": (ALL, HALF, FRESH, 1),
+    "PGDReconLayerwiseLoss": (EACH, EVERYWHERE, FRESH, 1),
+    "PersistentPGDReconLoss": (ALL, EVERYWHERE, ATTACK, 1),
+    "PersistentPGDReconSubsetLoss": (ALL, HALF, ATTACK, 5),
+}
+
+
+@pytest.mark.parametrize("kind", POINTS)
+def test_each_reconstruction_is_its_point(kind: str) -> None:
+    pd = example("pd.n_mask_samples=3", "pd.sampling=binomial").torch.pd
+    drawn = kind in ("ChunkwiseSubsetReconLoss", "PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss")
+    raw = {"type": kind, **LOSSES.get(kind, {}), **({"n_samples": 5} if drawn else {})}
+    assert term(METRIC.validate_python(raw), "x", pd) == recon.Reconstruction("x", 1.0, *POINTS[kind])
+    if kind in LOSSES:
+        assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])

@@ -1,0 +1,1098 @@
+"""The math of `semantics.md`, sections 1-8 and 11, in NumPy float64: the yardstick of the tests.
+
+Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
+`Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
+gradients. Rule ids (F1, C2, ...) are those of `semantics.md`. `...` in a shape stands for the
+leading axes of an activation, `(batch, seq)` or `(batch,)`; `lead` is their sizes, N their product.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+Tree = Any  # nested dicts and lists with arrays or Vars at the leaves
+
+# ---- Reverse-mode tape ----
+
+
+class Var:
+    """A float64 array that remembers how it was made: `parents` holds (input, vjp) pairs."""
+
+    __array_ufunc__ = None  # ndarray (op) Var is answered by Var's reflected operator
+
+    def __init__(self, value: Any, parents: Sequence[tuple["Var", Callable]] = ()) -> None:
+        self.value = np.asarray(value, dtype=np.float64)
+        self.parents = parents
+
+    shape = property(lambda self: self.value.shape)
+    ndim = property(lambda self: self.value.ndim)
+
+    def __add__(self, other: "Num") -> "Num":
+        a, b = value(self), value(other)
+        return custom(
+            a + b,
+            (self, lambda g: unbroadcast(g, a.shape)),
+            (other, lambda g: unbroadcast(g, b.shape)),
+        )
+
+    def __mul__(self, other: "Num") -> "Num":
+        a, b = value(self), value(other)
+        return custom(
+            a * b,
+            (self, lambda g: unbroadcast(g * b, a.shape)),
+            (other, lambda g: unbroadcast(g * a, b.shape)),
+        )
+
+    def __matmul__(self, other: "Num") -> "Num":
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Array) -> "Num":
+        return matmul(other, self)
+
+    def __pow__(self, p: float) -> "Num":
+        return custom(self.value**p, (self, lambda g: g * p * self.value ** (p - 1)))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "Num":
+        return self * -1.0
+
+    def __sub__(self, other: "Num") -> "Num":
+        return self + other * -1.0
+
+    def __rsub__(self, other: Array) -> "Num":
+        return self * -1.0 + other
+
+    def __truediv__(self, other: "Num") -> "Num":
+        return self * (other**-1.0 if isinstance(other, Var) else 1.0 / np.asarray(other))
+
+    def __rtruediv__(self, other: Array) -> "Num":
+        return self**-1.0 * other
+
+    def __getitem__(self, index: Any) -> "Num":
+        def vjp(g: Array) -> Array:
+            out = np.zeros(self.shape)
+            np.add.at(out, index, g)
+            return out
+
+        return custom(self.value[index], (self, vjp))
+
+    def sum(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> "Num":
+        kept = self.value.sum(axis=axis, keepdims=True).shape
+        return custom(
+            self.value.sum(axis=axis, keepdims=keepdims),
+            (self, lambda g: np.broadcast_to(g.reshape(kept), self.shape)),
+        )
+
+    def mean(self, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> "Num":
+        out = self.sum(axis, keepdims)
+        return out * (out.value.size / self.value.size)
+
+    def reshape(self, *shape: int) -> "Num":
+        return custom(self.value.reshape(*shape), (self, lambda g: g.reshape(self.shape)))
+
+    def swapaxes(self, i: int, j: int) -> "Num":
+        return custom(self.value.swapaxes(i, j), (self, lambda g: g.swapaxes(i, j)))
+
+
+Num = Var | Array
+
+
+def value(x: Num) -> Array:
+    """The float64 array itself; as a step of the math it is the stop-gradient."""
+    return x.value if isinstance(x, Var) else np.asarray(x, dtype=np.float64)
+
+
+def custom(result: Array, *inputs: tuple[Num, Callable[[Array], Array]]) -> Num:
+    """A node with value `result` and one vjp (cotangent -> cotangent) per input."""
+    parents = [(x, vjp) for x, vjp in inputs if isinstance(x, Var)]
+    return Var(result, parents) if parents else result
+
+
+def unbroadcast(g: Array, shape: tuple[int, ...]) -> Array:
+    """Sum a cotangent over the axes along which its array was broadcast."""
+    g = g.sum(axis=tuple(range(g.ndim - len(shape))))
+    return g.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+
+
+def matmul(x: Num, y: Num) -> Num:
+    a, b = value(x), value(y)
+    return custom(
+        a @ b,
+        (x, lambda g: unbroadcast(g @ b.swapaxes(-1, -2), a.shape)),
+        (y, lambda g: unbroadcast(a.swapaxes(-1, -2) @ g, b.shape)),
+    )
+
+
+def exp(x: Num) -> Num:
+    out = np.exp(value(x))
+    return custom(out, (x, lambda g: g * out))
+
+
+def log(x: Num) -> Num:
+    return custom(np.log(value(x)), (x, lambda g: g / value(x)))
+
+
+def erf(x: Num) -> Num:
+    v = value(x)
+    out = np.vectorize(math.erf, otypes=[np.float64])(v)
+    return custom(out, (x, lambda g: g * (2.0 / math.sqrt(math.pi)) * np.exp(-v * v)))
+
+
+def sigmoid(x: Num) -> Num:
+    out = 0.5 + 0.5 * np.tanh(0.5 * value(x))
+    return custom(out, (x, lambda g: g * out * (1.0 - out)))
+
+
+def log_softmax(x: Num) -> Num:
+    """Over the last axis, shifted by the maximum."""
+    shifted = value(x) - value(x).max(axis=-1, keepdims=True)
+    out = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return custom(out, (x, lambda g: g - np.exp(out) * g.sum(axis=-1, keepdims=True)))
+
+
+def concatenate(xs: Sequence[Num], axis: int) -> Num:
+    def vjp(lo: int, hi: int) -> Callable[[Array], Array]:
+        return lambda g: g.take(range(lo, hi), axis=axis)
+
+    ends = np.cumsum([0] + [x.shape[axis] for x in xs])
+    inputs = [(x, vjp(lo, hi)) for x, lo, hi in zip(xs, ends[:-1], ends[1:], strict=True)]
+    return custom(np.concatenate([value(x) for x in xs], axis=axis), *inputs)
+
+
+def broadcast_to(x: Num, shape: tuple[int, ...]) -> Num:
+    return custom(np.broadcast_to(value(x), shape), (x, lambda g: unbroadcast(g, x.shape)))
+
+
+def tree_map(f: Callable, tree: Tree, *rest: Tree) -> Tree:
+    if isinstance(tree, dict):
+        return {k: tree_map(f, v, *(r[k] for r in rest)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [tree_map(f, *vs) for vs in zip(tree, *rest, strict=True)]
+    return f(tree, *rest)
+
+
+def tree_leaves(tree: Tree) -> list:
+    leaves: list = []
+    tree_map(leaves.append, tree)
+    return leaves
+
+
+def gradients(loss: Var, tree: Tree) -> Tree:
+    """d loss / d leaf for every Var of `tree`; cotangents are summed over all uses of a node
+    before its vjp runs (which C1 needs, its derivative depends on their sign)."""
+    order: list[Var] = []
+    seen: set[int] = set()
+    stack = [(loss, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack += [(node, True)] + [(parent, False) for parent, _ in node.parents]
+    cotangent = {id(loss): np.ones(loss.shape)}
+    for node in reversed(order):
+        for parent, vjp in node.parents:
+            cotangent[id(parent)] = cotangent.get(id(parent), 0.0) + vjp(cotangent[id(node)])
+    return tree_map(lambda x: cotangent.get(id(x), np.zeros(x.shape)), tree)
+
+
+# ---- Section 2: sites ----
+
+
+def delta_component(W: Num, V: Num, U: Num) -> Num:
+    """Delta = W - VU, `[d_in, d_out]`."""
+    return W - V @ U
+
+
+def masked_site(x: Num, W: Num, V: Num, U: Num, mask: Num, delta: Num, route: Num, bias: Num | None = None) -> Num:
+    """F1: x `[..., d_in]`, mask `[..., C]`, delta and route `[...]` -> `[..., d_out]`."""
+    decomposed = ((x @ V) * mask) @ U + delta[..., None] * (x @ delta_component(W, V, U))
+    y = route[..., None] * decomposed + (1.0 - route[..., None]) * (x @ W)
+    return y if bias is None else y + bias
+
+
+def masked_site_without_delta(
+    x: Num, W: Num, V: Num, U: Num, mask: Num, delta: Num, route: Num, bias: Num | None = None
+) -> Num:
+    """F2: the same function as F1, without forming Delta."""
+    g = route[..., None] * (mask - delta[..., None])
+    a = 1.0 - route * (1.0 - delta)
+    y = a[..., None] * (x @ W) + ((x @ V) * g) @ U
+    return y if bias is None else y + bias
+
+
+def tie(components: dict, tied_weights: Sequence[Sequence[str]] | None) -> dict:
+    """T4: adds to the stored pairs, for every tied [s1, s2], V2 = U1^T and U2 = V1^T as views."""
+    views = {
+        s2: {"V": components[s1]["U"].swapaxes(0, 1), "U": components[s1]["V"].swapaxes(0, 1)}
+        for s1, s2 in tied_weights or []
+    }
+    return {**components, **views}
+
+
+# ---- Section 3: causal importance ----
+
+ALPHA = 0.01  # C1, C2
+BETA = 10.0  # C3, swish_hard
+FP32_EPS = float(np.finfo(np.float32).eps)
+
+
+def lower_leaky_vjp(z: Array, g: Array) -> Array:
+    """C1: the cotangent of z for the cotangent g of lambda; the tie z = 0 is in the lower branch."""
+    below = np.where(g < 0, ALPHA * g, 0.0)
+    return np.where(z <= 0, below, np.where(z <= 1, g, 0.0))
+
+
+def hard(z: Array) -> Array:
+    return np.clip(z, 0.0, 1.0)
+
+
+def hard_derivative(z: Array) -> Array:
+    """C3: 1 on the closed interval [0, 1]."""
+    return np.where((z >= 0) & (z <= 1), 1.0, 0.0)
+
+
+def upper_leaky(z: Array) -> Array:
+    """C2."""
+    return np.where(z > 1, 1.0 + ALPHA * (z - 1.0), hard(z))
+
+
+def upper_leaky_derivative(z: Array) -> Array:
+    """C2: 0 for z < 0, 1 on the closed interval [0, 1], alpha above."""
+    return np.where(z > 1, ALPHA, hard_derivative(z))
+
+
+def normal_derivative(z: Array) -> Array:
+    return sigmoid(z) * sigmoid(-z)
+
+
+def swish_hard(z: Array) -> Array:
+    """C3: 1/2 + d(u - 1/2) - s(u) + s(u + 1/2) - d(u), u = z - 1/2."""
+
+    def s(x: Array) -> Array:
+        return x * sigmoid(BETA * x)
+
+    def d(x: Array) -> Array:
+        return x * sigmoid(-BETA * x)
+
+    u = z - 0.5
+    return 0.5 + d(u - 0.5) - s(u) + s(u + 0.5) - d(u)
+
+
+def swish_hard_derivative(z: Array) -> Array:
+    """C3: with s'(x) = sig(bx) + bx sig(bx) sig(-bx) and d'(x) = 1 - s'(x)."""
+
+    def s(x: Array) -> Array:
+        return sigmoid(BETA * x) + BETA * x * sigmoid(BETA * x) * sigmoid(-BETA * x)
+
+    u = z - 0.5
+    return (1.0 - s(u - 0.5)) - s(u) + s(u + 0.5) - (1.0 - s(u))
+
+
+UPPER: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "normal": (sigmoid, normal_derivative),
+    "hard": (hard, hard_derivative),
+    "leaky_hard": (upper_leaky, upper_leaky_derivative),
+    "upper_leaky_hard": (upper_leaky, upper_leaky_derivative),
+    "swish_hard": (swish_hard, swish_hard_derivative),
+}
+
+
+def upper(z: Num, sigmoid_type: str) -> Num:
+    """C2, C3: upsilon(z), any shape."""
+    function, derivative = UPPER[sigmoid_type]
+    return custom(function(value(z)), (z, lambda g: g * derivative(value(z))))
+
+
+def lower(z: Num, sigmoid_type: str) -> Num:
+    """C1, C3: lambda(z), any shape; differs from upsilon for `leaky_hard` only."""
+    if sigmoid_type != "leaky_hard":
+        return upper(z, sigmoid_type)
+    return custom(hard(value(z)), (z, lambda g: lower_leaky_vjp(value(z), g)))
+
+
+def gelu(x: Num) -> Num:
+    """C4: exact."""
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+def rms_norm(x: Num, eps: float) -> Num:
+    """Weightless, over the last axis."""
+    return x * ((x * x).mean(axis=-1, keepdims=True) + eps) ** -0.5
+
+
+def affine(layer: dict, x: Num) -> Num:
+    """`{w [d_in, d_out], b [d_out]}`, or one such layer per component: `{w [C, d_in, d_out],
+    b [C, d_out]}` with x `[..., C or 1, 1, d_in]`."""
+    w, b = layer["w"], layer["b"]
+    return x @ w + (b.reshape(b.shape[0], 1, b.shape[1]) if w.ndim == 3 else b)
+
+
+def mlp(layers: list[dict], x: Num) -> Num:
+    """C4: affine + GELU for each hidden layer, the last one only affine."""
+    for layer in layers[:-1]:
+        x = gelu(affine(layer, x))
+    return affine(layers[-1], x)
+
+
+def scalar_mlp_ci(layers: list[dict], x: Num, V: Num) -> Num:
+    """C4 `mlp`, C5: component c's own MLP on x·V[:, c], V not detached.
+    Layers `{w [C, d_in, d_out], b [C, d_out]}`, first d_in and last d_out 1 -> `[..., C]`."""
+    inner = x @ V
+    return mlp(layers, inner.reshape(*inner.shape, 1, 1)).reshape(*inner.shape)
+
+
+def vector_mlp_ci(layers: list[dict], x: Num) -> Num:
+    """C4 `vector_mlp`: component c's own MLP on x. Layers as in `scalar_mlp_ci`, first d_in d."""
+    out = mlp(layers, x.reshape(*x.shape[:-1], 1, 1, x.shape[-1]))
+    return out.reshape(*out.shape[:-2])
+
+
+def rope_frequencies(head_dim: int, base: float, scaling: Mapping[str, float] | None = None) -> Array:
+    """`[head_dim / 2]`: base^(-2i/head_dim), optionally with Llama 3's scaling of long waves."""
+    freq = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return freq
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * freq / (2.0 * np.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * freq + (1.0 - keep) * freq / scaling["factor"]
+
+
+def rotary(x: Num, freq: Array) -> Num:
+    """Rotate-half: x `[..., T, head_dim]`, position t by the angles t · freq."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[-2])[:, None] * np.concatenate([freq, freq])
+    rotated = concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return x * np.cos(angle) + rotated * np.sin(angle)
+
+
+def attention(q: Num, k: Num, v: Num, n_heads: int, freq: Array, causal: bool) -> Num:
+    """q `[B, T, n_heads·hd]`, k and v `[B, T, n_kv·hd]` (query head h reads key head
+    h // (n_heads / n_kv)) -> `[B, T, n_heads·hd]`."""
+    B, T, width = q.shape
+    head_dim = width // n_heads
+    n_kv = k.shape[-1] // head_dim
+    q, k, v = (x.reshape(B, T, -1, head_dim).swapaxes(1, 2) for x in (q, k, v))
+    q, k = rotary(q, freq), rotary(k, freq)
+    group = np.arange(n_heads) // (n_heads // n_kv)
+    scores = q @ k[:, group].swapaxes(-1, -2) * head_dim**-0.5
+    if causal:
+        scores = scores + np.where(np.tril(np.ones((T, T))) > 0, 0.0, -np.inf)
+    return (exp(log_softmax(scores)) @ v[:, group]).swapaxes(1, 2).reshape(B, T, width)
+
+
+def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: float) -> Num:
+    """C4 `global_shared_transformer`: the sites' inputs `[..., d_s]` -> `[..., sum of C]`.
+    `{input {w, b}, blocks [{q, k, v, o: [d_model, d_model], mlp [{w, b}, ...]}], head {w, b}}`."""
+    x = concatenate([rms_norm(x, FP32_EPS) for x in xs], axis=-1)
+    lead = x.shape[:-1]
+    h = affine(params["input"], x if len(lead) == 2 else x.reshape(lead[0], 1, x.shape[-1]))
+    freq = rope_frequencies(h.shape[-1] // n_heads, rope_base)
+    for block in params["blocks"]:
+        n = rms_norm(h, FP32_EPS)
+        mixed = attention(n @ block["q"], n @ block["k"], n @ block["v"], n_heads, freq, False)
+        h = h + mixed @ block["o"]
+        h = h + mlp(block["mlp"], rms_norm(h, FP32_EPS))
+    logits = affine(params["head"], h)
+    return logits.reshape(*lead, logits.shape[-1])
+
+
+def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
+    """C4: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5).
+    Layerwise `params`: {site: layers}; global: a layer list or the transformer's dict."""
+    match ci_config["fn_type"]:
+        case "mlp":
+            return {s: scalar_mlp_ci(params[s], x, components[s]["V"]) for s, x in inputs.items()}
+        case "vector_mlp":
+            return {s: vector_mlp_ci(params[s], x) for s, x in inputs.items()}
+        case "shared_mlp":
+            return {s: mlp(params[s], x) for s, x in inputs.items()}
+        case "global_shared_mlp":
+            joint = mlp(params, concatenate(list(inputs.values()), axis=-1))
+        case "global_shared_transformer":
+            attn = ci_config["simple_transformer_ci_cfg"]["attn_config"]
+            base = attn.get("rope_base", 10000.0)
+            joint = transformer_ci(params, inputs.values(), attn["n_heads"], base)
+    ends = np.cumsum([0] + [components[s]["V"].shape[1] for s in inputs])
+    return {s: joint[..., lo:hi] for s, lo, hi in zip(inputs, ends[:-1], ends[1:], strict=True)}
+
+
+def causal_importance(config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> tuple[dict, dict]:
+    """C1-C5: ({site: lambda}, {site: upsilon}) `[..., C_s]`; `config` as in `training_step`."""
+    logits = ci_logits(config["ci_config"], params, inputs, components)
+    kind = config.get("sigmoid_type", "leaky_hard")
+    return {s: lower(z, kind) for s, z in logits.items()}, {s: upper(z, kind) for s, z in logits.items()}
+
+
+# ---- Section 4: masks. A site's source is {components [..., C], delta [...]}; no delta key: delta = 0 ----
+
+
+def component_mask(lam: Num, source: Num) -> Num:
+    """M1."""
+    return lam + (1.0 - lam) * source
+
+
+def expand_scope(source: Num, lead: tuple[int, ...]) -> Num:
+    """A2: `[n, 1 or T, ...]` -> `lead + ...`; source i serves rows i, i + n, ..."""
+    copies, rest = divmod(lead[0], source.shape[0])
+    assert rest == 0, "the number of sources must divide the batch"
+    tiled = concatenate([source] * copies, axis=0)
+    return broadcast_to(tiled, lead + source.shape[len(lead) :])
+
+
+def constant_source(v: float, lead: tuple[int, ...]) -> dict[str, Array]:
+    """M3: every component's source is v, delta is 0."""
+    return {"components": np.full((*lead, 1), v)}
+
+
+def site_masks(lam: Num, source: dict[str, Num]) -> tuple[Num, Num]:
+    """M1, M2, M5: (mask `[..., C]`, delta `[...]`) from lambda `[..., C]` and a source."""
+    lead = lam.shape[:-1]
+    mask = component_mask(lam, expand_scope(source["components"], lead))
+    return mask, expand_scope(source["delta"], lead) if "delta" in source else np.zeros(lead)
+
+
+# ---- Section 5: reconstruction ----
+
+
+def kl_error(clean: Array, masked: Num) -> Num:
+    """R1, language model: logits `[..., vocab]` -> sum of KL(clean || masked) over N."""
+    log_p, log_q = log_softmax(clean), log_softmax(masked)
+    n_positions = math.prod(clean.shape[:-1])
+    return (np.exp(log_p) * (log_p - log_q)).sum() / n_positions
+
+
+def mse_error(clean: Array, masked: Num) -> Num:
+    """R1, toy model: mean over all elements."""
+    return ((masked - clean) ** 2).mean()
+
+
+def hidden_acts_error(clean: dict[str, Array], masked: dict[str, Num]) -> Num:
+    """R2: site outputs; squared differences over the number of elements, all sites together."""
+    squares = sum(((masked[s] - clean[s]) ** 2).sum() for s in masked)
+    return squares / sum(clean[s].size for s in masked)
+
+
+def uniform_k_subset(k: Array, scores: Array) -> Array:
+    """R3: k `[...]` in {1..n}, scores `[n, ...]` -> routes `[n, ...]`: 1 at the k smallest scores
+    of each position (equal scores: the earlier site first)."""
+    rank = np.argsort(np.argsort(scores, axis=0, kind="stable"), axis=0, kind="stable")
+    return (rank < k).astype(np.float64)
+
+
+def static_probability(u: Array, p: float) -> Array:
+    """R3: u ~ U[0, 1) of any shape -> route 1 with probability p."""
+    return (u < p).astype(np.float64)
+
+
+class Row(NamedTuple):
+    """A row of the table of section 5: live sets, source kind, draws per step, R2's exception."""
+
+    live: str
+    source: str
+    samples: str = "one"
+    hidden_acts: bool = False
+
+
+RECONSTRUCTION: dict[str, Row] = {
+    "UnmaskedReconLoss": Row("all", "ones"),
+    "CIMaskedReconLoss": Row("all", "zeros"),
+    "CIMaskedReconSubsetLoss": Row("all", "zeros"),
+    "CIMaskedReconLayerwiseLoss": Row("each", "zeros"),
+    "StochasticReconLoss": Row("all", "stochastic", "n_mask_samples"),
+    "StochasticReconSubsetLoss": Row("all", "stochastic", "n_mask_samples"),
+    "StochasticReconLayerwiseLoss": Row("each", "stochastic", "n_mask_samples"),
+    "ChunkwiseSubsetReconLoss": Row("chunks", "stochastic", "n_samples"),
+    "PGDReconLoss": Row("all", "fresh"),
+    "PGDReconSubsetLoss": Row("all", "fresh"),
+    "PGDReconLayerwiseLoss": Row("each", "fresh"),
+    "PersistentPGDReconLoss": Row("all", "persistent"),  # R5: routed everywhere, computed once
+    "PersistentPGDReconSubsetLoss": Row("all", "persistent", "n_samples"),
+    "StochasticHiddenActsReconLoss": Row("all", "stochastic", "n_mask_samples", True),
+    "CIHiddenActsReconLoss": Row("all", "zeros", hidden_acts=True),
+}
+
+
+def chunks(sites: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """R4: consecutive groups in canonical order, the last one possibly smaller."""
+    return [tuple(sites[i : i + size]) for i in range(0, len(sites), size)]
+
+
+def live_sets(loss: dict, sites: Sequence[str], n_mask_samples: int) -> list[tuple[str, ...]]:
+    """The live sites of each forward of a schema loss; its length is the number of forwards.
+    Draws are the outer loop, sites or chunks the inner one."""
+    row = RECONSTRUCTION[loss["type"]]
+    sizes = {"all": len(sites), "each": 1, "chunks": loss.get("sites_per_chunk")}
+    draws = {"one": 1, "n_mask_samples": n_mask_samples, "n_samples": loss.get("n_samples", 1)}
+    return chunks(sites, sizes[row.live]) * draws[row.samples]
+
+
+Linear = Callable[[str, Num, Array], Num]  # (module, x, W) -> y
+Target = Callable[[Linear], Num]  # the target on a fixed batch, every x @ W done by the argument
+
+
+class Clean(NamedTuple):
+    """What the clean pass leaves: output, and {site: input}, {site: x @ W}, {site: W}."""
+
+    output: Array
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    weights: dict[str, Array]
+
+
+def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
+    """F4, F5: the forward with no live site, recorded at the sites."""
+    seen: dict[str, tuple[Array, Array, Array]] = {}
+
+    def linear(module: str, x: Array, W: Array) -> Array:
+        seen[module] = (x, x @ W, W)
+        return x @ W
+
+    output = target(linear)
+    return Clean(output, *({s: seen[s][i] for s in sites} for i in range(3)))
+
+
+def masked_pass(
+    target: Target, components: dict, masks: dict, deltas: dict, routes: dict
+) -> tuple[Num, dict[str, Num]]:
+    """F1, F3: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
+    routed everywhere. -> (output, {live site: its output})."""
+    outputs: dict[str, Num] = {}
+
+    def linear(module: str, x: Num, W: Array) -> Num:
+        if module not in masks:
+            return x @ W
+        V, U, m, delta = components[module]["V"], components[module]["U"], masks[module], deltas[module]
+        route = routes.get(module, np.ones(m.shape[:-1]))
+        outputs[module] = masked_site(x, W, V, U, m, delta, route)
+        return outputs[module]
+
+    return target(linear), outputs
+
+
+class Forward(NamedTuple):
+    """One forward of a reconstruction term: live sites, {site: route}, {site: source}."""
+
+    live: tuple[str, ...]
+    routes: dict[str, Array]
+    sources: dict[str, dict[str, Num]]
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """All that a reconstruction error is a function of, sources and routes apart."""
+
+    target: Target
+    error: Callable[[Array, Num], Num]
+    clean: Clean
+    components: dict[str, dict[str, Num]]
+    lower: dict[str, Num]
+
+    def detached(self) -> "Decomposition":
+        """The same with components and lambda under stop-gradient (A1, A3)."""
+        components, lower_ci = tree_map(value, self.components), tree_map(value, self.lower)
+        return replace(self, components=components, lower=lower_ci)
+
+
+def forward_error(model: Decomposition, forward: Forward, hidden_acts: bool = False) -> Num:
+    """R1, R2: the error of one forward."""
+    pairs = {s: site_masks(model.lower[s], forward.sources[s]) for s in forward.live}
+    masks, deltas = ({s: pair[i] for s, pair in pairs.items()} for i in range(2))
+    output, acts = masked_pass(model.target, model.components, masks, deltas, forward.routes)
+    if hidden_acts:
+        return hidden_acts_error(model.clean.outputs, acts)
+    return model.error(model.clean.output, output)
+
+
+def reconstruction_term(
+    model: Decomposition, coeff: float, forwards: Sequence[Forward], hidden_acts: bool = False
+) -> Num:
+    """Section 5: coefficient × mean over all forwards of their error."""
+    return coeff * sum(forward_error(model, f, hidden_acts) for f in forwards) / len(forwards)
+
+
+# ---- Section 6: the other two losses ----
+
+
+def faithfulness(components: dict, weights: dict[str, Array]) -> Num:
+    """L1."""
+    deltas = [delta_component(W, components[s]["V"], components[s]["U"]) for s, W in weights.items()]
+    return sum((d * d).sum() for d in deltas) / sum(W.size for W in weights.values())
+
+
+def lp_penalty(u: Num, p: float, eps: float) -> Num:
+    """L2: eps inside the power."""
+    return (u + eps) ** p
+
+
+def smooth_l0_penalty(u: Num, gamma: float) -> Num:
+    """L2."""
+    return u * u / (u * u + gamma**2)
+
+
+def component_sums(upper_ci: Num, penalty: Callable[[Num], Num]) -> Num:
+    """L2: S_c `[C]`, the sum of the penalty over all leading axes of upsilon `[..., C]`."""
+    return penalty(upper_ci).sum(axis=tuple(range(upper_ci.ndim - 1)))
+
+
+def importance_minimality(upper_ci: dict, penalty: Callable[[Num], Num], beta: float) -> Num:
+    """L2, L3: sum of f_c · (1 + beta · log2(1 + S_c))."""
+    term: Num = np.zeros(())
+    for u in upper_ci.values():
+        S = component_sums(u, penalty)
+        f = S / math.prod(u.shape[:-1])
+        term = term + (f * (1.0 + beta / math.log(2.0) * log(1.0 + S))).sum()
+    return term
+
+
+def importance_frequency(upper_ci: dict, penalty: Callable[[Num], Num], a: float) -> Num:
+    """L2, the batch-size-invariant form: sum of f_c · log2(1 + a · f_c)."""
+    term: Num = np.zeros(())
+    for u in upper_ci.values():
+        f = component_sums(u, penalty) / math.prod(u.shape[:-1])
+        term = term + (f * log(1.0 + a * f)).sum() / math.log(2.0)
+    return term
+
+
+def annealed_p(loss: dict, step: int, total: int) -> float:
+    """L4."""
+    start, end = loss.get("p_anneal_start_frac", 1.0), loss.get("p_anneal_end_frac", 1.0)
+    p, final, frac = loss["pnorm"], loss.get("p_anneal_final_p"), step / total
+    if final is None or frac < start:
+        return p
+    return final if frac >= end else p + (final - p) * (frac - start) / (end - start)
+
+
+def penalty_of(loss: dict, step: int, total: int) -> Callable[[Num], Num]:
+    """L2, L4: psi at this step."""
+    if loss.get("penalty", "lp") == "smooth_l0":
+        gamma = schedule(loss["gamma"], step, total)
+        return lambda u: smooth_l0_penalty(u, gamma)
+    p, eps = annealed_p(loss, step, total), loss.get("eps", 1e-12)
+    return lambda u: lp_penalty(u, p, eps)
+
+
+# ---- Section 7: adversaries ----
+
+
+def fresh_scope_shape(mask_scope: str, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """A1: leading shape of a fresh source."""
+    return {"shared_across_batch": (1,) * len(lead), "unique_per_datapoint": lead}[mask_scope]
+
+
+def persistent_scope_shape(scope: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """A2: leading shape of a persistent source."""
+    return {
+        "single_source": (1,) * len(lead),
+        "broadcast_across_batch": (1, *lead[1:]),
+        "repeat_across_batch": (scope.get("n_sources"), *lead[1:]),
+        "per_batch_per_position": lead,
+    }[scope["type"]]
+
+
+def fresh_attack(error: Callable[[Tree], Num], sources: Tree, step_size: float, n_steps: int) -> Tree:
+    """A1: n_steps sign ascents of `error(sources)` from the given init; the result is constant."""
+    for _ in range(n_steps):
+        moving = tree_map(Var, sources)
+        g = gradients(error(moving), moving)
+        sources = tree_map(lambda s, d: np.clip(s + step_size * np.sign(d), 0, 1), sources, g)
+    return sources
+
+
+def effective_sources(loss: dict, raw: Tree) -> Tree:
+    """A5: sigmoid(raw), or raw itself in the clip parameterisation."""
+    return tree_map(sigmoid, raw) if loss.get("use_sigmoid_parameterization", False) else raw
+
+
+def ascend(loss: dict, raw: Tree, grads: Tree, moments: dict, step: int, total: int) -> tuple[Tree, dict]:
+    """A5, A7: one update of a persistent bundle, -> (raw, moments)."""
+    opt = loss["optimizer"]
+    lr = schedule(opt["lr_schedule"], step, total)
+    if opt["type"] == "sign":
+        direction = tree_map(np.sign, grads)
+    else:
+        betas, eps = (opt.get("beta1", 0.9), opt.get("beta2", 0.999)), opt.get("eps", 1e-8)
+        direction, moments = adam_direction(grads, moments, betas, eps)
+    raw = tree_map(lambda s, d: value(s) + lr * d, raw, direction)
+    if not loss.get("use_sigmoid_parameterization", False):
+        raw = tree_map(hard, raw)
+    return raw, moments
+
+
+def term_is_on(loss: dict, step: int, total: int) -> bool:
+    """A6."""
+    return step / total >= loss.get("start_frac", 0.0)
+
+
+# ---- Section 8: optimisers, schedules, the training step ----
+
+
+def schedule(config: dict, step: int, total: int) -> float:
+    """T2: `{start_val, warmup_pct, final_val_frac, fn_type}` at a step."""
+    start, f = config["start_val"], config.get("final_val_frac", 1.0)
+    warmup = int(config.get("warmup_pct", 0.0) * total)
+    if step < warmup:
+        return start * step / warmup
+    t = (step - warmup) / max(1, total - warmup - 1)
+    match config.get("fn_type", "constant"):
+        case "constant":
+            return start
+        case "linear":
+            return start * (f + (1.0 - f) * (1.0 - t))
+        case "cosine":
+            return start * (f + (1.0 - f) * 0.5 * (1.0 + math.cos(math.pi * t)))
+
+
+def global_norm(grads: Tree) -> float:
+    return math.sqrt(sum(float((g * g).sum()) for g in tree_leaves(grads)))
+
+
+def clip_by_global_norm(grads: Tree, max_norm: float) -> Tree:
+    """Section 8, step 5: times min(1, max_norm / (norm + 1e-6))."""
+    factor = min(1.0, max_norm / (global_norm(grads) + 1e-6))
+    return tree_map(lambda g: g * factor, grads)
+
+
+def zero_moments(params: Tree) -> dict:
+    """Adam's state before the first update: {m, v, count}."""
+    zeros = tree_map(lambda p: np.zeros(np.shape(p)), params)
+    return {"m": zeros, "v": zeros, "count": 0}
+
+
+def adam_direction(grads: Tree, moments: dict, betas: Sequence[float], eps: float) -> tuple[Tree, dict]:
+    """m̂ / (sqrt(v̂) + eps) with bias correction, -> (direction, moments)."""
+    b1, b2 = betas
+    m = tree_map(lambda m, g: b1 * value(m) + (1.0 - b1) * g, moments["m"], grads)
+    v = tree_map(lambda v, g: b2 * value(v) + (1.0 - b2) * g * g, moments["v"], grads)
+    count = moments["count"] + 1
+    c1, c2 = 1.0 - b1**count, 1.0 - b2**count
+    direction = tree_map(lambda m, v: m / c1 / (np.sqrt(v / c2) + eps), m, v)
+    return direction, {"m": m, "v": v, "count": count}
+
+
+def adamw(
+    params: Tree,
+    grads: Tree,
+    moments: dict,
+    lr: float,
+    betas: Sequence[float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> tuple[Tree, dict]:
+    """T1, -> (params, moments)."""
+    direction, moments = adam_direction(grads, moments, betas, eps=1e-8)
+    return tree_map(lambda p, d: p - lr * weight_decay * p - lr * d, params, direction), moments
+
+
+def optimise(optimizer: dict, params: Tree, grads: Tree, moments: dict, step: int, total: int) -> tuple[Tree, dict]:
+    """Section 8, step 5, T1, T2: one `components_optimizer` or `ci_fn_optimizer` update."""
+    if optimizer.get("grad_clip_norm") is not None:
+        grads = clip_by_global_norm(grads, optimizer["grad_clip_norm"])
+    lr = schedule(optimizer["lr_schedule"], step, total)
+    betas, decay = optimizer.get("betas", (0.9, 0.999)), optimizer.get("weight_decay", 0.0)
+    return adamw(params, grads, moments, lr, betas, decay)
+
+
+def faithfulness_warmup(components: dict, weights: dict[str, Array], config: dict) -> dict:
+    """T3: the components after `faithfulness_warmup_steps` steps of AdamW on L1 alone."""
+    moments = zero_moments(components)
+    lr = config.get("faithfulness_warmup_lr", 1e-3)
+    decay = config.get("faithfulness_warmup_weight_decay", 0.0)
+    for _ in range(config.get("faithfulness_warmup_steps", 0)):
+        moving = tree_map(Var, components)
+        loss = faithfulness(tie(moving, config.get("tied_weights")), weights)
+        grads = gradients(loss, moving)
+        components, moments = adamw(components, grads, moments, lr, weight_decay=decay)
+    return components
+
+
+def term_name(loss: dict) -> str:
+    return loss.get("name") or loss["type"]
+
+
+def warm_up_sources(
+    model: Decomposition, loss: dict, raw: Tree, moments: dict, step: int, total: int
+) -> tuple[Tree, dict]:
+    """A3: the ascents before the loss, all sites live and routed everywhere; `model` detached."""
+    for _ in range(loss.get("n_warmup_steps", 0)):
+        moving = tree_map(Var, raw)
+        everywhere = Forward(tuple(raw), {}, effective_sources(loss, moving))
+        grads = gradients(forward_error(model, everywhere), moving)
+        raw, moments = ascend(loss, raw, grads, moments, step, total)
+    return raw, moments
+
+
+def forwards_of(
+    model: Decomposition, loss: dict, n_mask_samples: int, draws: list[dict] | None, persistent: Tree
+) -> list[Forward]:
+    """Section 5's table: the forwards of a term, its fresh attacks (A1) made. `model` detached, `draws` as in
+    `training_step`, `persistent` the term's own bundle of raw sources."""
+    kind = RECONSTRUCTION[loss["type"]].source
+
+    def forward(live: tuple[str, ...], draw: dict) -> Forward:
+        routes = draw.get("routes", {})
+        match kind:
+            case "ones" | "zeros":
+                v = float(kind == "ones")
+                sources = {s: constant_source(v, model.lower[s].shape[:-1]) for s in live}
+            case "stochastic":
+                sources = draw["sources"]
+            case "fresh":
+                sources = fresh_attack(
+                    lambda moving: forward_error(model, Forward(live, routes, moving)),
+                    draw["sources"],
+                    loss["step_size"],
+                    loss["n_steps"],
+                )
+            case "persistent":
+                sources = effective_sources(loss, persistent)
+        return Forward(live, routes, sources)
+
+    lives = live_sets(loss, tuple(model.lower), n_mask_samples)
+    return [forward(live, draw) for live, draw in zip(lives, draws or [{}] * len(lives), strict=True)]
+
+
+def loss_terms(
+    model: Decomposition, upper_ci: dict, losses: list[dict], forwards: dict[str, list[Forward]], step: int, total: int
+) -> dict[str, tuple[float, Num]]:
+    """{term: (coefficient, value without it)}; L2's frequency part is the term `<name>/frequency`, with its own."""
+    terms: dict[str, tuple[float, Num]] = {}
+    for loss in losses:
+        name, coeff = term_name(loss), loss["coeff"]
+        if loss["type"] == "FaithfulnessLoss":
+            terms[name] = coeff, faithfulness(model.components, model.clean.weights)
+        elif loss["type"] == "ImportanceMinimalityLoss":
+            penalty, frequency = penalty_of(loss, step, total), loss.get("frequency")
+            terms[name] = coeff, importance_minimality(upper_ci, penalty, loss["beta"] if frequency is None else 0.0)
+            if frequency is not None:
+                part = importance_frequency(upper_ci, penalty, frequency["reference_token_count"])
+                terms[f"{name}/frequency"] = frequency["coeff"], part
+        else:
+            hidden_acts = RECONSTRUCTION[loss["type"]].hidden_acts
+            terms[name] = coeff, reconstruction_term(model, 1.0, forwards[name], hidden_acts)
+    return terms
+
+
+class StepResult(NamedTuple):
+    """`terms`: values without their coefficients; `gradients`: {components, ci, sources}, before clipping, those of
+    the sources of their term's own error (A4)."""
+
+    state: dict
+    total: float
+    terms: dict[str, float]
+    gradients: dict[str, Tree]
+
+
+def training_step(
+    target: Target,
+    error: Callable[[Array, Num], Num],
+    sites: Sequence[str],
+    config: dict,
+    state: dict,
+    draws: dict[str, list[dict]],
+) -> StepResult:
+    """Section 8: one step. `target`: the target on this step's batch; `error`: `kl_error` or `mse_error`; `sites`: in
+    canonical order; `config`: the schema's `pd` section.
+
+    state: {step: int,
+            components {site: {V, U}} (of a tied pair only s1), ci: see `ci_logits`,
+            components_moments and ci_moments {m, v, count} (`zero_moments`),
+            sources {term: {site: {components [lead.., C], delta [lead..]}}} raw (A2, A5),
+            source_moments {term: {m, v, count}}}
+    draws: {term: [{routes {site: [...]}, sources {site: {components, delta}}} per forward]}, in
+            the order of `live_sets`; sources are the draw (stochastic) or init (fresh PGD), no
+            routes means everywhere; a term that draws nothing needs no entry.
+    """
+    step, total_steps = state["step"], config["steps"]
+    losses = [loss for loss in config["loss_metrics"] if term_is_on(loss, step, total_steps)]
+    recon = {term_name(loss): loss for loss in losses if loss["type"] in RECONSTRUCTION}
+    persistent = {name: loss for name, loss in recon.items() if RECONSTRUCTION[loss["type"]].source == "persistent"}
+
+    clean = clean_pass(target, sites)
+    trained = tree_map(Var, {"components": state["components"], "ci": state["ci"]})
+    components = tie(trained["components"], config.get("tied_weights"))
+    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components)
+    model = Decomposition(target, error, clean, components, lower_ci)
+
+    sources, source_moments = dict(state["sources"]), dict(state["source_moments"])
+    for name, loss in persistent.items():
+        sources[name], source_moments[name] = warm_up_sources(
+            model.detached(), loss, sources[name], source_moments[name], step, total_steps
+        )
+    trained["sources"] = tree_map(Var, sources)
+    forwards = {
+        name: forwards_of(
+            model.detached(), loss, config["n_mask_samples"], draws.get(name), trained["sources"].get(name)
+        )
+        for name, loss in recon.items()
+    }
+
+    terms = loss_terms(model, upper_ci, losses, forwards, step, total_steps)
+    total = sum(coeff * term for coeff, term in terms.values())
+    grads = gradients(total, trained)
+
+    for name, loss in persistent.items():
+        own = tree_map(lambda g, c=loss["coeff"]: g / c, grads["sources"][name])  # A4
+        grads["sources"][name] = own
+        sources[name], source_moments[name] = ascend(loss, sources[name], own, source_moments[name], step, total_steps)
+    new = {"step": step + 1, "sources": sources, "source_moments": source_moments}
+    for part, optimizer in ("components", "components_optimizer"), ("ci", "ci_fn_optimizer"):
+        params = tree_map(value, state[part])
+        moments = state[f"{part}_moments"]
+        new[part], new[f"{part}_moments"] = optimise(config[optimizer], params, grads[part], moments, step, total_steps)
+    values = {name: float(value(term)) for name, (_, term) in terms.items()}
+    return StepResult(new, float(value(total)), values, grads)
+
+
+# ---- The tiny Llama ----
+
+LLAMA_MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def llama_site(layer: int, kind: str) -> str:
+    """The module's name in a Hugging Face checkpoint."""
+    return f"model.layers.{layer}.{LLAMA_MODULES[kind]}"
+
+
+def llama(
+    weights: dict,
+    tokens: Array,
+    linear: Callable[[int, str, Num, Num], Num],
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    rope_theta: float,
+    rope_scaling: Mapping[str, float] | None = None,
+) -> Num:
+    """tokens `[B, T]` -> logits `[B, T, vocab]`. weights: embed [vocab, d], layers [{q_proj, k_proj,
+    v_proj, o_proj, gate_proj, up_proj, down_proj [d_in, d_out], input_norm, post_norm [d]}],
+    final_norm [d], head [d, vocab]. Every projection is `linear(layer, kind, x, W)`, kind in
+    q, k, v, o, gate, up, down (the canonical order)."""
+    freq = rope_frequencies(head_dim, rope_theta, rope_scaling)
+    h = weights["embed"][tokens]
+    for i, layer in enumerate(weights["layers"]):
+
+        def project(kind: str, x: Num, i: int = i, layer: dict = layer) -> Num:
+            return linear(i, kind, x, layer[f"{kind}_proj"])
+
+        x = rms_norm(h, eps) * layer["input_norm"]
+        q, k, v = project("q", x), project("k", x), project("v", x)
+        assert (q.shape[-1], k.shape[-1]) == (n_heads * head_dim, n_kv_heads * head_dim)
+        h = h + project("o", attention(q, k, v, n_heads, freq, causal=True))
+        x = rms_norm(h, eps) * layer["post_norm"]
+        gate, up = project("gate", x), project("up", x)
+        h = h + project("down", gate * sigmoid(gate) * up)
+    return rms_norm(h, eps) * weights["final_norm"] @ weights["head"]
+
+
+def llama_target(weights: dict, tokens: Array, **arch: Any) -> Target:
+    """The Llama on these tokens, its projections named by `llama_site`."""
+
+    def target(linear: Linear) -> Num:
+        def by_kind(layer: int, kind: str, x: Num, W: Num) -> Num:
+            return linear(llama_site(layer, kind), x, W)
+
+        return llama(weights, tokens, by_kind, **arch)
+
+    return target
+
+
+# ---- Section 11: evaluation ----
+
+
+def cross_entropy(logits: Array, tokens: Array) -> float:
+    """Of the next token, mean over positions 0 .. T - 2. logits `[B, T, vocab]`, tokens `[B, T]`."""
+    log_p = log_softmax(logits[:, :-1])
+    return float(-np.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean())
+
+
+def ce_and_kl(
+    target: Target,
+    tokens: Array,
+    components: dict,
+    lower_ci: dict[str, Array],
+    stochastic: dict[str, dict[str, Array]],
+    random_masks: dict[str, Array],
+    rounding_threshold: float,
+) -> dict[str, float]:
+    """`kl_*`, `ce_difference_*`, `ce_unrecovered_*` (no key prefix) for the six maskings.
+    `stochastic`: a source per site; `random_masks`: U[0, 1) draws `[..., C]`, the mask itself."""
+    zero_delta = {s: np.zeros(lam.shape[:-1]) for s, lam in lower_ci.items()}
+    stoch = {s: site_masks(lam, stochastic[s]) for s, lam in lower_ci.items()}
+    rounded = {s: (lam > rounding_threshold).astype(float) for s, lam in lower_ci.items()}
+    maskings = {
+        "unmasked": (tree_map(np.ones_like, lower_ci), zero_delta),
+        "ci_masked": (lower_ci, zero_delta),
+        "rounded_masked": (rounded, zero_delta),
+        "stoch_masked": tuple({s: pair[i] for s, pair in stoch.items()} for i in range(2)),
+        "random_masked": (random_masks, zero_delta),
+        "zero_masked": (tree_map(np.zeros_like, lower_ci), zero_delta),
+    }
+    clean = clean_pass(target, ()).output
+    outputs = {
+        name: masked_pass(target, components, masks, deltas, {})[0] for name, (masks, deltas) in maskings.items()
+    }
+    target_ce = cross_entropy(clean, tokens)
+    differences = {name: cross_entropy(y, tokens) - target_ce for name, y in outputs.items()}
+    out = {f"kl_{name}": float(kl_error(clean, y)) for name, y in outputs.items()}
+    for name, difference in differences.items():
+        out[f"ce_difference_{name}"] = difference
+        out[f"ce_unrecovered_{name}"] = difference / differences["zero_masked"]
+    return out
+
+
+def l0(lower_ci: dict[str, Array], threshold: float, groups: dict[str, list[str]] | None = None) -> dict[str, float]:
+    """Mean number per position of components with lambda above the threshold, per site and summed
+    over the sites that match any pattern of a group (no key prefix)."""
+    per_site = {s: float((lam > threshold).sum(axis=-1).mean()) for s, lam in lower_ci.items()}
+    grouped = {
+        name: sum(n for s, n in per_site.items() if any(fnmatch(s, p) for p in patterns))
+        for name, patterns in (groups or {}).items()
+    }
+    return per_site | grouped
+
+
+def identity_ci_error(ci: Array, component_of_feature: Array) -> int:
+    """ci `[features, C]` and the (Hungarian) matching, `[features]`: off-diagonal entries > 0.1
+    plus diagonal entries < 0.9; the entries of unmatched components are off-diagonal."""
+    diagonal = np.zeros(ci.shape, dtype=bool)
+    diagonal[np.arange(len(ci)), component_of_feature] = True
+    return int((~diagonal & (ci > 0.1)).sum() + (diagonal & (ci < 0.9)).sum())
+
+
+def dense_ci_error(ci: Array, k: int) -> int:
+    """ci `[features, C]`, columns by descending total: those of the first k without an entry
+    >= 0.9, plus the entries > 0.1 in the rest."""
+    by_total = ci[:, np.argsort(-ci.sum(axis=0), kind="stable")]
+    missing = (by_total[:, :k].max(axis=0) < 0.9).sum()
+    return int(missing + (by_total[:, k:] > 0.1).sum())
+
+
+def mmcs_and_ml2r(W: Array, V: Array, U: Array) -> tuple[float, float]:
+    """TMS `linear1`: W `[n, h]`, V `[n, C]`, U `[C, h]` -> (MMCS, ML2R)."""
+    versions = V[:, :, None] * U
+    lengths, target_lengths = np.linalg.norm(versions, axis=-1), np.linalg.norm(W, axis=-1)
+    dots = (versions * W[:, None, :]).sum(axis=-1)
+    norms = lengths * target_lengths[:, None]
+    cosines = np.divide(dots, norms, out=np.zeros(dots.shape), where=norms > 0)
+    best = cosines.argmax(axis=1)
+    rows = np.arange(len(W))
+    return float(cosines[rows, best].mean()), float((lengths[rows, best] / target_lengths).mean())

@@ -1,0 +1,905 @@
+"""The NumPy reference against itself: finite differences, loops written out, and cases known by hand."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests import reference as ref
+from tests.reference import Tree, Var, gradients, tree_leaves, tree_map, value
+
+rng = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_whichever_tests_run() -> None:
+    global rng
+    rng = np.random.default_rng(1)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def uniform(*shape: int) -> np.ndarray:
+    return rng.uniform(size=shape)
+
+
+def dot(a: Tree, b: Tree) -> float:
+    return sum(float((x * y).sum()) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
+
+
+def assert_derivative(f: Callable[[Tree], ref.Num], tree: Tree, grads: Tree, tol: float = 1e-6) -> None:
+    """Central differences of the scalar f, leaf by leaf along random directions, against `grads`."""
+    leaves, flat = tree_leaves(tree), tree_leaves(grads)
+    for i, (leaf, grad) in enumerate(zip(leaves, flat, strict=True)):
+        assert grad.shape == leaf.shape
+        direction, h = rng.normal(size=leaf.shape), 1e-5
+
+        def at(sign: float, i: int = i, step: np.ndarray = h * direction) -> float:
+            moved = iter([x + sign * step if j == i else x for j, x in enumerate(leaves)])
+            return float(value(f(tree_map(lambda _: next(moved), tree))))
+
+        numeric, exact = (at(1.0) - at(-1.0)) / (2 * h), float((grad * direction).sum())
+        scale = np.abs(grad).max() * np.abs(direction).sum()
+        assert abs(numeric - exact) <= tol * scale + 1e-9, (i, numeric, exact)
+
+
+def check(f: Callable[[Tree], ref.Num], tree: Tree, tol: float = 1e-6) -> None:
+    """The tape's gradient of the scalar f, and that an array in gives the same value out."""
+    variables = tree_map(Var, tree)
+    out = f(variables)
+    assert isinstance(out, Var)
+    assert not isinstance(f(tree), Var)
+    np.testing.assert_allclose(out.value, f(tree), rtol=1e-14)
+    assert_derivative(f, tree, gradients(out, variables), tol)
+
+
+# ---- the tape ----
+
+A, B, POSITIVE = normal(2, 3, 4), normal(3, 1), 0.5 + np.abs(normal(3, 4))
+WEIGHT, RIGHT = normal(2, 3, 4), normal(2, 6)
+
+OPERATIONS: dict[str, tuple[Callable, Tree]] = {
+    "add": (lambda t: (WEIGHT * (t["a"] + t["b"] + 2.0 + WEIGHT)).sum(), {"a": A, "b": B}),
+    "sub": (lambda t: (WEIGHT * (1.0 - t["a"] - t["b"] - WEIGHT)).sum(), {"a": A, "b": B}),
+    "mul": (lambda t: (t["a"] * t["b"] * WEIGHT * t["a"]).sum(), {"a": A, "b": B}),
+    "neg": (lambda t: (-t["a"] * WEIGHT).sum(), {"a": A}),
+    "div": (lambda t: (WEIGHT / t["p"] + t["a"] / t["p"] / 3.0).sum(), {"a": A, "p": POSITIVE}),
+    "pow": (lambda t: (t["p"] ** 0.4 + t["p"] ** -0.5 + t["p"] ** 2).sum(), {"p": POSITIVE}),
+    "exp": (lambda t: (ref.exp(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "log": (lambda t: (ref.log(t["p"]) * WEIGHT).sum(), {"p": POSITIVE}),
+    "erf": (lambda t: (ref.erf(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "sigmoid": (lambda t: (ref.sigmoid(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "gelu": (lambda t: (ref.gelu(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "log_softmax": (lambda t: (ref.log_softmax(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "matmul": (lambda t: ((t["a"] @ t["w"]) ** 2).sum(), {"a": A, "w": normal(4, 5)}),
+    "matmul_batched": (lambda t: ((t["a"] @ t["w"]) ** 2).sum(), {"a": normal(5, 1, 2, 3), "w": normal(4, 3, 2)}),
+    "matmul_mixed": (lambda t: ((WEIGHT @ t["w"]) @ RIGHT).sum(), {"w": normal(4, 2)}),
+    "sum": (lambda t: (t["a"].sum(axis=(0, 2)) ** 2).sum() + (t["a"].sum(axis=1, keepdims=True) ** 2).sum(), {"a": A}),
+    "mean": (lambda t: (t["a"].mean(axis=-1, keepdims=True) ** 2).mean(), {"a": A}),
+    "shape": (lambda t: (t["a"].reshape(6, 4).swapaxes(0, 1) @ RIGHT.T).sum(), {"a": A}),
+    "index": (lambda t: (t["a"][:, [0, 2, 0]] ** 2).sum() + (t["a"][..., None, 1:] ** 3).sum(), {"a": A}),
+    "gather": (lambda t: (t["a"][np.array([[0, 1], [1, 1]])] ** 2).sum(), {"a": A}),
+    "concatenate": (lambda t: (ref.concatenate([t["a"], WEIGHT, t["a"]], 1) ** 3).sum(), {"a": A}),
+    "broadcast": (lambda t: (ref.broadcast_to(t["b"], (2, 3, 4)) * WEIGHT).sum(), {"b": B}),
+    "rms_norm": (lambda t: (ref.rms_norm(t["a"], 1e-5) * WEIGHT).sum(), {"a": A}),
+    "rotary": (lambda t: (ref.rotary(t["a"], ref.rope_frequencies(4, 100.0)) * WEIGHT).sum(), {"a": A}),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_tape(name: str) -> None:
+    check(*OPERATIONS[name])
+
+
+def test_stop_gradient_and_unused_leaves() -> None:
+    x, unused = Var(A), Var(B)
+    grads = gradients((x * value(x)).sum(), {"x": x, "unused": unused})
+    np.testing.assert_array_equal(grads["x"], A)
+    np.testing.assert_array_equal(grads["unused"], np.zeros(B.shape))
+
+
+# ---- sites ----
+
+
+def site(d_in: int = 4, d_out: int = 3, C: int = 5) -> dict[str, np.ndarray]:
+    return {"W": normal(d_in, d_out), "V": normal(d_in, C) / 2, "U": normal(C, d_out) / 2}
+
+
+def site_case() -> dict[str, np.ndarray]:
+    route = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    return {**site(), "x": normal(2, 3, 4), "mask": uniform(2, 3, 5), "delta": uniform(2, 3), "route": route}
+
+
+def test_f1_is_f2_in_value_and_every_gradient() -> None:
+    case = {**site_case(), "bias": normal(3)}
+    outputs, weight = [], normal(2, 3, 3)
+    for form in ref.masked_site, ref.masked_site_without_delta:
+        variables = tree_map(Var, case)
+        y = form(**variables)
+        outputs.append((y.value, gradients((y * weight).sum(), variables)))
+    np.testing.assert_allclose(outputs[0][0], outputs[1][0], atol=1e-13)
+    for key in case:
+        np.testing.assert_allclose(outputs[0][1][key], outputs[1][1][key], atol=1e-13)
+    check(lambda t: (ref.masked_site(**t) ** 2).sum(), case)
+
+
+def test_f1_at_one_position() -> None:
+    c = site_case()
+    y = ref.masked_site(**c)
+    x, m, d = c["x"][1, 2], c["mask"][1, 2], c["delta"][1, 2]
+    parts = sum(m[i] * (x @ c["V"][:, i]) * c["U"][i] for i in range(5))
+    np.testing.assert_allclose(y[1, 2], parts + d * (x @ (c["W"] - c["V"] @ c["U"])))
+    np.testing.assert_allclose(y[1, 0], c["x"][1, 0] @ c["W"])
+    full = {**c, "mask": np.ones((2, 3, 5)), "delta": np.ones((2, 3))}
+    np.testing.assert_allclose(ref.masked_site(**full), c["x"] @ c["W"])
+
+
+# ---- causal importance ----
+
+SIGMOIDS = ["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+
+
+@pytest.mark.parametrize("kind", SIGMOIDS)
+@pytest.mark.parametrize("which", [ref.lower, ref.upper])
+def test_squashing_derivatives_away_from_ties(kind: str, which: Callable) -> None:
+    low = 0.05 if (which, kind) == (ref.lower, "leaky_hard") else -2.0
+    z = np.linspace(low, 3.0, 38)
+    check(lambda t: (which(t, kind) * np.linspace(-1, 1, 38)).sum(), z)
+
+
+def test_c1() -> None:
+    z = np.array([-1.0, -1.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
+    g = np.array([-1.0, 1.0] * 5)
+    expected = [-0.01, 0.0, -0.01, 0.0, -1.0, 1.0, -1.0, 1.0, 0.0, 0.0]
+    np.testing.assert_array_equal(ref.lower_leaky_vjp(z, g), expected)
+    v = Var(z)
+    lam = ref.lower(v, "leaky_hard")
+    np.testing.assert_array_equal(lam.value, np.clip(z, 0, 1))
+    np.testing.assert_array_equal(gradients((lam * g).sum(), v), expected)
+    v = Var(-1.0)
+    lam = ref.lower(v, "leaky_hard")  # the sign is that of the summed cotangent
+    np.testing.assert_array_equal(gradients(lam * -3.0 + lam * 2.0, v), -0.01)
+
+
+def test_c2_c3_values_and_ties() -> None:
+    z = np.array([-1.0, 0.0, 0.25, 1.0, 3.0])
+    np.testing.assert_allclose(ref.upper(z, "leaky_hard"), [0, 0, 0.25, 1, 1.02])
+    np.testing.assert_array_equal(ref.upper_leaky_derivative(z), [0, 1, 1, 1, 0.01])
+    np.testing.assert_array_equal(ref.hard_derivative(z), [0, 1, 1, 1, 0])
+    np.testing.assert_array_equal(ref.upper(z, "hard"), ref.lower(z, "hard"))
+    np.testing.assert_array_equal(ref.upper(z, "upper_leaky_hard"), ref.lower(z, "upper_leaky_hard"))
+    np.testing.assert_allclose(ref.lower(np.array([0.0, 100.0, -800.0]), "normal"), [0.5, 1, 0])
+    np.testing.assert_allclose(ref.upper(np.array([-9.0, 0.5, 9.0]), "swish_hard"), [0, 0.5, 1], atol=1e-12)
+
+
+def layers(widths: list[int], C: int | None = None) -> list[dict[str, np.ndarray]]:
+    lead = () if C is None else (C,)
+    return [{"w": normal(*lead, i, o) / math.sqrt(i), "b": normal(*lead, o) / 3} for i, o in pairwise(widths)]
+
+
+D_MODEL, HEADS = 8, 2
+TRANSFORMER = {
+    "fn_type": "global_shared_transformer",
+    "simple_transformer_ci_cfg": {"d_model": D_MODEL, "n_blocks": 2, "attn_config": {"n_heads": HEADS}},
+}
+
+
+def ci_parameters(fn_type: str, widths: dict[str, int], C: dict[str, int]) -> Tree:
+    total_in, total_C = sum(widths.values()), sum(C.values())
+    match fn_type:
+        case "mlp":
+            return {s: layers([1, 3, 1], C[s]) for s in widths}
+        case "vector_mlp":
+            return {s: layers([widths[s], 3, 1], C[s]) for s in widths}
+        case "shared_mlp":
+            return {s: layers([widths[s], 6, C[s]]) for s in widths}
+        case "global_shared_mlp":
+            return layers([total_in, 6, 5, total_C])
+        case "global_shared_transformer":
+            square = {k: normal(D_MODEL, D_MODEL) / 3 for k in "qkvo"}
+            return {
+                "input": layers([total_in, D_MODEL])[0],
+                "blocks": [{**square, "mlp": layers([D_MODEL, 12, D_MODEL])} for _ in range(2)],
+                "head": layers([D_MODEL, total_C])[0],
+            }
+    raise ValueError(fn_type)
+
+
+CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [TRANSFORMER]
+
+
+@pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
+@pytest.mark.parametrize("lead", [(2, 3), (3,)])
+def test_ci_functions(config: dict, lead: tuple[int, ...]) -> None:
+    widths, C = {"a": 4, "b": 3}, {"a": 5, "b": 2}
+    inputs = {s: normal(*lead, d) for s, d in widths.items()}
+    tree = {
+        "params": ci_parameters(config["fn_type"], widths, C),
+        "inputs": inputs,
+        "components": {s: {"V": normal(widths[s], C[s])} for s in widths},
+    }
+    weight = {s: normal(*lead, C[s]) for s in C}
+
+    def f(t: Tree) -> ref.Num:
+        logits = ref.ci_logits(config, t["params"], t["inputs"], t["components"])
+        assert list(logits) == ["a", "b"]
+        assert all(z.shape == (*lead, C[s]) for s, z in logits.items())
+        return sum((z * weight[s]).sum() for s, z in logits.items())
+
+    check(f, tree)
+    variables = tree_map(Var, tree)
+    to_V = gradients(f(variables), variables["components"])["a"]["V"]
+    assert np.any(to_V != 0) == (config["fn_type"] == "mlp")  # C5
+
+
+def test_layerwise_mlps_are_one_per_component() -> None:
+    x, V, scalar, vector = normal(2, 4), normal(4, 3), layers([1, 6, 1], 3), layers([4, 6, 1], 3)
+    for c in range(3):
+        own = [{k: a[c] for k, a in layer.items()} for layer in scalar]
+        expected = ref.mlp(own, (x @ V[:, c])[:, None])[:, 0]
+        np.testing.assert_allclose(ref.scalar_mlp_ci(scalar, x, V)[:, c], expected)
+        own = [{k: a[c] for k, a in layer.items()} for layer in vector]
+        np.testing.assert_allclose(ref.vector_mlp_ci(vector, x)[:, c], ref.mlp(own, x)[:, 0])
+
+
+def loop_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, n_heads: int, freq: np.ndarray, causal: bool):
+    """Written out for one sequence, rotary by complex numbers."""
+    T, hd = len(q), q.shape[1] // n_heads
+    group = n_heads // (k.shape[1] // hd)
+
+    def turned(x: np.ndarray, t: int) -> np.ndarray:
+        return (x[: hd // 2] + 1j * x[hd // 2 :]) * np.exp(1j * t * freq)
+
+    out = np.zeros(q.shape)
+    for head in range(n_heads):
+        mine, theirs = slice(head * hd, (head + 1) * hd), slice(head // group * hd, (head // group + 1) * hd)
+        for t in range(T):
+            last = t + 1 if causal else T
+            scores = [(turned(q[t, mine], t) @ turned(k[s, theirs], s).conj()).real for s in range(last)]
+            p = np.exp(np.array(scores) / math.sqrt(hd))
+            out[t, mine] = (p / p.sum()) @ v[:last, theirs]
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_against_loops(causal: bool) -> None:
+    q, k, v, freq = normal(2, 5, 16), normal(2, 5, 8), 2 * normal(2, 5, 8), ref.rope_frequencies(4, 50.0)
+    out = ref.attention(q, k, v, 4, freq, causal)
+    for b in range(2):
+        np.testing.assert_allclose(out[b], loop_attention(q[b], k[b], v[b], 4, freq, causal))
+    weight = normal(2, 5, 16) + 1
+    check(lambda t: (ref.attention(*t, 4, freq, causal) * weight).sum(), [q, k, v])
+
+
+def test_transformer_ci_written_out() -> None:
+    xs = [normal(1, 3, 4) * 5, normal(1, 3, 3)]
+    p = ci_parameters("global_shared_transformer", {"a": 4, "b": 3}, {"a": 5, "b": 2})
+
+    def norm(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 2.0**-23)
+
+    h = np.concatenate([norm(x) for x in xs], -1)[0] @ p["input"]["w"] + p["input"]["b"]
+    for block in p["blocks"]:
+        n = norm(h)
+        q, k, v = n @ block["q"], n @ block["k"], n @ block["v"]
+        h = h + loop_attention(q, k, v, HEADS, ref.rope_frequencies(4, 10000.0), False) @ block["o"]
+        h = h + ref.mlp(block["mlp"], norm(h))
+    expected = h @ p["head"]["w"] + p["head"]["b"]
+    np.testing.assert_allclose(ref.transformer_ci(p, xs, HEADS, 10000.0)[0], expected)
+    one = ref.transformer_ci(p, [x[:, 0] for x in xs], HEADS, 10000.0)
+    np.testing.assert_allclose(one[:, None], ref.transformer_ci(p, [x[:, :1] for x in xs], HEADS, 10000.0))
+
+
+# ---- masks, scopes, routing, live sets ----
+
+
+def test_masks() -> None:
+    lam, source = uniform(2, 3, 4), {"components": uniform(2, 3, 4), "delta": uniform(2, 3)}
+    mask, delta = ref.site_masks(lam, source)
+    np.testing.assert_allclose(mask, lam + (1 - lam) * source["components"])
+    np.testing.assert_array_equal(delta, source["delta"])
+    mask, delta = ref.site_masks(lam, ref.constant_source(0.0, (2, 3)))
+    np.testing.assert_array_equal(mask, lam)
+    np.testing.assert_array_equal(delta, np.zeros((2, 3)))
+    np.testing.assert_allclose(ref.site_masks(lam, ref.constant_source(1.0, (2, 3)))[0], np.ones((2, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("scope", "shape"),
+    [
+        ({"type": "single_source"}, (1, 1)),
+        ({"type": "broadcast_across_batch"}, (1, 3)),
+        ({"type": "repeat_across_batch", "n_sources": 2}, (2, 3)),
+        ({"type": "per_batch_per_position"}, (4, 3)),
+    ],
+)
+def test_persistent_scopes(scope: dict, shape: tuple[int, int]) -> None:
+    lead = (4, 3)
+    assert ref.persistent_scope_shape(scope, lead) == shape
+    for trailing in (5,), ():
+        source = normal(*shape, *trailing)
+        full = ref.expand_scope(source, lead)
+        assert full.shape == lead + trailing
+        for row in range(4):
+            for t in range(3):
+                np.testing.assert_array_equal(full[row, t], source[row % shape[0], t % shape[1]])
+    weight = normal(4, 3, 5)
+    check(lambda t: (ref.expand_scope(t, lead) * weight).sum(), normal(*shape, 5))
+
+
+def test_fresh_scopes() -> None:
+    assert ref.fresh_scope_shape("shared_across_batch", (4, 3)) == (1, 1)
+    assert ref.fresh_scope_shape("unique_per_datapoint", (4, 3)) == (4, 3)
+
+
+def test_routing() -> None:
+    scores, k = uniform(4, 2, 3), np.array([[1, 2, 3], [4, 1, 2]])
+    routes = ref.uniform_k_subset(k, scores)
+    np.testing.assert_array_equal(routes.sum(0), k)
+    for b in range(2):
+        for t in range(3):
+            smallest = np.sort(scores[:, b, t])[: k[b, t]]
+            np.testing.assert_array_equal(routes[:, b, t], np.isin(scores[:, b, t], smallest))
+    np.testing.assert_array_equal(ref.uniform_k_subset(np.array([2]), np.zeros((3, 1)))[:, 0], [1, 1, 0])
+    np.testing.assert_array_equal(ref.static_probability(np.array([0.0, 0.3, 0.29]), 0.3), [1, 0, 1])
+
+
+def test_live_sets() -> None:
+    sites = ("a", "b", "c", "d", "e")
+    layerwise = [(s,) for s in sites]
+    expected = {
+        "UnmaskedReconLoss": [sites],
+        "CIMaskedReconLoss": [sites],
+        "CIMaskedReconSubsetLoss": [sites],
+        "CIMaskedReconLayerwiseLoss": layerwise,
+        "StochasticReconLoss": [sites] * 3,
+        "StochasticReconSubsetLoss": [sites] * 3,
+        "StochasticReconLayerwiseLoss": layerwise * 3,
+        "ChunkwiseSubsetReconLoss": [("a", "b"), ("c", "d"), ("e",)] * 2,
+        "PGDReconLoss": [sites],
+        "PGDReconSubsetLoss": [sites],
+        "PGDReconLayerwiseLoss": layerwise,
+        "PersistentPGDReconLoss": [sites],
+        "PersistentPGDReconSubsetLoss": [sites] * 2,
+        "StochasticHiddenActsReconLoss": [sites] * 3,
+        "CIHiddenActsReconLoss": [sites],
+    }
+    assert set(expected) == set(ref.RECONSTRUCTION)
+    for name, lives in expected.items():
+        assert ref.live_sets({"type": name, "sites_per_chunk": 2, "n_samples": 2}, sites, 3) == lives
+
+
+# ---- errors and losses ----
+
+
+def test_reconstruction_errors() -> None:
+    clean, masked = normal(2, 3, 5), normal(2, 3, 5)
+    by_hand = 0.0
+    for c, m in zip(clean.reshape(6, 5), masked.reshape(6, 5), strict=True):
+        p, q = np.exp(c) / np.exp(c).sum(), np.exp(m) / np.exp(m).sum()
+        by_hand += (p * np.log(p / q)).sum() / 6
+    np.testing.assert_allclose(ref.kl_error(clean, masked), by_hand)
+    np.testing.assert_allclose(ref.mse_error(clean, masked), ((clean - masked) ** 2).sum() / 30)
+    acts = {"a": normal(2, 4), "b": normal(2, 3)}
+    other = {"a": acts["a"] + 1, "b": acts["b"] + 2}
+    np.testing.assert_allclose(ref.hidden_acts_error(acts, other), (8 * 1 + 6 * 4) / 14)
+    check(lambda t: ref.kl_error(clean, t), masked)
+    check(lambda t: ref.mse_error(clean, t), masked)
+    check(lambda t: ref.hidden_acts_error(acts, t), other)
+
+
+def test_faithfulness() -> None:
+    sites = {"a": site(4, 3, 5), "b": site(2, 6, 3)}
+    weights = {s: x["W"] for s, x in sites.items()}
+    components = {s: {"V": x["V"], "U": x["U"]} for s, x in sites.items()}
+    squares = sum(((x["W"] - x["V"] @ x["U"]) ** 2).sum() for x in sites.values())
+    np.testing.assert_allclose(ref.faithfulness(components, weights), squares / 24)
+    check(lambda t: ref.faithfulness(t, weights), components)
+
+
+def test_importance_minimality() -> None:
+    ups = {"a": uniform(2, 3, 4), "b": uniform(2, 3, 2)}
+    beta, p, eps, N = 0.7, 0.9, 1e-3, 6
+
+    def penalty(u: ref.Num) -> ref.Num:
+        return ref.lp_penalty(u, p, eps)
+
+    by_hand = 0.0
+    for u in ups.values():
+        for c in range(u.shape[-1]):
+            S = sum((u[b, t, c] + eps) ** p for b in range(2) for t in range(3))
+            by_hand += S / N * (1 + beta * math.log2(1 + S))
+    np.testing.assert_allclose(ref.importance_minimality(ups, penalty, beta), by_hand)
+    plain, frequency = ref.importance_minimality(ups, penalty, 0.0), ref.importance_frequency(ups, penalty, N)
+    np.testing.assert_allclose(plain + beta * frequency, by_hand)  # a = N, coeff_freq = coeff · beta
+    np.testing.assert_allclose(ref.smooth_l0_penalty(np.array([0.0, 0.5, 1.0]), 0.5), [0, 0.5, 0.8])
+    smooth = ref.penalty_of({"penalty": "smooth_l0", "gamma": {"start_val": 0.3}}, 0, 1)
+    for psi in penalty, smooth:
+        check(lambda t, psi=psi: ref.importance_minimality(t, psi, beta), ups)
+        check(lambda t, psi=psi: ref.importance_frequency(t, psi, 100.0), ups)
+
+
+def test_annealed_p() -> None:
+    loss = {"pnorm": 2.0, "p_anneal_final_p": 0.4, "p_anneal_start_frac": 0.2, "p_anneal_end_frac": 0.7}
+    values = [ref.annealed_p(loss, step, 100) for step in (0, 20, 45, 70, 99)]
+    np.testing.assert_allclose(values, [2.0, 2.0, 1.2, 0.4, 0.4])
+    assert ref.annealed_p({"pnorm": 2.0}, 99, 100) == 2.0
+
+
+# ---- adversaries, optimisers, schedules ----
+
+
+def test_fresh_attack() -> None:
+    weight = np.array([1.0, -1.0, 0.0])
+    out = ref.fresh_attack(lambda t: (t["s"] * weight).sum(), {"s": np.array([0.5, 0.5, 0.5])}, 0.3, 2)
+    np.testing.assert_allclose(out["s"], [1.0, 0.0, 0.5])
+
+
+def test_ascend() -> None:
+    schedule = {"start_val": 0.1, "warmup_pct": 0.5}
+    raw, g = {"s": np.array([0.5, 0.02, 0.99])}, {"s": np.array([3.0, -2.0, 1e-3])}
+    adam = {"optimizer": {"type": "adam", "beta1": 0.5, "beta2": 0.99, "lr_schedule": schedule}}
+    new, moments = ref.ascend(adam, raw, g, ref.zero_moments(raw), 5, 20)  # lr 0.05; first step = sign
+    np.testing.assert_allclose(new["s"], [0.55, 0.0, 1.0], atol=1e-5)
+    new, moments = ref.ascend(adam, new, g, moments, 5, 20)
+    assert moments["count"] == 2
+    np.testing.assert_allclose(moments["m"]["s"], 0.75 * g["s"])
+    np.testing.assert_allclose(moments["v"]["s"], (0.01 + 0.99 * 0.01) * g["s"] ** 2)
+    np.testing.assert_allclose(new["s"][0], 0.6, atol=1e-6)
+    free = {**adam, "use_sigmoid_parameterization": True}
+    np.testing.assert_allclose(
+        ref.ascend(free, raw, g, ref.zero_moments(raw), 5, 20)[0]["s"], [0.55, -0.03, 1.04], atol=1e-5
+    )
+    np.testing.assert_allclose(ref.effective_sources(free, {"s": np.zeros(1)})["s"], [0.5])
+    sign = {"optimizer": {"type": "sign", "lr_schedule": schedule}}
+    np.testing.assert_allclose(ref.ascend(sign, raw, g, {}, 20, 20)[0]["s"], [0.6, 0.0, 1.0])
+
+
+def test_schedules() -> None:
+    warm = {"start_val": 2.0, "warmup_pct": 0.1, "final_val_frac": 0.1, "fn_type": "cosine"}
+    assert [ref.schedule(warm, s, 100) for s in (0, 5, 10)] == [0.0, 1.0, 2.0]
+    np.testing.assert_allclose(ref.schedule(warm, 99, 100), 0.2)
+    linear = {"start_val": 1.0, "final_val_frac": 0.5, "fn_type": "linear"}
+    np.testing.assert_allclose([ref.schedule(linear, s, 11) for s in (0, 5, 10)], [1.0, 0.75, 0.5])
+    assert [ref.schedule({"start_val": 3.0}, s, 10) for s in (0, 9)] == [3.0, 3.0]
+    assert ref.schedule(linear, 0, 1) == 1.0
+
+
+def test_adamw_and_clip() -> None:
+    p, grads = {"a": np.array([1.0, -2.0])}, [{"a": np.array([0.5, -4.0])}, {"a": np.array([1.0, 1.0])}]
+    moments = ref.zero_moments(p)
+    x, m, v = p["a"], 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        p, moments = ref.adamw(p, g, moments, 0.1, (0.8, 0.9), 0.01)
+        m, v = 0.8 * m + 0.2 * g["a"], 0.9 * v + 0.1 * g["a"] ** 2
+        x = x * (1 - 0.1 * 0.01) - 0.1 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-8)
+        np.testing.assert_allclose(p["a"], x)
+    g = {"a": np.array([3.0]), "b": [np.array([[4.0]])]}
+    np.testing.assert_allclose(ref.clip_by_global_norm(g, 1.0)["b"][0], 4 / (5 + 1e-6))
+    np.testing.assert_array_equal(ref.clip_by_global_norm(g, 6.0)["a"], [3.0])
+
+
+def test_faithfulness_warmup_descends() -> None:
+    s = site()
+    components, weights = {"a": {"V": s["V"], "U": s["U"]}}, {"a": s["W"]}
+    config = {"faithfulness_warmup_steps": 60, "faithfulness_warmup_lr": 0.02}
+    after = ref.faithfulness_warmup(components, weights, config)
+    assert ref.faithfulness(after, weights) < 0.1 * ref.faithfulness(components, weights)
+    assert ref.faithfulness_warmup(components, weights, {}) is components
+
+
+# ---- Llama ----
+
+ARCH = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "eps": 1e-5, "rope_theta": 100.0}
+D, VOCAB, FF = 6, 9, 7
+TOKENS = np.array([[1, 4, 2], [0, 8, 4]])
+WIDTHS = {"q": (D, 16), "k": (D, 8), "v": (D, 8), "o": (16, D), "gate": (D, FF), "up": (D, FF), "down": (FF, D)}
+
+
+def llama_weights(n_layers: int = 2) -> dict:
+    norms = {"input_norm": 1 + 0.1 * normal(D), "post_norm": 1 - 0.1 * normal(D)}
+    blocks = [
+        {**{f"{k}_proj": (i + 1) * normal(*shape) / math.sqrt(shape[0]) for k, shape in WIDTHS.items()}, **norms}
+        for i in range(n_layers)
+    ]
+    return {
+        "embed": normal(VOCAB, D),
+        "layers": blocks,
+        "final_norm": 1 + 0.2 * normal(D),
+        "head": normal(D, VOCAB),
+    }
+
+
+LLAMA = llama_weights()
+
+
+def test_llama_written_out() -> None:
+    w = LLAMA
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+    logits = ref.llama(w, TOKENS, lambda layer, kind, x, W: x @ W, **ARCH)
+    for b in range(2):
+        h = w["embed"][TOKENS[b]]
+        for p in w["layers"]:
+            x = norm(h, p["input_norm"])
+            q, k, v = x @ p["q_proj"], x @ p["k_proj"], x @ p["v_proj"]
+            h = h + loop_attention(q, k, v, 4, ref.rope_frequencies(4, 100.0), True) @ p["o_proj"]
+            x = norm(h, p["post_norm"])
+            gate = x @ p["gate_proj"]
+            h = h + (gate / (1 + np.exp(-gate)) * (x @ p["up_proj"])) @ p["down_proj"]
+        np.testing.assert_allclose(logits[b], norm(h, w["final_norm"]) @ w["head"])
+
+
+def test_llama_calls_in_canonical_order_and_differentiates() -> None:
+    w, calls = LLAMA, []
+    ref.llama_target(w, TOKENS, **ARCH)(lambda module, x, W: (calls.append(module), x @ W)[1])
+    kinds = ["q", "k", "v", "o", "gate", "up", "down"]
+    assert calls == [ref.llama_site(i, kind) for i in range(2) for kind in kinds]
+    assert calls[7] == "model.layers.1.self_attn.q_proj"
+    weight = normal(2, 3, VOCAB)
+    check(lambda t: (ref.llama(t, TOKENS, lambda i, k, x, W: x @ W, **ARCH) * weight).sum(), w)
+
+
+def test_llama3_rope_scaling() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    plain = ref.rope_frequencies(16, 10000.0)
+    scaled = ref.rope_frequencies(16, 10000.0, scaling)
+    regimes = set()
+    for f, g in zip(plain, scaled, strict=True):
+        wave = 2 * math.pi / f
+        if wave < 64 / 4.0:
+            regimes.add("short")
+            assert g == f
+        elif wave > 64 / 1.0:
+            regimes.add("long")
+            assert g == f / 8
+        else:
+            regimes.add("middle")
+            smooth = (64 / wave - 1.0) / (4.0 - 1.0)
+            np.testing.assert_allclose(g, (1 - smooth) * f / 8 + smooth * f)
+    assert regimes == {"short", "middle", "long"}
+
+
+# ---- the training step ----
+
+CHOSEN = [(0, "q"), (0, "o"), (0, "down"), (1, "k"), (1, "gate")]
+SITES = [ref.llama_site(*x) for x in CHOSEN]
+C = dict(zip(SITES, (4, 3, 5, 2, 6), strict=True))
+SHAPES = {ref.llama_site(i, k): WIDTHS[k] for i, k in CHOSEN}
+LEAD = TOKENS.shape
+ADAM = {"type": "adam", "beta1": 0.5, "beta2": 0.99, "lr_schedule": {"start_val": 0.05}}
+PERSISTENT = {
+    "type": "PersistentPGDReconLoss",
+    "coeff": 0.5,
+    "scope": {"type": "repeat_across_batch", "n_sources": 1},
+    "optimizer": ADAM,
+    "n_warmup_steps": 0,
+}
+CHUNKWISE = {"type": "ChunkwiseSubsetReconLoss", "coeff": 0.7, "sites_per_chunk": 2, "n_samples": 2}
+MINIMALITY = {"type": "ImportanceMinimalityLoss", "coeff": 0.03, "pnorm": 1.3, "beta": 0.5, "eps": 1e-6}
+FAITHFUL = {"type": "FaithfulnessLoss", "coeff": 2.0}
+
+
+def make_config(losses: list[dict], **changes: object) -> dict:
+    return {
+        "steps": 10,
+        "n_mask_samples": 2,
+        "sigmoid_type": "normal",  # differentiable, so that finite differences apply
+        "ci_config": TRANSFORMER,
+        "components_optimizer": {"lr_schedule": {"start_val": 0.01}, "grad_clip_norm": 0.05},
+        "ci_fn_optimizer": {"lr_schedule": {"start_val": 0.02}, "weight_decay": 0.1},
+        "loss_metrics": losses,
+        **changes,
+    }
+
+
+def source(lead: tuple[int, ...], sites: list[str] = SITES, delta: bool = True) -> dict:
+    return {s: {"components": uniform(*lead, C[s]), **({"delta": uniform(*lead)} if delta else {})} for s in sites}
+
+
+def make_draws(config: dict) -> dict:
+    draws = {}
+    for loss in config["loss_metrics"]:
+        if loss["type"] not in ref.RECONSTRUCTION:
+            continue
+        row, given = ref.RECONSTRUCTION[loss["type"]], []
+        for live in ref.live_sets(loss, SITES, config["n_mask_samples"]):
+            draw: dict = {}
+            if "Subset" in loss["type"]:
+                k = rng.integers(1, len(live) + 1, LEAD)
+                draw["routes"] = dict(zip(live, ref.uniform_k_subset(k, uniform(len(live), *LEAD)), strict=True))
+            if row.source in ("stochastic", "fresh"):
+                lead = (1, 1) if loss.get("mask_scope") == "shared_across_batch" else LEAD
+                draw["sources"] = source(lead, list(live))
+            given.append(draw)
+        draws[ref.term_name(loss)] = given
+    return draws
+
+
+def make_state(config: dict) -> dict:
+    components = {s: {"V": normal(SHAPES[s][0], C[s]) / 2, "U": normal(C[s], SHAPES[s][1]) / 2} for s in SITES}
+    widths = {s: SHAPES[s][0] for s in SITES}
+    ci = ci_parameters(config["ci_config"]["fn_type"], widths, C)
+    bundles = {
+        ref.term_name(loss): source(ref.persistent_scope_shape(loss["scope"], LEAD))
+        for loss in config["loss_metrics"]
+        if loss["type"].startswith("Persistent")
+    }
+    return {
+        "step": 3,
+        "components": components,
+        "ci": ci,
+        "components_moments": ref.zero_moments(components),
+        "ci_moments": ref.zero_moments(ci),
+        "sources": bundles,
+        "source_moments": {name: ref.zero_moments(bundle) for name, bundle in bundles.items()},
+    }
+
+
+def run(config: dict, state: dict, draws: dict) -> ref.StepResult:
+    target = ref.llama_target(LLAMA, TOKENS, **ARCH)
+    return ref.training_step(target, ref.kl_error, SITES, config, state, draws)
+
+
+def assert_step_gradients(config: dict, tol: float = 1e-6) -> ref.StepResult:
+    """Finite differences of the step's total in components, CI function and sources."""
+    state, draws = make_state(config), make_draws(config)
+    result = run(config, state, draws)
+    trained = {k: state[k] for k in ("components", "ci", "sources")}
+    coeffs = {ref.term_name(loss): loss["coeff"] for loss in config["loss_metrics"]}
+    of_total = {
+        name: tree_map(lambda g, c=coeffs[name]: c * g, grads) for name, grads in result.gradients["sources"].items()
+    }
+    grads = {**result.gradients, "sources": of_total}
+    assert_derivative(lambda t: run(config, {**state, **t}, draws).total, trained, grads, tol)
+    np.testing.assert_allclose(result.total, sum(coeffs[n] * term for n, term in result.terms.items()))
+    return result
+
+
+@pytest.mark.parametrize("ci_config", CI_CONFIGS, ids=lambda c: c["fn_type"])
+def test_step_gradients_by_ci_function(ci_config: dict) -> None:
+    stochastic = {"type": "StochasticReconLoss", "coeff": 1.0}
+    losses = [CHUNKWISE, PERSISTENT, MINIMALITY, FAITHFUL, stochastic]
+    assert_step_gradients(make_config(losses, ci_config=ci_config))
+
+
+PERSISTENT_NAMES = ["PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sigmoid_source"),
+    [(name, False) for name in ref.RECONSTRUCTION] + [(name, True) for name in PERSISTENT_NAMES],
+)
+def test_step_gradients_by_term(name: str, sigmoid_source: bool) -> None:
+    loss = {
+        **PERSISTENT,
+        "type": name,
+        "sites_per_chunk": 2,
+        "n_samples": 2,
+        "n_steps": 0,  # with more, components move the attack, which the loss holds fixed
+        "step_size": 0.1,
+        "use_sigmoid_parameterization": sigmoid_source,
+    }
+    assert_step_gradients(make_config([loss], ci_config={"fn_type": "shared_mlp"}))
+
+
+@pytest.mark.parametrize("name", ["PGDReconLoss", "PGDReconSubsetLoss", "PGDReconLayerwiseLoss"])
+@pytest.mark.parametrize("mask_scope", ["shared_across_batch", "unique_per_datapoint"])
+def test_fresh_attack_raises_the_error_and_is_constant(name: str, mask_scope: str) -> None:
+    loss = {"type": name, "coeff": 1.0, "n_steps": 3, "step_size": 0.2, "mask_scope": mask_scope}
+    config = make_config([loss], ci_config={"fn_type": "shared_mlp"})
+    state, draws = make_state(config), make_draws(config)
+    attacked = run(config, state, draws)
+    before = run(make_config([{**loss, "n_steps": 0}], ci_config={"fn_type": "shared_mlp"}), state, draws)
+    assert attacked.total > before.total
+
+
+def hand_warmed(config: dict, state: dict, n: int) -> tuple[dict, dict]:
+    """n ascents from the definition: the gradient of the error with all sites live, everywhere."""
+    loss = config["loss_metrics"][0]
+    raw, moments = state["sources"][loss["type"]], state["source_moments"][loss["type"]]
+    target = ref.llama_target(LLAMA, TOKENS, **ARCH)
+    clean = ref.clean_pass(target, SITES)
+    lam, _ = ref.causal_importance(config, state["ci"], clean.inputs, state["components"])
+    for _ in range(n):
+        moving = tree_map(Var, raw)
+        used = tree_map(ref.sigmoid, moving) if loss["use_sigmoid_parameterization"] else moving
+        masks = {s: lam[s] + (1 - lam[s]) * used[s]["components"] for s in SITES}
+        deltas = {s: used[s]["delta"] + np.zeros(LEAD) for s in SITES}
+        output, _ = ref.masked_pass(target, state["components"], masks, deltas, {})
+        grads = gradients(ref.kl_error(clean.output, output), moving)
+        raw, moments = ref.ascend(loss, raw, grads, moments, state["step"], config["steps"])
+    return raw, moments
+
+
+@pytest.mark.parametrize("name", PERSISTENT_NAMES)
+@pytest.mark.parametrize("scope", ["single_source", "broadcast_across_batch", "per_batch_per_position"])
+@pytest.mark.parametrize("sigmoid_source", [False, True])
+def test_persistent_sources_warm_up_and_ascend(name: str, scope: str, sigmoid_source: bool) -> None:
+    changes = {"n_warmup_steps": 2, "n_samples": 2, "use_sigmoid_parameterization": sigmoid_source}
+    loss = {**PERSISTENT, "type": name, "scope": {"type": scope}, **changes}
+    changes = {"ci_config": {"fn_type": "mlp"}, "sigmoid_type": "leaky_hard"}
+    config, cold = make_config([loss, FAITHFUL], **changes), {**loss, "n_warmup_steps": 0}
+    state, draws = make_state(config), make_draws(config)
+    result = run(config, state, draws)
+    raw, moments = hand_warmed(config, state, 2)
+    warm = {**state, "sources": {name: raw}, "source_moments": {name: moments}}
+    again = run(make_config([cold, FAITHFUL], **changes), warm, draws)
+    assert result.state["source_moments"][name]["count"] == 3
+    for a, b in zip(tree_leaves(result._asdict()), tree_leaves(again._asdict()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)
+    # A4: the term's own gradient, whatever the coefficient; one update from it.
+    heavy = run(make_config([{**loss, "coeff": 50.0}, FAITHFUL], **changes), state, draws)
+    own = result.gradients["sources"][name]
+    for a, b in zip(tree_leaves(own), tree_leaves(heavy.gradients["sources"][name]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+    last, _ = ref.ascend(loss, raw, own, moments, state["step"], config["steps"])
+    for a, b in zip(tree_leaves(last), tree_leaves(result.state["sources"][name]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+        assert sigmoid_source or (a.min() >= 0 and a.max() <= 1)
+
+
+def test_persistent_term_that_is_off_is_not_computed() -> None:
+    config = make_config([{**PERSISTENT, "start_frac": 0.4}, FAITHFUL])
+    state = make_state(config)
+    off, on = run(config, state, {}), run(config, {**state, "step": 4}, {})
+    assert list(off.terms) == ["FaithfulnessLoss"]
+    assert set(on.terms) == {"FaithfulnessLoss", "PersistentPGDReconLoss"}
+    assert off.state["source_moments"] == state["source_moments"]
+    assert on.state["source_moments"]["PersistentPGDReconLoss"]["count"] == 1
+
+
+def test_two_bundles_do_not_meet() -> None:
+    second = {**PERSISTENT, "name": "second", "coeff": 3.0, "optimizer": {**ADAM, "type": "sign"}, "n_warmup_steps": 1}
+    both, state = make_config([PERSISTENT, second]), make_state(make_config([PERSISTENT, second]))
+    first = run(make_config([PERSISTENT]), state, {}).state["sources"]["PersistentPGDReconLoss"]
+    together = run(both, state, {}).state["sources"]["PersistentPGDReconLoss"]
+    for a, b in zip(tree_leaves(first), tree_leaves(together), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+def test_step_updates_parameters_by_clipped_adamw() -> None:
+    config = make_config([CHUNKWISE, PERSISTENT, MINIMALITY, FAITHFUL], sigmoid_type="leaky_hard")
+    state, draws = make_state(config), make_draws(config)
+    result = run(config, state, draws)
+    assert result.state["step"] == 4
+    grads = result.gradients["components"]
+    factor = 0.05 / (math.sqrt(dot(grads, grads)) + 1e-6)
+    assert factor < 1
+    for s in SITES:
+        g = grads[s]["V"] * factor
+        expected = state["components"][s]["V"] - 0.01 * g / (np.abs(g) + 1e-8)
+        np.testing.assert_allclose(result.state["components"][s]["V"], expected)
+    p, g = state["ci"]["head"]["w"], result.gradients["ci"]["head"]["w"]
+    expected = p - 0.02 * (0.1 * p + g / (np.abs(g) + 1e-8))
+    np.testing.assert_allclose(result.state["ci"]["head"]["w"], expected)
+    third = run(config, run(config, result.state, draws).state, draws)
+    assert third.total < result.total
+    assert third.state["components_moments"]["count"] == 3
+
+
+def test_frequency_form_in_the_step() -> None:
+    N = math.prod(LEAD)
+    frequency = {"coeff": MINIMALITY["coeff"] * MINIMALITY["beta"], "reference_token_count": N}
+    a = make_config([MINIMALITY])
+    b = make_config([{**MINIMALITY, "frequency": frequency}])
+    state = make_state(a)
+    x, y = run(a, state, {}), run(b, state, {})
+    np.testing.assert_allclose(x.total, y.total)
+    assert list(y.terms) == ["ImportanceMinimalityLoss", "ImportanceMinimalityLoss/frequency"]
+    for g, h in zip(tree_leaves(x.gradients["ci"]), tree_leaves(y.gradients["ci"]), strict=True):
+        np.testing.assert_allclose(g, h, atol=1e-13)
+
+
+def test_no_delta_component() -> None:
+    config = make_config([{"type": "StochasticReconLoss", "coeff": 1.0}], n_mask_samples=1)
+    state, draws = make_state(config), [{"sources": source(LEAD, delta=False)}]
+    zero = [{"sources": {s: {**x, "delta": np.zeros(LEAD)} for s, x in draws[0]["sources"].items()}}]
+    a = run(config, state, {"StochasticReconLoss": draws})
+    b = run(config, state, {"StochasticReconLoss": zero})
+    assert a.total == b.total
+
+
+def test_toy_target_with_tied_weights() -> None:
+    """TMS-like: linear2 = linear1 transposed, one trained pair, MSE, inputs without a sequence axis."""
+    W, x, sites = normal(5, 2), uniform(4, 5), ["linear1", "linear2"]
+
+    def target(linear: ref.Linear) -> ref.Num:
+        return ref.gelu(linear("linear2", linear("linear1", x, W), W.T))
+
+    losses = [FAITHFUL, {"type": "StochasticReconLoss", "coeff": 1.0}, {**MINIMALITY, "beta": 0.1}]
+    shared = {"fn_type": "shared_mlp"}
+    tied = make_config(losses, n_mask_samples=1, ci_config=shared, tied_weights=[sites])
+    components = {"linear1": {"V": normal(5, 3), "U": normal(3, 2)}}
+    ci = ci_parameters("shared_mlp", {"linear1": 5, "linear2": 2}, {"linear1": 3, "linear2": 3})
+    state = {
+        "step": 0,
+        "components": components,
+        "ci": ci,
+        "components_moments": ref.zero_moments(components),
+        "ci_moments": ref.zero_moments(ci),
+        "sources": {},
+        "source_moments": {},
+    }
+    draws = {
+        "StochasticReconLoss": [{"sources": {s: {"components": uniform(4, 3), "delta": uniform(4)} for s in sites}}]
+    }
+    result = ref.training_step(target, ref.mse_error, sites, tied, state, draws)
+
+    def total(c: Tree) -> float:
+        return ref.training_step(target, ref.mse_error, sites, tied, {**state, "components": c}, draws).total
+
+    assert_derivative(total, components, result.gradients["components"])
+    views = {"linear2": {"V": components["linear1"]["U"].T, "U": components["linear1"]["V"].T}}
+    both = {**components, **views}
+    free = {**state, "components": both, "components_moments": ref.zero_moments(both)}
+    config = make_config(losses, n_mask_samples=1, ci_config=shared)
+    untied = ref.training_step(target, ref.mse_error, sites, config, free, draws)
+    np.testing.assert_allclose(untied.terms["FaithfulnessLoss"], result.terms["FaithfulnessLoss"])
+    added = untied.gradients["components"]["linear1"]["V"] + untied.gradients["components"]["linear2"]["U"].T
+    np.testing.assert_allclose(result.gradients["components"]["linear1"]["V"], added)
+
+
+def test_a_site_that_is_not_live_is_exact() -> None:
+    """F3, F4: no live site is the clean output to the last bit; components equal to W give it too."""
+    target = ref.llama_target(LLAMA, TOKENS, **ARCH)
+    clean = ref.clean_pass(target, SITES)
+    np.testing.assert_array_equal(ref.masked_pass(target, {}, {}, {}, {})[0], clean.output)
+    exact = {s: {"V": np.eye(SHAPES[s][0]), "U": clean.weights[s]} for s in SITES}
+    ones = {s: np.ones((*LEAD, SHAPES[s][0])) for s in SITES}
+    zero = {s: np.zeros(LEAD) for s in SITES}
+    np.testing.assert_allclose(ref.masked_pass(target, exact, ones, zero, {})[0], clean.output)
+
+
+# ---- evaluation ----
+
+
+def test_ce_and_kl() -> None:
+    config = make_config([])
+    target, components = ref.llama_target(LLAMA, TOKENS, **ARCH), make_state(config)["components"]
+    lam = {s: uniform(*LEAD, C[s]) for s in SITES}
+    stochastic, random = source(LEAD), {s: uniform(*LEAD, C[s]) for s in SITES}
+    out = ref.ce_and_kl(target, TOKENS, components, lam, stochastic, random, 0.5)
+    assert len(out) == 18
+    clean = ref.clean_pass(target, ()).output
+    p = np.exp(clean) / np.exp(clean).sum(-1, keepdims=True)
+    by_hand = -np.mean([np.log(p[b, t, TOKENS[b, t + 1]]) for b in range(2) for t in range(2)])
+    np.testing.assert_allclose(ref.cross_entropy(clean, TOKENS), by_hand)
+    assert out["ce_unrecovered_zero_masked"] == 1.0
+    zero = {s: np.zeros(LEAD) for s in SITES}
+    masked, _ = ref.masked_pass(target, components, {s: (x > 0.5) * 1.0 for s, x in lam.items()}, zero, {})
+    np.testing.assert_allclose(out["kl_rounded_masked"], ref.kl_error(clean, masked))
+    difference = ref.cross_entropy(masked, TOKENS) - by_hand
+    np.testing.assert_allclose(out["ce_difference_rounded_masked"], difference)
+    np.testing.assert_allclose(out["ce_unrecovered_rounded_masked"], difference / out["ce_difference_zero_masked"])
+    exact = {s: {"V": np.eye(SHAPES[s][0]), "U": W} for s, W in ref.clean_pass(target, SITES).weights.items()}
+    wide = {s: np.ones((*LEAD, SHAPES[s][0])) for s in SITES}
+    full = {s: {"components": x, "delta": np.zeros(LEAD)} for s, x in wide.items()}
+    perfect = ref.ce_and_kl(target, TOKENS, exact, wide, full, wide, 0.5)
+    assert all(abs(perfect[f"kl_{n}"]) < 1e-12 for n in ("unmasked", "ci_masked", "stoch_masked", "random_masked"))
+
+
+def test_l0() -> None:
+    lam = {"l.0.q": np.array([[0.0, 0.2, 0.6], [0.0, 0.0, 1.0]]), "l.1.q": np.array([[0.3], [0.0]])}
+    assert ref.l0(lam, 0.0) == {"l.0.q": 1.5, "l.1.q": 0.5}
+    groups = {"all": ["l.0*", "*q"], "one": ["l.1.*"]}
+    assert ref.l0(lam, 0.25, groups) == {"l.0.q": 1.0, "l.1.q": 0.5, "all": 1.5, "one": 0.5}
+
+
+def test_toy_recovery() -> None:
+    ci = np.array([[0.0, 1.0, 0.05], [0.95, 0.0, 0.2]])
+    assert ref.identity_ci_error(ci, np.array([1, 0])) == 1
+    assert ref.identity_ci_error(ci, np.array([0, 1])) == 5
+    assert ref.dense_ci_error(ci, 2) == 1
+    assert ref.dense_ci_error(ci, 3) == 1
+    assert ref.dense_ci_error(ci, 1) == 2
+    W = normal(4, 2)
+    V, U = np.eye(4)[:, [2, 0, 3, 1]], 0.5 * W[[2, 0, 3, 1]]
+    np.testing.assert_allclose(ref.mmcs_and_ml2r(W, -V, -U), (1.0, 0.5))
+    np.testing.assert_allclose(ref.mmcs_and_ml2r(W, V, -U)[0], 0.0)
