@@ -233,7 +233,7 @@ def reconstruction(
 ) -> Float[Array, ""]:
     """Mean error over the term's forwards, without its coefficient. ``bundle``: effective sources of a persistent term."""
     sites = scene.target.sites
-    errors = []
+    errors: list[Array] = []
     for live in live_sets(term.live, len(sites)):
         for _ in range(n_samples(term)):
             of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(errors)))

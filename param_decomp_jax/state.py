@@ -78,10 +78,8 @@ def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, .
     return State(
         components=components,
         ci=ci,
-        components_moments=transformation(decomposition.components_optimizer, decomposition.steps).init(
-            components  # type: ignore[arg-type]
-        ),
-        ci_moments=transformation(decomposition.ci_optimizer, decomposition.steps).init(ci),  # type: ignore[arg-type]
+        components_moments=transformation(decomposition.components_optimizer, decomposition.steps).init(components),
+        ci_moments=transformation(decomposition.ci_optimizer, decomposition.steps).init(ci),
         adversaries={
             name: init_adversary(
                 attack, jax.random.fold_in(for_sources, number), sites, leading, decomposition.use_delta

@@ -22,7 +22,8 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.row_range import RowRange, TokenRows
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.weights.hf_llama import load_llama, read_config
+from param_decomp_lab.weights.hf_config import read_config
+from param_decomp_lab.weights.hf_llama import load_llama
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Checkpoints:
         self._manager.close()
 
 
-class _Milestones(preservation_policy.PreservationPolicy):  # type: ignore[misc]
+class _Milestones(preservation_policy.PreservationPolicy):
     def __init__(self, is_milestone: Callable[[int], bool]) -> None:
         self._is_milestone = is_milestone
 

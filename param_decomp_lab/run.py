@@ -187,7 +187,7 @@ class _Run:
         if total == 0:
             return state
         components, loss = state.components, jnp.zeros(())
-        moments = warmup_transformation(self.built.problem).init(components)  # type: ignore[arg-type]
+        moments = warmup_transformation(self.built.problem).init(components)
         steps = jax.jit(partial(_warmup_steps, self.built.problem), donate_argnums=(0, 1))
         with Terminal(self.console, "faithfulness warm-up", total) as bar:
             for done in range(0, total, WARMUP_CHUNK):

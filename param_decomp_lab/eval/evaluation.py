@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
+from matplotlib.figure import Figure
 
 from param_decomp_jax.ci import ci_logits, squashings
 from param_decomp_jax.masks import Stochastic
@@ -49,9 +49,10 @@ class Metrics:
         def first(kind: type) -> Any:
             return next((m for m in metrics if isinstance(m, kind)), None)
 
-        measured = [m for m in metrics if isinstance(m, Loss | CIHiddenActsReconLoss)]
+        losses = tuple(m for m in metrics if isinstance(m, Loss))
+        hidden_acts = [(m, m.type) for m in metrics if isinstance(m, CIHiddenActsReconLoss)]
         return cls(
-            losses=tuple(zip(measured, term_names(tuple(measured)), strict=True)),
+            losses=(*zip(losses, term_names(losses), strict=True), *hidden_acts),
             ce_kl=first(CEandKLLosses),
             l0=tuple(m for m in metrics if isinstance(m, CI_L0)),
             histograms=first(CIHistograms),
@@ -148,17 +149,17 @@ class Evaluation:
             return {}
         s = self.statistics(state, weights, stop)
         n_bins = next(iter(s.counts.values())).shape[0]
-        drawings = {
-            "ci_histograms": metrics.histograms and partial(ci_histograms, s.counts, np.linspace(0, 1, n_bins + 1)),
-            "mean_ci_per_component": metrics.means and partial(mean_ci_per_component, s.means),
-            "activation_density": metrics.density and partial(activation_density, s.densities),
-        }
+        drawn: dict[str, Figure] = {}
+        if metrics.histograms is not None:
+            drawn["ci_histograms"] = ci_histograms(s.counts, np.linspace(0, 1, n_bins + 1))
+        if metrics.means is not None:
+            drawn["mean_ci_per_component"] = mean_ci_per_component(s.means)
+        if metrics.density is not None:
+            drawn["activation_density"] = activation_density(s.densities)
         paths = {}
-        for name, draw in drawings.items():
-            if draw is not None:
-                path = folder / f"{name}_{step}.png"
-                save_figure(draw(), path)
-                paths[f"slow_eval/figures/{name}"] = path
+        for name, figure in drawn.items():
+            paths[f"slow_eval/figures/{name}"] = folder / f"{name}_{step}.png"
+            save_figure(figure, folder / f"{name}_{step}.png")
         return paths
 
 

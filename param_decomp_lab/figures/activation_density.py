@@ -15,13 +15,14 @@ BINS_PER_DECADE = 5
 def activation_density(densities: Mapping[str, Float[np.ndarray, "C"]]) -> Figure:
     """Histogram over components of the share of positions at which λ exceeds the threshold, log x.
 
-    ``densities``: site name -> one share in [0, 1] per component. Components that are never active (share exactly 0: dead)
-    have a bar of their own at the left.
+    ``densities``: site name -> one share in [0, 1] per component. Components that are never active (share exactly 0:
+    dead) have a bar of their own at the left.
     """
     grid = site_grid(
         list(densities),
         "Activation density",
-        "Number of components that are active on this share of all positions (log scale). Orange: never active (dead); ↑ marks a bar that is cut off.",
+        "Number of components that are active on this share of all positions (log scale). "
+        "Orange: never active (dead); ↑ marks a bar that is cut off.",
     )
     positive = [float(values[values > 0].min()) for values in densities.values() if (values > 0).any()]
     first_decade = int(np.floor(np.log10(min([*positive, 0.1]) * 1.0001)))
@@ -38,7 +39,7 @@ def activation_density(densities: Mapping[str, Float[np.ndarray, "C"]]) -> Figur
         axes.set_xlim(zero_left * 0.6, 1.3)
         axes.stairs(counts, edges, fill=True, color=BLUE)
         axes.stairs([dead], [zero_left, zero_right], fill=True, color=VERMILION)
-        # The dead are often nearly all: their bar may leave the panel so that the others stay visible; its number stands beside it.
+        # The dead are often nearly all: their bar may leave the panel, its number beside it, to keep the rest visible.
         top = max(1.35 * int(counts.max(initial=0)), min(dead, 4) * 1.25, 1.25)
         axes.set_ylim(0, top)
         middle = (zero_left * zero_right) ** 0.5

@@ -19,7 +19,8 @@ def ci_histograms(counts: Mapping[str, Integer[np.ndarray, "bins"]], edges: Floa
     grid = site_grid(
         list(counts),
         "Causal importances",
-        "How often λ takes each value, over positions and components (log scale). Quiet line: share in the first and in the last bin.",
+        "How often λ takes each value, over positions and components (log scale). "
+        "Quiet line: share in the first and in the last bin.",
         share_y=True,
     )
     top = max(max((int(values.max(initial=0)) for values in counts.values()), default=1), 1)
@@ -32,10 +33,7 @@ def ci_histograms(counts: Mapping[str, Integer[np.ndarray, "bins"]], edges: Floa
         axes.minorticks_off()
         axes.tick_params(labelbottom=grid.bottom[i], labelleft=grid.left[i])
         total = int(values.sum())
-        if total:
-            detail = f"{values[0] / total:.1%} lowest · {values[-1] / total:.1%} highest"
-        else:
-            detail = "nothing counted"
+        detail = f"{values[0] / total:.1%} lowest · {values[-1] / total:.1%} highest" if total else "nothing counted"
         title_axes(axes, name, detail, grid.size)
         if grid.bottom[i]:
             axes.set_xlabel("λ", fontsize=grid.size, color=QUIET, labelpad=1)

@@ -16,8 +16,8 @@ FLOOR = 1e-7
 def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure:
     """Components of each site sorted by mean λ, descending: linear scale on the left, log scale on the right.
 
-    ``means``: site name -> mean of λ over positions, one number per component. A sharp step down between the live and the
-    dead components is the mark of a decomposition that has settled.
+    ``means``: site name -> mean of λ over positions, one number per component. A sharp step down between the live and
+    the dead components is the mark of a decomposition that has settled.
     """
     grid = site_grid(
         list(means),

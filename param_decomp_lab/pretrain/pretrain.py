@@ -74,8 +74,8 @@ def _held_out(data: TokenData, recipe: PretrainRecipe) -> Batches:
     batches = Batches(data, recipe.batch_size, recipe.seed)
     if recipe.eval.batches * recipe.batch_size > len(data):
         raise UserError(
-            f"eval.batches: {recipe.eval.batches} batches of {recipe.batch_size} rows are more than the {len(data)} held "
-            f"out in {data.source}; at most {len(data) // recipe.batch_size} fit"
+            f"eval.batches: {recipe.eval.batches} batches of {recipe.batch_size} rows are more than the "
+            f"{len(data)} held out in {data.source}; at most {len(data) // recipe.batch_size} fit"
         )
     return batches
 

@@ -49,6 +49,8 @@ class Chart:
     y_ticks: list[Tick]
     log: bool
     legend: bool
+    ramp: bool
+    """Whether the lines are coloured from early to late, and need that key."""
     points: str
     """JSON for the pointer: domain and, per line, name, colour and [step, value] pairs."""
 
@@ -61,13 +63,14 @@ def line_chart(
     x_max: int,
     note: str = "",
     dashed: Sequence[str] = (),
-    legend: bool | None = None,
     from_zero: bool = False,
+    ramp: bool = False,
 ) -> Chart | None:
     """A chart of ``series`` (name -> values) over steps 0 … ``x_max``; None when there is nothing finite to draw.
 
     ``colors`` are taken in turn. The y axis is logarithmic when all values are positive and spread over decades, else
-    linear (from 0 with ``from_zero``). Points that are not finite break the line and are counted in the note.
+    linear (from 0 with ``from_zero``). With ``ramp`` the order of the lines is their legend. Points that are not finite
+    break the line and are counted in the note.
     """
     drawn = {name: values for name, values in series.items() if values.finite}
     if not drawn:
@@ -99,13 +102,14 @@ def line_chart(
         x_ticks=[Tick(100 * step / x_max, _short_step(step)) for step in _step_ticks(x_max)],
         y_ticks=[Tick(100 * place(value), _tick_label(value)) for value in _ticks(low, high, log)],
         log=log,
-        legend=len(lines) > 1 if legend is None else legend,
+        legend=len(lines) > 1 and not ramp,
+        ramp=ramp,
         points=json.dumps({"x": x_max, "lo": low, "hi": high, "log": log, "s": data}, separators=(",", ":")),
     )
 
 
 def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
-    """At most about ``limit`` points that keep every peak: the smallest and the largest of each run of points, and both ends."""
+    """At most about ``limit`` points that keep every peak: the extremes of each run of points, and both ends."""
     if len(points) <= limit:
         return list(points)
     run = ceil(2 * len(points) / limit)
@@ -119,7 +123,7 @@ def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, flo
     return [points[i] for i in sorted(kept)]
 
 
-def ramp(n: int) -> list[str]:
+def ramp_colors(n: int) -> list[str]:
     """``n`` CSS colours from the early to the late end of the page's sequential scale."""
     return [f"color-mix(in oklab, var(--late) {100 * i / max(n - 1, 1):.0f}%, var(--early))" for i in range(n)]
 

@@ -16,7 +16,7 @@ def number(value: float | None) -> str:
         return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("-", "−")
     if size >= 1000 or float(value).is_integer():
         return f"{value:,.0f}".replace("-", "−")
-    text = f"{value:.{3 if size < 1 else 2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:.3g}"
+    text = f"{value:.{3 if size < 1 else 2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:#.3g}"
     return text.replace("-", "−")
 
 

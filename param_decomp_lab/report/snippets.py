@@ -69,7 +69,7 @@ def snippets_per_component(sites: list[SiteExamples]) -> int:
 
 
 def snippet_html(snippet: Snippet) -> Markup:
-    """The whole snippet: every token with a visible λ in a ``<b>`` shaded by it (class ``p`` for the peak), the rest as text."""
+    """The whole snippet: tokens with a visible λ in a ``<b>`` shaded by it (class ``p`` at the peak), the rest bare."""
     return Markup("").join(
         _token_html(token, ci, i == snippet.peak)
         for i, (token, ci) in enumerate(zip(snippet.tokens, snippet.ci, strict=True))

@@ -15,8 +15,8 @@ from param_decomp_lab.report.numbers import number, percent
 class Card:
     """One number of the headline.
 
-    ``share`` (0 … 1, or None) fills its meter and ``limit`` is the mark on it; ``good`` says whether the value is within
-    the rule of thumb ``rule``; None where there is nothing to compare with.
+    ``share`` (0 … 1, or None) fills its meter and ``limit`` is the mark on it; ``good`` says whether the value is
+    within the rule of thumb ``rule``; None where there is nothing to compare with.
     """
 
     label: str
@@ -80,8 +80,8 @@ def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
         return ""
     return (
         f"With every component scaled by its causal importance, which leaves {number(round(l0.mean, 1))} of "
-        f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} as far, "
-        "in KL, as with all components switched off."
+        f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} "
+        "as far, in KL, as with all components switched off."
     )
 
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.report import configuration
-from param_decomp_lab.report.charts import Chart, line_chart, ramp
+from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
 from param_decomp_lab.report.evaluation import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.report.figure_files import read_figures
 from param_decomp_lab.report.metrics import Series, read_rows, series_by_key, training_seconds
@@ -47,8 +47,8 @@ FEW_SITES = 8
 def write_report(run_folder: Path) -> Path:
     """Read ``run_folder`` and write its ``report.html`` atomically; returns that path.
 
-    Needs ``config.yaml`` and ``metrics.jsonl``; uses ``figures/*.png``, ``environment.json`` and ``examples.json`` where
-    they are. Errors: ``UserError`` naming the file that is missing or broken.
+    Needs ``config.yaml`` and ``metrics.jsonl``; uses ``figures/*.png``, ``environment.json`` and ``examples.json``
+    where they are. Errors: ``UserError`` naming the file that is missing or broken.
     """
     page = render_report(run_folder)
     target = run_folder / "report.html"
@@ -176,14 +176,15 @@ def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
     for name, values in attacks(series).items():
         drawn["attack" if name == "PGDReconLoss" else f"attack ({name})"] = values
         colors.append("var(--c5)")
-    title = (
-        "KL from the target's output at every evaluation" if "eval/ce_kl/kl_unmasked" in series else "Evaluation losses"
-    )
-    return line_chart(title, drawn, colors, x_max=x_max, note="nats per position", dashed=["zero masked"])
+    if any(key.startswith("eval/ce_kl/kl_") for key in series):
+        title, note = "KL from the target's output at every evaluation", "nats per position"
+    else:
+        title, note = "Loss under attack at every evaluation", ""
+    return line_chart(title, drawn, colors, x_max=x_max, note=note, dashed=["zero masked"])
 
 
 def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
-    """L0 as a share of C over steps: one chart, or with many sites one for each kind with the layers as a colour ramp."""
+    """L0 as a share of C over steps: one chart, or with many sites one for each kind with a colour ramp over layers."""
     if l0 is None:
         return []
     shares = {
@@ -200,16 +201,8 @@ def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
     if len(kinds) > FEW_SITES:
         kinds = {"all sites": shares}
     charts = [
-        line_chart(
-            f"L0 / C, {kind}",
-            members,
-            ramp(len(members)),
-            x_max=x_max,
-            note="early → late layers",
-            legend=False,
-            from_zero=True,
-        )
-        for kind, members in kinds.items()
+        line_chart(f"L0 / C, {kind}", lines, ramp_colors(len(lines)), x_max=x_max, from_zero=True, ramp=True)
+        for kind, lines in kinds.items()
     ]
     return [chart for chart in charts if chart]
 

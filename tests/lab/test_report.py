@@ -31,7 +31,13 @@ def site_names(layers: range = range(2, 4)) -> list[str]:
 
 def configuration(C: int = 160) -> dict[str, Any]:
     schedule = {"start_val": 1e-3, "warmup_pct": 0.02, "final_val_frac": 0.1, "fn_type": "cosine"}
-    pgd = {"type": "PGDReconLoss", "init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
+    pgd = {
+        "type": "PGDReconLoss",
+        "init": "random",
+        "step_size": 0.1,
+        "n_steps": 20,
+        "mask_scope": "shared_across_batch",
+    }
     return {
         "run_name": "demo: six MLP matrices",
         "run_id": "p-0badcafe",
@@ -49,7 +55,11 @@ def configuration(C: int = 160) -> dict[str, Any]:
                 "ci_config": {
                     "mode": "global",
                     "fn_type": "global_shared_transformer",
-                    "simple_transformer_ci_cfg": {"d_model": 96, "n_blocks": 2, "attn_config": {"n_heads": 4, "max_len": 128}},
+                    "simple_transformer_ci_cfg": {
+                        "d_model": 96,
+                        "n_blocks": 2,
+                        "attn_config": {"n_heads": 4, "max_len": 128},
+                    },
                 },
                 "decomposition_targets": [{"module_pattern": f"model.layers.*.mlp.{kind}", "C": C} for kind in MLP],
                 "components_optimizer": {"lr_schedule": schedule, "grad_clip_norm": 0.1},
@@ -59,8 +69,19 @@ def configuration(C: int = 160) -> dict[str, Any]:
                 "faithfulness_warmup_steps": 200,
                 "loss_metrics": [
                     {"type": "FaithfulnessLoss", "coeff": 1e5},
-                    {"type": "ImportanceMinimalityLoss", "coeff": 3e-3, "pnorm": 2.0, "beta": 0.5, "p_anneal_final_p": 0.4},
-                    {"type": "ChunkwiseSubsetReconLoss", "coeff": 1.0, "routing": {"type": "uniform_k_subset"}, "sites_per_chunk": 3},
+                    {
+                        "type": "ImportanceMinimalityLoss",
+                        "coeff": 3e-3,
+                        "pnorm": 2.0,
+                        "beta": 0.5,
+                        "p_anneal_final_p": 0.4,
+                    },
+                    {
+                        "type": "ChunkwiseSubsetReconLoss",
+                        "coeff": 1.0,
+                        "routing": {"type": "uniform_k_subset"},
+                        "sites_per_chunk": 3,
+                    },
                     {
                         "type": "PersistentPGDReconLoss",
                         "coeff": 0.5,
@@ -124,7 +145,7 @@ def metric_rows(sites: list[str], C: int = 160) -> list[dict[str, Any]]:
             evaluated[f"eval/ce_kl/ce_difference_{masking}"] = value * 0.93
             evaluated[f"eval/ce_kl/ce_unrecovered_{masking}"] = value / kls["zero_masked"]
         for i, site in enumerate(sites):
-            final = 6 + 3.7 * ((i * 7) % 6)
+            final = 6 + 3.7 * ((i * 7) % 6) + 0.15 * i
             evaluated[f"eval/l0/0_{site}"] = final + (C / 2 - final) * math.exp(-6 * t)
         evaluated["eval/l0/0_all_mlp"] = sum(evaluated[f"eval/l0/0_{site}"] for site in sites)
         rows.append(evaluated)
@@ -136,7 +157,7 @@ def examples(sites: list[str], C: int = 160, n_components: int = 12, n_snippets:
     text = pydoc_data.topics.topics["assignment"]
     result: dict[str, Any] = {}
     for site in sites:
-        components = []
+        components: list[dict[str, Any]] = []
         for _ in range(n_components):
             letter = text[int(rng.integers(200, 4000))]
             snippets = []
@@ -176,7 +197,9 @@ def write_run(folder: Path, sites: list[str], C: int = 160, *, figures: bool = T
             counts, means, densities = {}, {}, {}
             for site in sites:
                 live = int(rng.integers(C // 8, C // 3))
-                mean = np.concatenate([np.exp(rng.normal(-3, 1.2, live)).clip(0, 1), np.exp(rng.normal(-13, 1, C - live))])
+                mean = np.concatenate(
+                    [np.exp(rng.normal(-3, 1.2, live)).clip(0, 1), np.exp(rng.normal(-13, 1, C - live))]
+                )
                 means[site] = np.where(mean > 1e-6, mean, 0)
                 densities[site] = np.where(mean > 1e-5, (mean * 1.4).clip(0, 1), 0)
                 counts[site] = np.histogram(np.concatenate([np.zeros(90_000), rng.beta(0.3, 0.3, 6000)]), edges)[0]
@@ -239,7 +262,17 @@ def test_a_finished_run_has_every_section(run_folder: Path) -> None:
     assert path == run_folder / "report.html"
     assert [p.name for p in run_folder.iterdir() if p.name.endswith(".tmp")] == []
     page = read_page(path)
-    wanted = {"verdict", "training", "evaluation", "l0", "figures", "components", "configuration", "environment", "words"}
+    wanted = {
+        "verdict",
+        "training",
+        "evaluation",
+        "l0",
+        "figures",
+        "components",
+        "configuration",
+        "environment",
+        "words",
+    }
     assert page.ids() == wanted
     content = page.content()
     for part in (
@@ -291,7 +324,11 @@ def test_tokens_are_escaped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", site_names(), figures=False)
     nasty = ["<script>alert(1)</script>", '"', "&amp;", "\n", "\t", "\x00", "\ud800", "'><img src=x>"]
     site = "<b>site</b>"
-    component = {"component": 3, "mean_ci": 0.5, "examples": [{"tokens": nasty, "ci": [0.9] * len(nasty), "peak": 0, "row": 1}]}
+    component = {
+        "component": 3,
+        "mean_ci": 0.5,
+        "examples": [{"tokens": nasty, "ci": [0.9] * len(nasty), "peak": 0, "row": 1}],
+    }
     content = {"sites": {site: {"C": 160, "components": [component]}}}
     (folder / "examples.json").write_text(json.dumps(content))
     config = configuration()
@@ -301,17 +338,28 @@ def test_tokens_are_escaped(tmp_path: Path) -> None:
     assert sum(tag == "script" for tag, _ in page.tags) == 1
     assert not [attrs for tag, attrs in page.tags if tag == "img"]
     content_text = page.content()
-    for part in ("<script>alert(1)</script>", "<b>site</b>", "&amp;", "↵", "⇥", "␀", "'><img src=x>", "<script>alert(2)"):
+    for part in (
+        "<script>alert(1)</script>",
+        "<b>site</b>",
+        "&amp;",
+        "↵",
+        "⇥",
+        "␀",
+        "'><img src=x>",
+        "<script>alert(2)",
+    ):
         assert part in content_text
 
 
 @pytest.mark.parametrize("missing", ["environment.json", "examples.json", "figures"])
 def test_optional_parts_may_be_missing(tmp_path: Path, missing: str) -> None:
-    folder = write_run(tmp_path / "run", site_names(), figures=missing != "figures")
+    folder = write_run(tmp_path / "run", site_names(), figures=False)
     if missing != "figures":
         (folder / missing).unlink()
     page = read_page(write_report(folder))
-    assert {"figures": "figures", "examples.json": "components", "environment.json": "environment"}[missing] not in page.ids()
+    assert {"figures": "figures", "examples.json": "components", "environment.json": "environment"}[
+        missing
+    ] not in page.ids()
     assert "layers.2.mlp.gate_proj" in page.content()
 
 
@@ -347,7 +395,10 @@ def test_one_evaluation_a_nan_and_a_line_cut_off_by_a_kill(tmp_path: Path) -> No
 def test_a_toy_run_without_cross_entropy(tmp_path: Path) -> None:
     config = {
         "experiment": "tms",
-        "torch": {"pd": {"steps": 10, "decomposition_targets": [{"module_pattern": "linear*", "C": 20}]}, "target": {"run_path": "tms"}},
+        "torch": {
+            "pd": {"steps": 10, "decomposition_targets": [{"module_pattern": "linear*", "C": 20}]},
+            "target": {"run_path": "tms"},
+        },
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     row = {
@@ -366,7 +417,13 @@ def test_a_toy_run_without_cross_entropy(tmp_path: Path) -> None:
 
 
 def test_224_sites(tmp_path: Path) -> None:
-    kinds = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", *(f"mlp.{kind}" for kind in MLP)]
+    kinds = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        *(f"mlp.{kind}" for kind in MLP),
+    ]
     names = [f"layers.{layer}.{kind}" for layer in range(32) for kind in kinds]
     folder = write_run(tmp_path / "run", names, figures=False, n_components=2)
     config = configuration()
@@ -384,14 +441,26 @@ def test_summary_for_the_terminal() -> None:
     with console.capture() as capture:
         console.print(*summary_table(metric_rows(site_names()), sites))
     text = capture.get()
-    for part in ("FaithfulnessLoss", "ci masked", "attack", "layers.3.mlp.down_proj", "mean over sites", "time in training", "all_mlp"):
+    for part in (
+        "FaithfulnessLoss",
+        "ci masked",
+        "attack",
+        "layers.3.mlp.down_proj",
+        "mean over sites",
+        "time in training",
+        "all_mlp",
+    ):
         assert part in text
     assert summary_table([], sites) == []
     assert len(summary_table([{"step": 0, "train/loss/total": 1.0}], sites)) == 1
 
 
 def test_series_merge_rows_of_a_step() -> None:
-    rows = [{"step": 5, "a": 1.0}, {"step": 0, "a": 3.0, "flag": True}, {"step": 5, "a": 2.0, "b": "NaN"}]
+    rows: list[dict[str, Any]] = [
+        {"step": 5, "a": 1.0},
+        {"step": 0, "a": 3.0, "flag": True},
+        {"step": 5, "a": 2.0, "b": "NaN"},
+    ]
     series = series_by_key(rows)
     assert series["a"] == Series((0, 5), (3.0, 2.0))
     assert math.isnan(series["b"].last)
@@ -409,7 +478,9 @@ def test_sizes_come_from_patterns_with_and_without_model() -> None:
 
 
 def test_terms_of_one_class_are_told_apart() -> None:
-    terms = [{"type": "StochasticReconLoss", "coeff": 1}] * 2 + [{"type": "StochasticReconLoss", "name": "other", "coeff": 1}]
+    terms = [{"type": "StochasticReconLoss", "coeff": 1}] * 2 + [
+        {"type": "StochasticReconLoss", "name": "other", "coeff": 1}
+    ]
     found = loss_terms({"pd": {"loss_metrics": terms}})
     assert [term.name for term in found] == ["StochasticReconLoss", "StochasticReconLoss_2", "other"]
 
@@ -423,7 +494,9 @@ def test_thinning_keeps_peaks_and_ends() -> None:
     assert {(0, 1.0), (4321, 50.0), (9999, 1.0)} <= set(kept)
 
 
-@pytest.mark.parametrize("values", [(1.0,), (0.0, 0.0), (1e-9, 1e9), (-3.0, 5.0), (7.0, 7.0), (1e-30, 2e-30), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    "values", [(1.0,), (0.0, 0.0), (1e-9, 1e9), (-3.0, 5.0), (7.0, 7.0), (1e-30, 2e-30), (1.0, math.inf)]
+)
 def test_charts_of_any_numbers(values: tuple[float, ...]) -> None:
     chart = line_chart("t", {"t": Series(tuple(range(len(values))), values)}, ["red"], x_max=1)
     assert chart is not None
@@ -447,5 +520,11 @@ def test_numbers() -> None:
     assert [number(v) for v in (None, 0, 0.01234, 1234.6, 3e-6, math.nan, -0.5)] == [
         "–", "0", "0.0123", "1,235", "3.00e−6", "NaN", "−0.500",
     ]  # fmt: skip
-    assert [percent(v) for v in (None, 0.0, 0.074, 1.0, 0.0012)] == ["–", "0\u00a0%", "7.4\u00a0%", "100\u00a0%", "0.12\u00a0%"]
+    assert [percent(v) for v in (None, 0.0, 0.074, 1.0, 0.0012)] == [
+        "–",
+        "0\u00a0%",
+        "7.4\u00a0%",
+        "100\u00a0%",
+        "0.12\u00a0%",
+    ]
     assert [duration(s) for s in (4.2, 42, 185, 26_000)] == ["4.2 s", "42 s", "3 min 05 s", "7 h 13 min"]

@@ -1,0 +1,55 @@
+# Everything runs in .venv, made on first use with the standard library's venv and pip.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+CODE := param_decomp_jax param_decomp_lab experiments tests
+
+.PHONY: help install dev demo test test-slow check-jax format constraints clean
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make install      the environment in .venv, with the command `pd`
+install: $(VENV)/installed
+## make demo         pretrain a small Llama, decompose it, write a report (minutes)
+demo: $(VENV)/installed
+	@sh experiments/demo.sh $(BIN)
+## make test         everything that takes minutes
+test: $(VENV)/installed-dev
+	$(PYTEST) -m "not slow"
+## make test-slow    the rest
+test-slow: $(VENV)/installed-dev
+	$(PYTEST) -m slow
+## make check-jax    formatting, lint, types, the fast tests of the core
+check-jax: $(VENV)/installed-dev
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(PYTEST) -m "not slow" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
+## make format       rewrite the code as `check-jax` wants it
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+## make constraints  write the installed versions into constraints.txt
+constraints: $(VENV)/installed-dev
+	@head -1 constraints.txt > constraints.new
+	@$(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' | sort -f >> constraints.new
+	@mv constraints.new constraints.txt
+## make clean        remove the environment
+clean:
+	rm -rf $(VENV)
+
+# A stamp is written last: an environment whose making was interrupted is made anew.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "making the environment in $(VENV) (about a minute)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python 3.11 or newer: make PYTHON=<python>"; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "adding what the tests need"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@

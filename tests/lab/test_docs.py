@@ -1,0 +1,248 @@
+"""The documentation says what is there: every key with its default, every link, file, function, command and rule."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from param_decomp_lab.cli import app
+from param_decomp_lab.config import load_config
+from param_decomp_lab.config.loss_schema import AnyLoss, Loss
+from param_decomp_lab.config.metric_schema import _REFUSED, OnlyMeasured
+from param_decomp_lab.config.strict import NO_MEANING, Strict
+from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
+from param_decomp_lab.config.wrapper import Wrapper
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.eval.ce_kl import MASKINGS
+from param_decomp_lab.pretrain.recipe import PretrainRecipe
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT / "param_decomp_jax", ROOT / "param_decomp_lab")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+UNIONS: dict[str, Any] = {"AnyLoss": AnyLoss, "OnlyMeasured": OnlyMeasured}
+RULE = re.compile(r"\b(?!L0\b)([FCMRLATND]\d{1,2})\b")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+# ---- every key of the configuration ----
+
+
+def models_in(annotation: Any) -> Iterator[type[Strict]]:
+    """The models that an annotation mentions, however deep."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def reachable(*roots: type[Strict]) -> dict[str, type[Strict]]:
+    found: dict[str, type[Strict]] = {}
+    waiting = list(roots)
+    while waiting:
+        model = waiting.pop()
+        if model not in found.values():
+            assert model.__name__ not in found, f"two models are called {model.__name__}; the page needs to tell them apart"
+            found[model.__name__] = model
+            waiting += [inner for field in model.model_fields.values() for inner in models_in(field.annotation)]
+    return found
+
+
+MODELS = reachable(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe) | {"Loss": Loss}
+LOSS_KEYS = {"type", "coeff", "name"}
+"""Documented once, for all losses."""
+
+
+def tables(marker: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """The names in each `<!-- marker: A, B -->` of the page, and the cells of the table that follows it."""
+    for found in re.finditer(rf"<!-- {marker}: (.*?) -->\n((?:\|.*\n)+)", CONFIGURATION):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2].splitlines()[2:]]
+        yield found[1].split(", "), rows
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def choices(annotation: Any) -> set[str]:
+    """The strings that an annotation admits, those of nested models left out."""
+    if get_origin(annotation) is Literal:
+        return {choice for choice in get_args(annotation) if isinstance(choice, str)}
+    return set().union(*(choices(part) for part in get_args(annotation)))
+
+
+def plain(field: FieldInfo) -> Any:
+    """The default as YAML would give it; a section with all its defaults is {}."""
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        return {}
+    if isinstance(default, tuple):
+        return list(default)
+    return str(default) if isinstance(default, Path) else default
+
+
+def documented() -> dict[str, list[str]]:
+    """By model: the keys in the tables that name it."""
+    found: dict[str, list[str]] = {}
+    for names, rows in tables("keys"):
+        for name in names:
+            keys = [key for row in rows for key in code(row[0]) if key in MODELS[name].model_fields]
+            found[name] = found.get(name, []) + keys
+    return found
+
+
+def test_every_key_of_every_model_is_documented_once() -> None:
+    found = documented()
+    for name, model in MODELS.items():
+        is_loss = issubclass(model, Loss) and model is not Loss
+        wanted = set(model.model_fields) - (LOSS_KEYS if is_loss else set())
+        if is_loss and name not in found:
+            # Routing has a section of its own, and the table of losses says which of them take it.
+            assert wanted <= {"routing"}, f"docs/configuration.md has no table for {name}"
+        else:
+            assert sorted(found.get(name, [])) == sorted(wanted), f"docs/configuration.md, {name}"
+
+
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [pytest.param(names, row, id=f"{names[0]}.{row[0]}") for names, rows in tables("keys") for row in rows],
+)
+def test_documented_keys_exist_with_their_defaults_and_choices(names: list[str], row: list[str]) -> None:
+    (key,), default, rest = code(row[0]), row[1], " ".join(row[2:])
+    fields = [MODELS[name].model_fields[key] for name in names if key in MODELS[name].model_fields]
+    assert fields, f"no key {key} in {', '.join(names)}"
+    for field in fields:
+        if field.is_required():
+            assert default == "required"
+        else:
+            assert parse_yaml(code(default)[0], "default") == plain(field)
+        assert choices(field.annotation) <= set(code(rest))
+        assert (NO_MEANING in field.metadata) == ("**no effect**" in rest)
+
+
+@pytest.mark.parametrize("union", UNIONS)
+def test_every_loss_and_metric_has_a_row(union: str) -> None:
+    ((_, rows),) = [(names, rows) for names, rows in tables("kinds") if names == [union]]
+    by_name = {model.__name__: model for model in get_args(UNIONS[union])}
+    assert sorted(code(row[0])[0] for row in rows) == sorted(by_name)
+    for row in rows:
+        model = by_name[code(row[0])[0]]
+        assert set(code(row[1])) == set(model.model_fields) - LOSS_KEYS
+
+
+def test_what_is_refused_is_named() -> None:
+    section = CONFIGURATION.split("## What is refused for now")[1].split("\n## ")[0]
+    later = {key for model in MODELS.values() for key in model.later}
+    assert later | set(_REFUSED) <= set(code(section))
+
+
+def test_maskings_are_explained() -> None:
+    assert set(MASKINGS) <= set(code(CONFIGURATION))
+
+
+# ---- links, files, names ----
+
+
+@pages
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's: lower case, spaces to hyphens, everything else but letters, digits, hyphens and underscores dropped."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    """What a module defines at its top level, and members of its classes as `Class.member`."""
+
+    def targets(node: ast.stmt) -> list[str]:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                return [name]
+            case ast.Assign(targets=assigned):
+                return [t.id for t in assigned if isinstance(t, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                return [name]
+        return []
+
+    tree = ast.parse(file.read_text())
+    found = {name for node in tree.body for name in targets(node)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return frozenset(found | {f"{c.name}.{member}" for c in classes for node in c.body for member in targets(node)})
+
+
+@pages
+def test_files_and_names_exist(page: Path) -> None:
+    """`path.py` or `path.py:name`, the path from the root or from one of the two packages."""
+    for path, name in re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", page.read_text()):
+        places = [base / path for base in (ROOT, *PACKAGES) if (base / path).is_file()]
+        assert places, f"{page.name} names {path}"
+        assert not name or any(name in names_in(place) for place in places), f"{page.name} names {path}:{name}"
+
+
+@pages
+def test_commands_and_make_targets_exist(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    makefile = ROOT / "Makefile"
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+    for line in re.findall(r"^(?:pd|make) .*$", blocks, re.MULTILINE):
+        program, *words = shlex.split(line, comments=True)
+        if program == "make":
+            for target in (word for word in words if "=" not in word):
+                assert re.search(rf"^{target}:", makefile.read_text(), re.MULTILINE), f"{page.name}: {line}"
+            continue
+        command = commands[words[0]]
+        if words[0] == "data":
+            command = command.commands[words[1]]
+        options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word for word in words if word.startswith("--")} <= options, f"{page.name}: {line}"
+
+
+# ---- rules and examples ----
+
+
+def test_every_rule_that_code_cites_is_explained() -> None:
+    explained = set(re.findall(r"\*\*([A-Z]\d+)\*\*", (ROOT / "docs" / "semantics.md").read_text()))
+    docstrings = [text for package in PACKAGES for file in package.rglob("*.py") for text in prose(file)]
+    cited = {rule for text in docstrings for rule in RULE.findall(text)}
+    assert cited <= explained
+
+
+def prose(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+@pages
+def test_example_files_are_valid(page: Path, tmp_path: Path) -> None:
+    """Blocks after `<!-- file: name -->` are whole files; the wrappers among them can be loaded."""
+    files = re.findall(r"<!-- file: (\S+) -->\n```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    for name, text in files:
+        raw = yaml.safe_load(text)
+        if "torch_config" in raw:
+            load_config(tmp_path / name)
+        elif "pd" not in raw:
+            PretrainRecipe.model_validate(raw)

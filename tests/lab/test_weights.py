@@ -1,0 +1,204 @@
+"""Hugging Face folders in and out: round trips, slices, layouts of config.json, and bad folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, init_weights
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.weights.hf_config import read_config
+from param_decomp_lab.weights.hf_llama import load_llama, save_llama
+from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+UNTIED = LlamaConfig(20, 12, 2, 4, 2, 6, 16, rope_theta=500.0, rope_scaling=SCALING)
+TIED = LlamaConfig(20, 12, 3, 2, 2, 6, 16, rms_norm_eps=1e-6, tied=True)
+
+
+def weights_of(config):
+    return init_weights(jax.random.key(0), config)
+
+
+@pytest.fixture
+def golden(tmp_path):
+    """A copy of the sharded fixture, to break."""
+    return Path(shutil.copytree(GOLDEN / "sharded_tied", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED])
+def test_what_is_saved_is_loaded(tmp_path, config):
+    weights = weights_of(config)
+    save_llama(tmp_path, config, weights)
+    found_config, found = load_llama(tmp_path)
+    assert found_config == config
+    jax.tree.map(np.testing.assert_array_equal, found, weights)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_layout_is_the_one_of_transformers(tmp_path):
+    """The same tensor names and shapes as transformers itself writes, and a config.json that it reads."""
+    for name in ("scaled", "sharded_tied"):
+        config, weights = load_llama(GOLDEN / name)
+        save_llama(tmp_path, config, weights, max_position_embeddings=99, eos_token_id=0)
+        ours = load_file(tmp_path / "model.safetensors")
+        theirs = {k: v for file in (GOLDEN / name).glob("*.safetensors") for k, v in load_file(file).items()}
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            np.testing.assert_array_equal(tensor, theirs[key])
+        with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+            assert file.metadata() == {"format": "pt"}  # transformers refuses others
+        read, written = (transformers.AutoConfig.from_pretrained(folder) for folder in (tmp_path, GOLDEN / name))
+        assert isinstance(read, transformers.LlamaConfig)
+        assert read.max_position_embeddings == 99
+        assert read.eos_token_id == 0
+        for key in (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
+            "rms_norm_eps rope_parameters tie_word_embeddings attention_bias mlp_bias hidden_act architectures dtype"
+        ).split():
+            assert getattr(read, key) == getattr(written, key), key
+
+
+def test_bfloat16_in_the_file_and_on_request(tmp_path):
+    weights = weights_of(UNTIED)
+    save_llama(tmp_path, UNTIED, weights, "bfloat16")
+    as_stored, as_float = load_llama(tmp_path)[1], load_llama(tmp_path, "float32")[1]
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+    jax.tree.map(np.testing.assert_array_equal, as_stored, rounded)
+    assert {x.dtype for x in jax.tree.leaves(as_stored)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(as_float)} == {jnp.dtype(jnp.float32)}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shardings_are_kept(tmp_path):
+    save_llama(tmp_path, UNTIED, weights_of(UNTIED))
+    whole = load_llama(tmp_path)[1]
+    mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*([None] * (x.ndim - 1)), "fsdp")), whole)
+    placed = load_llama(tmp_path, shardings=shardings)[1]
+    jax.tree.map(np.testing.assert_array_equal, placed, whole)
+    jax.tree.map(lambda x, s: pytest.fail("moved") if x.sharding != s else None, placed, shardings)
+
+
+def test_only_the_slices_asked_for_are_read(tmp_path, monkeypatch):
+    """Each device of eight asks for its slice: bytes read are the size of the weights, once, replicated ones too."""
+    save_llama(tmp_path, UNTIED, weights_of(UNTIED))
+    whole = load_llama(tmp_path)[1]
+    read = []
+    original = SafetensorsFolder.read
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *a: read.append(out := original(*a)) or out)
+
+    def callbacks(shape, sharding, callback, dtype):
+        del sharding, dtype
+        parts = np.split(np.arange(shape[-1]), 2)
+        indices = [(*[slice(None)] * (len(shape) - 1), slice(int(p[0]), int(p[-1]) + 1)) for p in parts]
+        return np.concatenate([callback(index) for index in indices for _ in range(4)][::4], axis=-1)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", callbacks)
+    one = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
+    found = load_llama(tmp_path, shardings=jax.tree.map(lambda _: one, whole))[1]
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+    assert sum(part.size for part in read) == sum(x.size for x in jax.tree.leaves(whole))
+    assert max(part.size for part in read) <= 20 * 12 / 2
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def test_both_layouts_of_the_rotary_embedding(golden):
+    scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16}
+    plain, scaled = read_config(golden), {"rope_type": "llama3", **scaling}
+    assert (plain.rope_theta, plain.rope_scaling) == (1000.0, None)
+    for changes, theta, expected in (
+        ({"rope_parameters": ..., "rope_theta": 500, "rope_scaling": None}, 500.0, None),
+        ({"rope_parameters": ..., "rope_theta": 500, "rope_scaling": scaled}, 500.0, SCALING),
+        ({"rope_parameters": {**scaled, "rope_theta": 700.0}, "rope_theta": ..., "rope_scaling": ...}, 700.0, SCALING),
+        ({"rope_parameters": ...}, 10_000.0, None),
+    ):
+        edit_config(golden, **changes)
+        config = read_config(golden)
+        assert (config.rope_theta, config.rope_scaling) == (theta, expected)
+
+
+def test_defaults_of_config_json(golden):
+    edit_config(golden, head_dim=..., num_key_value_heads=..., rms_norm_eps=..., tie_word_embeddings=...)
+    config = read_config(golden)
+    assert (config.head_dim, config.n_kv_heads, config.rms_norm_eps, config.tied) == (8, 3, 1e-6, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'; only 'llama'"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rotary scaling 'yarn'"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling 'linear'"),
+        ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
+        ({"hidden_size": "wide"}, "wrong type"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(golden, changes, message):
+    edit_config(golden, **changes)
+    with pytest.raises(UserError, match=message):
+        load_llama(golden)
+
+
+def test_missing_and_broken_files(golden, tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json in"):
+        load_llama(tmp_path / "nowhere")
+    shard = sorted(golden.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    for cut in (4, 100, len(whole) - 1):
+        shard.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match=rf"{shard.name} is not a whole safetensors file.*download it again"):
+            load_llama(golden)
+    shard.unlink()
+    with pytest.raises(UserError, match=rf"lacks {shard.name}, which model\.safetensors\.index\.json lists"):
+        load_llama(golden)
+    (golden / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="is not an index"):
+        load_llama(golden)
+    (golden / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
+        load_llama(golden)
+    (golden / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        load_llama(golden)
+
+
+def test_tensors_that_do_not_fit_the_configuration(tmp_path):
+    save_llama(tmp_path, UNTIED, weights_of(UNTIED))
+    file, up = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    for changed, message in (
+        ({k: v for k, v in tensors.items() if k != up}, rf"no tensor {up}.*\[16, 12\]"),
+        (tensors | {up: tensors[up].T.copy()}, rf"{up} has shape \[12, 16\].*\[16, 12\]"),
+        (tensors | {"model.layers.0.self_attn.q_proj.bias": tensors[up]}, r"q_proj\.bias .*has no place"),
+    ):
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            load_llama(tmp_path)
+    harmless = {"lm_head.weight": tensors["lm_head.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq": tensors[up]}
+    save_file(tensors | harmless, file)
+    load_llama(tmp_path)
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the weights to"):
+        save_llama(tmp_path / "file" / "out", UNTIED, weights_of(UNTIED))
