@@ -33,8 +33,8 @@ def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
 
 
 def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*n d_in d_out"]:
-    """Δ = W − V U in fp32: what the components do not yet explain."""
-    return wide(W) - factors.V @ factors.U
+    """Δ = W − V U: what the components do not yet explain, in true fp32 (GPUs would take TF32 by themselves)."""
+    return wide(W) - jnp.matmul(factors.V, factors.U, precision="highest")
 
 
 def masked_site_with_delta(

@@ -40,7 +40,7 @@ Bundle = dict[str, Sources]
 """One source for every live site, by stack; feeds exactly one loss term (A6)."""
 
 
-def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n C"]) -> Float[Array, "*n C"]:
+def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n #C"]) -> Float[Array, "*n C"]:
     """M1: ``m = λ + (1 − λ) · source``, so λ = 1 pins a component on."""
     return importance + (1 - importance) * source
 
@@ -55,7 +55,7 @@ class SourceKind(Protocol):
 
     def at(
         self, slice_: Any, leading: tuple[int, ...], C: int
-    ) -> tuple[Float[Array, "*#n C"], Float[Array, "*#n"] | None]:
+    ) -> tuple[Float[Array, "*#n #C"], Float[Array, "*#n"] | None]:
         """Component sources and delta of one layer's site (M2: the delta is raw)."""
         ...
 
@@ -89,7 +89,7 @@ class ConstantSources:
         return None
 
     def at(self, slice_: Any, leading: tuple[int, ...], C: int) -> tuple[Array, Array | None]:
-        return jnp.asarray(self.kind.value), None
+        return jnp.full((1,) * (len(leading) + 1), self.kind.value), None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A *site* is one weight matrix of the target, used as ``x @ W`` with W ``[d_in, d_out]``. Sites of one kind in
 consecutive layers, alike in shape and in C, form a *stack*: their factors are one array with a leading layer
-axis, so that a scanned target (memory.md, lever 1) takes its slice at every layer. Everything the method keeps
+axis, so that a scanned target takes its slice at every layer. Everything the method keeps
 per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack name to such an array.
 """
 

@@ -17,10 +17,14 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.llama import Llama, make_sites, module_names, weight_shapes
 from param_decomp_lab.config import RunConfig, match_sites
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.torch_schema import HubSpec, LanguageModelData, LanguageModelFile
+from param_decomp_lab.config.metric_schema import CI_L0
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.torch_schema import EvalConfig, HubSpec, LanguageModelData, LanguageModelFile
 from param_decomp_lab.data.batches import Batches
+from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
 from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import load_llama
@@ -28,7 +32,10 @@ from param_decomp_lab.weights.hf_llama import load_llama
 
 @dataclass(frozen=True)
 class Built:
-    """``train``, ``eval``: the batch of a step (or of an evaluation's number) on the mesh; eval is None without one."""
+    """``train``, ``eval``: the batch of a step (or of an evaluation's number) on the mesh; eval is None without one.
+
+    ``text``: turns token ids into text, None where no tokenizer is at hand.
+    """
 
     problem: Problem
     weights: Weights
@@ -36,8 +43,7 @@ class Built:
     leading: tuple[int, int]
     train: Callable[[int], Array]
     eval: Callable[[int], Array] | None
-    target_folder: Path
-    data_folder: Path
+    text: TokenText | None
 
 
 def build(config: RunConfig) -> Built:
@@ -65,6 +71,13 @@ def build(config: RunConfig) -> Built:
     eval_batches = None
     if torch.eval is not None and held_out is not None:
         eval_batches = Batches(held_out, torch.eval.batch_size, torch.pd.seed)
+        wanted = torch.eval.n_steps * torch.eval.batch_size
+        if wanted > len(held_out):
+            raise UserError(
+                f"{held_out.source} has {len(held_out)} rows, an evaluation reads {wanted} (eval.n_steps x "
+                "eval.batch_size); give more held-out data or evaluate on less"
+            )
+        _check_groups(torch.eval, [site.name for site in sites.all])
     whole = sharding(mesh)
     shardings = jax.tree.map(lambda _: whole, weight_shapes(architecture), is_leaf=lambda x: isinstance(x, tuple))
     _, weights = load_llama(folder, torch.target.weights_dtype, shardings)
@@ -76,9 +89,16 @@ def build(config: RunConfig) -> Built:
         leading=(torch.pd.batch_size, train.seq_len),
         train=lambda step: place(train_batches[step]),
         eval=None if eval_batches is None else lambda number: place(eval_batches[number]),
-        target_folder=folder,
-        data_folder=_text_folder(config, folder),
+        text=_text(config, folder),
     )
+
+
+def _check_groups(settings: EvalConfig, sites: list[str]) -> None:
+    for n, metric in enumerate(settings.metrics):
+        for group, patterns in (metric.groups or {}).items() if isinstance(metric, CI_L0) else ():
+            if not any(matches_module(pattern, site) for pattern in patterns for site in sites):
+                where = f"eval.metrics.{n}.groups.{group}"
+                raise UserError(f"{where}: {', '.join(patterns)} matches none of the sites ({', '.join(sites)})")
 
 
 def target_folder(config: RunConfig) -> Path:
@@ -123,11 +143,14 @@ def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
     return RowRange(rows, 0, len(rows) - held), RowRange(rows, len(rows) - held, len(rows))
 
 
-def _text_folder(config: RunConfig, target: Path) -> Path:
-    """Where token ids can be turned into text: beside the data if it was tokenized here, else with the target."""
-    if config.wrapper.data is not None and (config.wrapper.data.train.parent / "meta.json").is_file():
-        return config.wrapper.data.train.parent
-    return target
+def _text(config: RunConfig, target: Path) -> TokenText | None:
+    """The tokenizer beside the data if that was tokenized here, else the target's own."""
+    beside_data = None if config.wrapper.data is None else config.wrapper.data.train.parent
+    folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target
+    try:
+        return TokenText(folder)
+    except UserError:
+        return None
 
 
 def _mesh(config: RunConfig) -> Mesh:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import NonFiniteLoss, UserError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -49,7 +49,9 @@ def train(
     loaded = None if config is None else load_config(config, overrides or ())
     if loaded is not None:
         for line in loaded.warnings:
-            console.print(f"[yellow]note:[/] {line}", highlight=False)
+            console.print(f"[yellow]note:[/] {_escaped(line)}", highlight=False, soft_wrap=True)
+        if loaded.ignored:
+            console.print(f"[yellow]note:[/] without effect here: {', '.join(loaded.ignored)}", soft_wrap=True)
     try:
         if resume is not None:
             run.resume(resume, console, loaded)
@@ -58,8 +60,6 @@ def train(
     except run.Preempted as stopped:
         console.print(str(stopped), soft_wrap=True)
         raise typer.Exit(75) from None
-    except run.NonFiniteLoss as error:
-        _fail(str(error), 1)
 
 
 @app.command()
@@ -149,4 +149,6 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
+    except NonFiniteLoss as error:
+        _fail(str(error), 1)
     sys.exit(0)

@@ -1,5 +1,9 @@
 """What a user did wrong, as opposed to what we did wrong (those are asserts)."""
 
 
+class NonFiniteLoss(Exception):
+    """N3: a loss became infinite or NaN. Exit status 1."""
+
+
 class UserError(Exception):
     """A mistake in what the user gave us: says what was wrong, where, and what would be right. Exit status 2."""

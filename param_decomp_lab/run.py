@@ -26,14 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.placement import sharding, state_shardings
+from param_decomp_jax.placement import batch_sharding, sharding, state_shardings
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem, training_step, warmup_step, warmup_transformation
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
-from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import write_examples
 from param_decomp_lab.report import summary_table, write_report
@@ -46,10 +46,6 @@ WARMUP_CHUNK = 50
 
 class Preempted(Exception):
     """The run was told to stop; what could be saved is saved. Exit status 75."""
-
-
-class NonFiniteLoss(Exception):
-    """N3: a term became infinite or NaN."""
 
 
 class StopSignal:
@@ -177,7 +173,9 @@ class _Run:
         if not steps:
             self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning")
             return self._warmed_up(self._initial())
-        _refuse_change(self.folder, _parsed(self.checkpoints.configuration(steps[-1])), self.config)
+        at = f"the checkpoint of step {steps[-1]}"
+        made_with = RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(steps[-1]), at), at)
+        _refuse_change(self.folder, made_with, self.config)
         self.console.print(f"resuming {self.folder} at step {steps[-1]} of {self.spec.steps}")
         return self.checkpoints.restore(steps[-1], self._template())
 
@@ -187,8 +185,10 @@ class _Run:
         if total == 0:
             return state
         components, loss = state.components, jnp.zeros(())
-        moments = warmup_transformation(self.built.problem).init(components)
-        steps = jax.jit(partial(_warmup_steps, self.built.problem), donate_argnums=(0, 1))
+        # All placed alike from the first dispatch on: else the second one is another program to compile.
+        whole = sharding(self.built.mesh)
+        moments = jax.jit(warmup_transformation(self.built.problem).init, out_shardings=whole)(components)
+        steps = jax.jit(partial(_warmup_steps, self.built.problem), donate_argnums=(0, 1), out_shardings=whole)
         with Terminal(self.console, "faithfulness warm-up", total) as bar:
             for done in range(0, total, WARMUP_CHUNK):
                 if self.stop():
@@ -206,18 +206,21 @@ class _Run:
     def _loop(self, state: State, first: int) -> State:
         total, weights = self.spec.steps, self.built.weights
         if first < total:
+            started = time.monotonic()
             step_fn, names = compile_step(self.built, state)
+            self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
             self.recorder = Recorder(self, names, first)
         else:
             self.recorder = Recorder(self, [], first)
         with Terminal(self.console, self.config.wrapper.run_name, total, first) as bar:
             self.bar = bar
             for step in range(first, total + 1):
-                saving = step > first and self._save_due(step)
-                if saving or self.stop():
+                # Asked once: a signal that comes while this is saved stops the next step, which is then saved too.
+                stopping = self.stop()
+                if stopping or self._save_due(step):
                     self.recorder.flush()
                     self.checkpoints.save(step, state, self.config.to_yaml())
-                if self.stop():
+                if stopping:
                     raise Preempted(f"stopped and saved at step {step}; go on with `pd train --resume {self.folder}`")
                 self._evaluate(state, step)
                 if step < total:
@@ -228,7 +231,7 @@ class _Run:
         return state
 
     def _save_due(self, step: int) -> bool:
-        periodic = self.save_every is not None and step % self.save_every == 0
+        periodic = self.save_every is not None and step > 0 and step % self.save_every == 0
         return periodic or step == self.spec.steps or self.config.wrapper.is_milestone(step)
 
     def _evaluate(self, state: State, step: int) -> None:
@@ -253,9 +256,11 @@ class _Run:
         problem, weights, evaluation = self.built.problem, self.built.weights, self.evaluation
         if evaluation is not None and self.built.eval is not None and self.config.torch.eval is not None:
             statistics = evaluation.statistics(state, weights, lambda: False)
-            n = self.config.torch.eval.n_steps
-            text = TokenText(self.built.data_folder)
-            write_examples(self.folder, problem, state, weights, self.built.eval, n, statistics, text)
+            n, text = self.config.torch.eval.n_steps, self.built.text
+            if text is None:
+                self.console.print("no tokenizer beside the data or the target: the report has no text examples")
+            else:
+                write_examples(self.folder, problem, state, weights, self.built.eval, n, statistics, text)
         report = write_report(self.folder)
         sites = {site.name: site.C for site in problem.target.sites.all}
         self.console.print(*summary_table(read_metrics(self.folder), sites))
@@ -279,18 +284,22 @@ class Recorder:
 
     def add(self, step: int, values: Any) -> None:
         """Metrics of a dispatched step. A log step is written when the step after it is under way."""
-        due = [s for s, _ in self._pending if s % self._run.log_every == 0]
-        if due:
+        if any(self._logged(s) for s, _ in self._pending):
             self.flush()
         self._pending.append((step, values))
 
     def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
         """An evaluation's numbers; they share the row of the training step with the same number."""
         self._row, self._figures = {"step": step, **row}, figures
-        if step % self._run.log_every or step == self._run.spec.steps:
+        if not self._logged(step):
             self._write()
         # Time spent on evaluation is not training time.
         self._clock = time.monotonic()
+
+    def _logged(self, step: int) -> bool:
+        """Whether the training step's metrics are written: every so many steps, and the last one."""
+        total = self._run.spec.steps
+        return step < total and (step % self._run.log_every == 0 or step == total - 1)
 
     def flush(self) -> None:
         if not self._pending:
@@ -300,7 +309,7 @@ class Recorder:
         self._pending.clear()
         for step, values in zip(steps, rows, strict=True):
             self._check(step, values)
-            if step % self._run.log_every == 0:
+            if self._logged(step):
                 self._row |= {"step": step, **self._named(step, values), **self._performance(steps[-1])}
                 self._write()
 
@@ -335,24 +344,25 @@ class Recorder:
         self._run.metrics.write(self._row)
         self._run.wandb.write(self._row, self._figures)
         if any(key.startswith("train/") for key in self._row):
-            self._run.bar.show(brief(self._row))
+            self._run.bar.show(f"{self._row['train/perf/tok_per_s']:,.0f} tok/s  {brief(self._row)}")
         self._row, self._figures = {}, {}
 
 
 def compile_step(built: Built, state: State) -> tuple[Any, list[str]]:
-    """The jitted, donated step ``(state, weights, inputs) -> (state, metrics as one vector)``, and the metrics' names."""
+    """The compiled, donated step ``(state, weights, inputs) -> (state, metrics as one vector)``, and the metrics' names."""
     problem: Problem = built.problem
-    inputs = jax.ShapeDtypeStruct(built.leading, jnp.int32)
-    _, shapes = jax.eval_shape(partial(training_step, problem), state, built.weights, inputs)
-    names = sorted(shapes)
+    names: list[str] = []
 
     def step(state: State, weights: Any, inputs: Any) -> tuple[State, Any]:
         state, metrics = training_step(problem, state, weights, inputs)
+        names[:] = sorted(metrics)
         return state, jnp.stack([metrics[name] for name in names])
 
     outputs = (jax.tree.map(lambda x: x.sharding, state), sharding(built.mesh))
     donated = (0,) if problem.decomposition.memory.donate else ()
-    return jax.jit(step, donate_argnums=donated, out_shardings=outputs), names
+    jitted = jax.jit(step, donate_argnums=donated, out_shardings=outputs)
+    inputs = jax.ShapeDtypeStruct(built.leading, jnp.int32, sharding=batch_sharding(built.mesh))
+    return jitted.lower(state, built.weights, inputs).compile(), names
 
 
 def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any, n: Any) -> tuple[Any, Any, Any]:
@@ -364,15 +374,6 @@ def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any,
 
 def _with_components(state: State, components: Any) -> State:
     return State(components, state.ci, state.components_moments, state.ci_moments, state.adversaries, state.step)
-
-
-def _parsed(text: str) -> RunConfig:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(text)
-        file.flush()
-        return RunConfig.from_yaml(Path(file.name))
 
 
 def _peak_bytes() -> float:

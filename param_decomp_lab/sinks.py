@@ -95,8 +95,14 @@ class Wandb:
             self._run = None
 
     def close(self, failed: bool) -> None:
-        if self._run is not None:
+        if self._run is None:
+            return
+        import wandb
+
+        try:
             self._run.finish(exit_code=int(failed))
+        except (wandb.errors.Error, OSError) as error:
+            self._console.print(f"[yellow]wandb could not be told that the run ended: {error}[/]")
 
 
 class Terminal:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
@@ -54,15 +55,18 @@ class ScalarMLP(eqx.Module):
 
 
 def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> SharedMLP | ScalarMLP:
-    """Fresh weights; those of a site depend on its stack's first canonical number."""
+    """Fresh weights; those of a site depend on its canonical number, not on how sites are stacked."""
 
-    def head(stack: Stack) -> MLP:
-        of_stack = jax.random.fold_in(key, stack.sites[0])
+    def head(number: int, stack: Stack) -> MLP:
+        of_site = jax.random.fold_in(key, number)
         match config.kind:
             case "shared_mlp":
-                return init_mlp(of_stack, (stack.n_layers,), (stack.d_in, *config.hidden, stack.C))
+                return init_mlp(of_site, (), (stack.d_in, *config.hidden, stack.C))
             case "mlp":
-                return init_mlp(of_stack, (stack.n_layers, stack.C), (1, *config.hidden, 1))
+                return init_mlp(of_site, (stack.C,), (1, *config.hidden, 1))
 
-    heads = {stack.name: head(stack) for stack in sites.stacks}
+    heads = {
+        stack.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(number, stack) for number in stack.sites])
+        for stack in sites.stacks
+    }
     return SharedMLP(heads) if config.kind == "shared_mlp" else ScalarMLP(heads)

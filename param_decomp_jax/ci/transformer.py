@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.attention import attend
 from param_decomp_jax.ci.affine import HIDDEN_GAIN, MLP, Affine, apply_mlp, init_affine, init_mlp
 from param_decomp_jax.numerics import matmul, matmul_wide, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
@@ -74,7 +75,7 @@ class TransformerCI(eqx.Module):
 
         y = rms_norm(h, EPS)
         q, k = rotate(heads(matmul(y, w.q)), turning), rotate(heads(matmul(y, w.k)), turning)
-        attended = jax.nn.dot_product_attention(q, k, heads(matmul(y, w.v)))
+        attended = attend(q, k, heads(matmul(y, w.v)), causal=False)
         h = h + matmul(attended.reshape(B, T, d), w.o)
         return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 

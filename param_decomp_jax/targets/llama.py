@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from param_decomp_jax.attention import attend
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
@@ -159,7 +160,7 @@ class Llama:
         v = linear("v_proj", h, w["v_proj"]).reshape(B, T, config.n_kv_heads, config.head_dim)
         turning = rotary_frequencies(config)
         q, k = rotate(q, turning), rotate(k, turning)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, -1)
+        attended = attend(q, k, v, causal=True).reshape(B, T, -1)
         x = x + linear("o_proj", attended, w["o_proj"])
         h = rms_norm(x, config.rms_norm_eps, w["post_norm"])
         hidden = jax.nn.silu(linear("gate_proj", h, w["gate_proj"])) * linear("up_proj", h, w["up_proj"])

@@ -10,7 +10,13 @@ from param_decomp_lab.config.loss_schema import (
     PersistentPGDReconLoss,
     RepeatAcrossBatchScope,
 )
-from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
+from param_decomp_lab.config.metric_schema import (
+    CI_L0,
+    CIHiddenActsReconLoss,
+    IdentityCIError,
+    PermutedCIPlots,
+    UVPlots,
+)
 from param_decomp_lab.config.strict import Problem, Strict
 from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile, PretrainedSpec, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
@@ -73,7 +79,12 @@ def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
     if torch.pd.ci_config.fn_type not in _SUPPORTED_CI:
         choice = ", ".join(_SUPPORTED_CI)
         yield Problem("pd.ci_config.fn_type", f"{torch.pd.ci_config.fn_type} is not supported yet; choose {choice}")
+    seen: list[Strict] = []
     for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
+        twin = next((other for other in seen if _one_output(metric, other)), None)
+        if twin is not None:
+            yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is asked for twice under the same keys; keep one")
+        seen.append(metric)
         if isinstance(metric, IdentityCIError | PermutedCIPlots | UVPlots):
             yield Problem(
                 f"eval.metrics.{n}.type", f"{metric.type} (for toys) is not supported yet; remove this metric"
@@ -81,6 +92,13 @@ def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
         if isinstance(metric, PersistentPGD):
             why = "its sources belong to the training batches; PGDReconLoss attacks afresh"
             yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is not supported as a metric yet ({why})")
+
+
+def _one_output(a: Strict, b: Strict) -> bool:
+    """Whether two metrics would write the same keys; losses have names of their own."""
+    if type(a) is not type(b) or isinstance(a, Loss | CIHiddenActsReconLoss):
+        return False
+    return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
 
 
 def _batch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
@@ -144,6 +162,8 @@ def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
     dp, devices = torch.runtime.dp, wrapper.mesh.devices
     if dp is not None and dp != devices:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
+    if wrapper.mesh.fsdp > 1:
+        yield f"mesh.fsdp: is {wrapper.mesh.fsdp}; it splits the batch, but every device still holds the whole state"
     for n, loss in enumerate(torch.pd.loss_metrics):
         key = f"pd.loss_metrics.{n}"
         if isinstance(loss, ImportanceMinimalityLoss):

@@ -50,12 +50,16 @@ class RunConfig:
 
     @classmethod
     def from_yaml(cls, path: Path) -> "RunConfig":
-        """The configuration that a run saved. Relative paths mean what they meant from the run's working directory."""
-        raw = read_mapping(path, "the configuration of a run")
+        """The configuration that a run saved."""
+        return cls.from_mapping(read_mapping(path, "the configuration of a run"), str(path))
+
+    @classmethod
+    def from_mapping(cls, raw: dict[str, Any], where: str) -> "RunConfig":
+        """As `from_yaml`, from what the YAML says; ``where`` it was found, for errors."""
         for key in ("wrapper", "torch"):
             if not isinstance(raw.get(key), dict):
-                raise UserError(f"{path}: {key}: is required; a run's config.yaml has wrapper, torch and ignored")
-        places = Place(f"{path}: wrapper"), Place(f"{path}: torch")
+                raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper, torch and ignored")
+        places = Place(f"{where}: wrapper"), Place(f"{where}: torch")
         config = _configuration(validate(Wrapper, raw["wrapper"], places[0]), raw["torch"], *places)
         return replace(config, ignored=tuple(raw.get("ignored", ())))
 

@@ -20,7 +20,7 @@ def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[s
     found: dict[str, tuple[int, DecompositionTarget]] = {}
     for n, target in enumerate(targets):
         where = f"pd.decomposition_targets.{n}.module_pattern"
-        matching = [name for name in names if _matches(target.module_pattern, name)]
+        matching = [name for name in names if matches_module(target.module_pattern, name)]
         if not matching:
             raise UserError(f"{where}: '{target.module_pattern}' matches no module; {_nearest(target, names)}")
         for name in matching:
@@ -34,7 +34,8 @@ def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[s
     return [(name, found[name][1].C) for name in names if name in found]
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches_module(pattern: str, name: str) -> bool:
+    """Whether an fnmatch pattern, with or without `model.`, names the module ``name`` (without)."""
     return fnmatchcase(name, pattern) or fnmatchcase(_PREFIX + name, pattern)
 
 

@@ -1,4 +1,4 @@
-"""The torch schema, key for key (design page schema.md), with the rules that one file can be held to by itself."""
+"""The torch schema, key for key (docs/configuration.md), with the rules that one file can be held to by itself."""
 
 from typing import Annotated, Literal
 

@@ -1,5 +1,6 @@
 """The wrapper YAML: one run, as a schema file of the torch project and what such a file cannot say."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ Preset = Literal["plain", "balanced"]
 
 
 class Mesh(Strict):
-    """Devices: copies of the state × slices of it × slices of its products. The batch is split over the first two."""
+    """Devices: replica × fsdp × tensor. The batch is split over the first two; slicing the state is still to come."""
 
     replica: Count = 1
     fsdp: Count = 1
@@ -123,13 +124,13 @@ class Wrapper(Strict):
         return self.model_copy(update={"memory": memory, "remat_recon_forwards": preset == "balanced"})
 
     def relative_to(self, folder: Path) -> "Wrapper":
-        """The same run with every path that was relative to ``folder``, the wrapper's own, made so."""
+        """The same run with the paths that were relative to ``folder``, the wrapper's own, made absolute."""
 
         def below(part: Strict | None) -> Strict | None:
-            paths = {key: folder / path for key, path in part or () if path is not None}
+            paths = {key: _absolute(folder / path) for key, path in part or () if path is not None}
             return part and part.model_copy(update=paths)
 
-        update = {"torch_config": folder / self.torch_config, "data": below(self.data), "target": below(self.target)}
+        update = {"torch_config": _absolute(folder / self.torch_config), "data": below(self.data), "target": below(self.target)}
         return self.model_copy(update=update)
 
     def is_milestone(self, step: int) -> bool:
@@ -139,6 +140,11 @@ class Wrapper(Strict):
                 return step % every == 0
             case steps:
                 return step in steps
+
+
+def _absolute(path: Path) -> Path:
+    # Without following links: a link that is moved later still means what was written.
+    return Path(os.path.abspath(path))
 
 
 def _preset(remat_recon_forwards: bool) -> Preset:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from param_decomp_lab.config.loss_schema import Loss
 from param_decomp_lab.config.metric_schema import (
     CEandKLLosses, CI_L0, CIHiddenActsReconLoss, CIHistograms, CIMeanPerComponent, ComponentActivationDensity,
 )  # fmt: skip
+from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.importance import Statistics, batch_statistics, lower_importances, mean_l0
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
@@ -121,12 +121,12 @@ class Evaluation:
             prefix = f"eval/l0/{l0.ci_alive_threshold}_"
             row |= {prefix + name: value for name, value in by_site.items()}
             for group, patterns in (l0.groups or {}).items():
-                members = [v for name, v in by_site.items() if any(fnmatchcase(name, p) for p in patterns)]
+                members = [v for name, v in by_site.items() if any(matches_module(p, name) for p in patterns)]
                 row[prefix + group] = float(sum(members))
         return row
 
-    def _numbers(self, stop: Callable[[], bool], limit: int | None = None) -> Iterator[int]:
-        for number in range(min(self._settings.n_steps, limit or self._settings.n_steps)):
+    def _numbers(self, stop: Callable[[], bool]) -> Iterator[int]:
+        for number in range(self._settings.n_steps):
             if stop():
                 raise Abandoned
             yield number
@@ -136,9 +136,9 @@ class Evaluation:
         limit = None if self._metrics.histograms is None else self._metrics.histograms.n_batches_accum
         batches = [
             jax.device_get(self._statistics(state.components, state.ci, weights, self._batches(number)))
-            for number in self._numbers(stop, limit)
+            for number in self._numbers(stop)
         ]
-        return Statistics.over(self._problem.target.sites, batches)
+        return Statistics.over(self._problem.target.sites, batches, limit)
 
     def figures(
         self, state: State, weights: Weights, step: int, folder: Path, stop: Callable[[], bool]

@@ -58,12 +58,13 @@ class Statistics:
     densities: dict[str, np.ndarray]
 
     @classmethod
-    def over(cls, sites: Sites, batches: list[Any]) -> "Statistics":
-        """From the host copies of one `batch_statistics` per batch."""
+    def over(cls, sites: Sites, batches: list[Any], n_histogram: int | None = None) -> "Statistics":
+        """From the host copies of one `batch_statistics` per batch; histograms of the first ``n_histogram`` (all)."""
         per_batch = [sites.unstack({n: list(zip(*s, strict=True)) for n, s in batch.items()}) for batch in batches]
         names = [site.name for site in sites.all]
 
-        def column(which: int, combine: Any) -> dict[str, np.ndarray]:
-            return {name: combine(np.stack([batch[name][which] for batch in per_batch]), axis=0) for name in names}
+        def column(which: int, combine: Any, first: int | None = None) -> dict[str, np.ndarray]:
+            kept = per_batch[:first]
+            return {name: combine(np.stack([batch[name][which] for batch in kept]), axis=0) for name in names}
 
-        return cls(column(0, np.sum), column(1, np.mean), column(2, np.mean))
+        return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,7 +21,7 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, Pretrained, find_finished, write_finished
 from param_decomp_lab.pretrain.recipe import OptimizerRecipe, PretrainRecipe
@@ -37,8 +37,8 @@ def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Co
     ``metrics.jsonl`` (one object per logged step), ``recipe.yaml`` and ``summary.json``. When it is there already and
     the same recipe and data made it, nothing is done. ``console``: where progress goes.
 
-    Raises UserError: data missing or too small, ``out`` made by another recipe (unless ``overwrite``), not writable,
-    or a loss that is not finite.
+    Raises UserError: data missing or too small, ``out`` made by another recipe (unless ``overwrite``), not writable.
+    NonFiniteLoss: the loss at a log step or an evaluation is infinite or NaN.
     """
     console = console or Console()
     folder, data_folder = Path(recipe.out), Path(recipe.data)
@@ -88,7 +88,7 @@ def _train(
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     step = make_step(loss_of, optimizer)
     loss_on = jax.jit(loss_of)
-    weights: Weights = jax.jit(partial(init_weights, config=config))(jax.random.key(recipe.seed))
+    weights: Weights = jax.jit(partial(init, config=config, std=recipe.model.init_std))(jax.random.key(recipe.seed))
     opt_state = jax.jit(optimizer.init)(weights)
     learning_rate = recipe.optimizer.learning_rate()
     tokens_per_step = recipe.batch_size * train.data.seq_len
@@ -125,6 +125,15 @@ def _train(
         assert waiting is not None
         write({"step": waiting[0], "train/loss/total": _finite(*waiting)})
     return weights, held_out_loss
+
+
+def init(key: PRNGKeyArray, config: LlamaConfig, std: float) -> Weights:
+    """Random fp32 weights: those of ``init_weights``, with matrices of standard deviation ``std`` where it has 0.02."""
+
+    def scaled(path: tuple[Any, ...], x: Array) -> Array:
+        return x if "norm" in path[-1].key else x * (std / 0.02)
+
+    return jax.tree_util.tree_map_with_path(scaled, init_weights(key, config))
 
 
 def cross_entropy(
@@ -167,7 +176,9 @@ def make_step(loss_of: Callable[[Weights, Array], Array], optimizer: optax.Gradi
 def _finite(step: int, loss: Array) -> float:
     value = float(loss)
     if not math.isfinite(value):
-        raise UserError(f"the loss is {value} at step {step}; a smaller optimizer.lr or a clip_norm usually cures it")
+        raise NonFiniteLoss(
+            f"the loss is {value} at step {step}; a smaller optimizer.lr or a clip_norm usually cures it"
+        )
     return value
 
 
@@ -187,5 +198,6 @@ def _tell(console: Console, result: Pretrained) -> None:
     console.print(
         f"{'cached' if result.cached else 'pretrained'}: {result.folder}  ({result.seconds:.0f} s)\n"
         f"  held-out cross-entropy {result.held_out:.3f} nats per token, "
-        f"{result.unigram_entropy - result.held_out:.3f} below the unigram entropy {result.unigram_entropy:.3f}"
+        f"{result.unigram_entropy - result.held_out:.3f} below the unigram entropy {result.unigram_entropy:.3f}",
+        soft_wrap=True,
     )

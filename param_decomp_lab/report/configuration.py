@@ -25,7 +25,7 @@ def torch_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def loss_terms(config: Mapping[str, Any]) -> list[LossTerm]:
-    """The terms of the loss, under the names of architecture.md: ``name``, else the class, else ``<class>_2``."""
+    """The terms of the loss, under the names they are logged with: ``name``, else the class, else ``<class>_2``."""
     terms: list[LossTerm] = []
     for entry in _list(config, "pd", "loss_metrics"):
         kind = str(entry.get("type", "?"))

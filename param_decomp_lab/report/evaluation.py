@@ -1,4 +1,4 @@
-"""Section 11 of semantics.md, read back from the metrics: the CE/KL table, attacks, L0 per site."""
+"""Section 11 of docs/semantics.md, read back from the metrics: the CE/KL table, attacks, L0 per site."""
 
 import re
 from collections.abc import Mapping

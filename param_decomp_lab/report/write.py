@@ -238,7 +238,8 @@ def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of keys to values")
-    return text, content
+    wrapper = content.get("wrapper")
+    return text, {**wrapper, **content} if isinstance(wrapper, dict) else content
 
 
 def _read_environment(path: Path) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +44,6 @@ CHOSEN = {
     module_name(1, "up_proj"): 6,
     module_name(2, "q_proj"): 5,
     module_name(2, "v_proj"): 3,
-    module_name(2, "down_proj"): 7,
 }
 LEADING = (4, 5)
 TOKENS = np.random.default_rng(7).integers(0, CONFIG.vocab_size, LEADING).astype(np.int32)
@@ -95,38 +93,54 @@ def problem(terms: tuple[Term, ...], of_target: Llama | None = None, **changes: 
     return Problem(decomposition(terms, **changes), of_target or target())
 
 
-def ruffled_state(problem: Problem, step: int = 3, seed: int = 1) -> State:
-    """A state in mid-training: biases, moments and logits away from the special values that they start with."""
-    rng = np.random.default_rng(seed)
-    state = jax.jit(init_state, static_argnums=(0, 1, 2))(problem.decomposition, problem.target.sites, LEADING)
+def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple[int, ...] = LEADING) -> State:
+    """A state in mid-training: biases, moments and logits away from the special values that they start with.
 
-    def noise(x: jax.Array, scale: float) -> jax.Array:
-        return jnp.asarray(scale * rng.normal(size=x.shape), x.dtype)
+    Filled with NumPy's numbers rather than `init_state`'s, which take longer to compile than to test.
+    """
+    rng = np.random.default_rng(seed)
+    spec = problem.decomposition
+    shapes = jax.eval_shape(lambda: init_state(spec, problem.target.sites, leading))
+
+    def noise(x: jax.ShapeDtypeStruct, scale: float) -> np.ndarray:
+        return (scale * rng.normal(size=x.shape)).astype(x.dtype)
+
+    def squares(x: jax.ShapeDtypeStruct, scale: float) -> np.ndarray:
+        return noise(x, scale) ** 2 + np.float32(scale**2 / 100)
+
+    def factors(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        return noise(x, x.shape[-2] ** -0.5 if len(x.shape) > 1 else 0.3)
 
     def moments(state: Tree) -> Tree:
         adam, *rest = state
         adam = adam._replace(
             count=jnp.asarray(step, jnp.int32),
             mu=jax.tree.map(lambda x: noise(x, 0.01), adam.mu),
-            nu=jax.tree.map(lambda x: noise(x, 0.01) ** 2 + 1e-6, adam.nu),
+            nu=jax.tree.map(lambda x: squares(x, 0.01), adam.nu),
         )
         return (adam, *(jax.tree.map(lambda x: jnp.asarray(step, x.dtype), part) for part in rest))
 
-    def adversary(old: Adversary) -> Adversary:
-        if old.mean is None or old.square is None:
-            return eqx.tree_at(lambda a: a.count, old, jnp.asarray(5, jnp.int32))
-        mean = jax.tree.map(lambda x: noise(x, 1e-3), old.mean)
-        square = jax.tree.map(lambda x: noise(x, 1e-3) ** 2 + 1e-8, old.square)
-        return Adversary(old.raw, mean, square, jnp.asarray(5, jnp.int32))
+    def raw(x: jax.ShapeDtypeStruct, sigmoid: bool) -> np.ndarray:
+        return (rng.normal(size=x.shape) if sigmoid else rng.uniform(size=x.shape)).astype(x.dtype)
 
-    return State(
-        components=state.components,
-        ci=jax.tree.map(lambda x: x + noise(x, 0.3), state.ci),
-        components_moments=moments(state.components_moments),
-        ci_moments=moments(state.ci_moments),
-        adversaries={name: adversary(a) for name, a in state.adversaries.items()},
+    def adversary(name: str, old: Adversary) -> Adversary:
+        attack = spec.persistent[name][1]
+        return Adversary(
+            raw=jax.tree.map(lambda x: raw(x, attack.sigmoid), old.raw),
+            mean=jax.tree.map(lambda x: noise(x, 1e-3), old.mean),
+            square=jax.tree.map(lambda x: squares(x, 1e-3), old.square),
+            count=jnp.asarray(5, jnp.int32),
+        )
+
+    state = State(
+        components=jax.tree.map(factors, shapes.components),
+        ci=jax.tree.map(lambda x: factors(x) + noise(x, 0.3), shapes.ci),
+        components_moments=moments(shapes.components_moments),
+        ci_moments=moments(shapes.ci_moments),
+        adversaries={name: adversary(name, a) for name, a in shapes.adversaries.items()},
         step=jnp.asarray(step, jnp.int32),
     )
+    return jax.tree.map(jnp.asarray, state)
 
 
 def to_float64(tree: Tree) -> Tree:

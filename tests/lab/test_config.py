@@ -521,11 +521,11 @@ def test_paths_are_relative_to_the_wrapper(tmp_path: Path, monkeypatch: pytest.M
     write(tmp_path / "configs", "data: {train: ../train, eval: /eval}\nout_dir: here\ntarget: {folder: w}")
     monkeypatch.chdir(tmp_path)
     wrapper = load_config(Path("configs/wrapper.yaml")).wrapper
-    assert wrapper.torch_config == Path("configs/torch.yaml")
+    assert wrapper.torch_config == tmp_path / "configs/torch.yaml"
     assert wrapper.data is not None
-    assert (wrapper.data.train, wrapper.data.eval) == (Path("configs/../train"), Path("/eval"))
+    assert (wrapper.data.train, wrapper.data.eval) == (tmp_path / "train", Path("/eval"))
     assert wrapper.target is not None
-    assert wrapper.target.folder == Path("configs/w")
+    assert wrapper.target.folder == tmp_path / "configs/w"
     assert wrapper.out_dir == Path("here")
 
 

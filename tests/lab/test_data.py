@@ -206,8 +206,6 @@ def test_the_order_is_the_same_for_ever():
     np.testing.assert_array_equal(epoch_order(0, 0, 8), [0, 2, 1, 5, 4, 3, 6, 7])
 
 
-
-
 def test_token_ids_beyond_the_vocabulary_are_named_by_file_and_row(tmp_path):
     data = rows_data(tmp_path, 20)
     data.check(20, max_len=4)
@@ -233,7 +231,7 @@ def test_bad_shards(tmp_path):
         TokenData(write(tmp_path / "text", text=["a", "b"]))
     with pytest.raises(UserError, match="must hold lists of integers"):
         TokenData(write(tmp_path / "strings", input_ids=["a", "b"]))
-    with pytest.raises(UserError, match=r"row 1 of row group 0: has 2 tokens where others have 3|must be of one length"):
+    with pytest.raises(UserError, match=r"row 1 of row group 0: has 2 tokens where others have 3"):
         TokenData(write(tmp_path / "ragged", input_ids=[[1, 2, 3], [1, 2], [1, 2, 3, 4]]))
     whole = write(tmp_path / "cut", input_ids=[[1, 2]] * 100) / "a.parquet"
     whole.write_bytes(whole.read_bytes()[:-20])

@@ -1,8 +1,10 @@
 """Logits that transformers computed, reproduced from the folders it wrote."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ def test_logits_of_transformers_are_reproduced(name, layers):
     config, weights = load_llama(GOLDEN / name)
     golden = np.load(GOLDEN / name / "logits.npz")
     with jax.default_matmul_precision("highest"):
-        ours = language_logits(weights, config, golden["tokens"], MemoryPolicy(layers=layers))
+        ours = language_logits(weights, config, jnp.asarray(golden["tokens"]), MemoryPolicy(layers=layers))
     assert ours.dtype == np.float32
     scale = np.abs(golden["logits"]).max()
     np.testing.assert_allclose(ours / scale, golden["logits"] / scale, atol=1e-4, rtol=0)
@@ -38,9 +40,7 @@ def test_the_fixtures_differ_where_they_should():
 
 def test_the_scaling_of_the_rotary_frequencies_matters_in_the_fixture():
     """Otherwise the golden logits would not test it."""
-    import dataclasses
-
     config, weights = load_llama(GOLDEN / "scaled")
     golden = np.load(GOLDEN / "scaled" / "logits.npz")
-    plain = language_logits(weights, dataclasses.replace(config, rope_scaling=None), golden["tokens"])
+    plain = language_logits(weights, dataclasses.replace(config, rope_scaling=None), jnp.asarray(golden["tokens"]))
     assert np.abs(plain - golden["logits"]).max() > 0.1 * np.abs(golden["logits"]).max()

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from rich.console import Console
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenize import tokenize_documents
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.pretrain import pretrain
 from param_decomp_lab.pretrain.pretrain import cross_entropy, run_pretrain
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
@@ -23,7 +24,7 @@ data: DATA
 out: OUT
 steps: 30
 batch_size: 8
-optimizer: {lr: 1e-2, warmup_pct: 0.1}
+optimizer: {lr: 3e-2, warmup_pct: 0.1}
 eval: {every: 10, batches: 2}
 log_every: 7
 """
@@ -32,7 +33,9 @@ log_every: 7
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "tokens"
-    documents = [Document(f"d{i}", f"the cat {i} sat on the mat and the dog {i} sat on the log. " * 4) for i in range(99)]
+    documents = [
+        Document(f"d{i}", f"the cat {i} sat on the mat and the dog {i} sat on the log. " * 4) for i in range(99)
+    ]
     tokenize_documents(documents, folder, seq_len=32, eval_fraction=0.1, sources=("test",))
     return folder
 
@@ -72,8 +75,7 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 
     said = console()
     again = run_pretrain(recipe, console=said)
-    assert again.cached
-    assert again.held_out == result.held_out
+    assert again == replace(result, cached=True)
     assert said.file.getvalue().startswith("cached")
 
     other = run_pretrain(changed(recipe, out=str(tmp_path / "other")), console=console())
@@ -90,7 +92,10 @@ def test_the_saved_model_is_the_one_evaluated(recipe):
     result = run_pretrain(changed(recipe, steps=5, layers="unroll"), console=console())
     config, weights = load_llama(result.folder)
     batches = pretrain.Batches(pretrain.TokenData(f"{recipe.data}/eval"), recipe.batch_size, recipe.seed)
-    losses = [cross_entropy(weights, batches[n], config=config, memory=pretrain.MemoryPolicy()) for n in range(2)]
+    losses = [
+        cross_entropy(weights, jax.numpy.asarray(batches[n]), config=config, memory=pretrain.MemoryPolicy())
+        for n in range(2)
+    ]
     assert np.mean(losses) == pytest.approx(result.held_out, rel=1e-5)
 
 
@@ -117,7 +122,7 @@ def test_norms_are_not_decayed(recipe):
 
 def test_a_loss_that_is_not_finite_leaves_nothing(recipe, tmp_path):
     wild = changed(recipe, optimizer={"lr": 1e30, "clip_norm": None})
-    with pytest.raises(UserError, match=r"the loss is .* at step \d+; a smaller optimizer\.lr"):
+    with pytest.raises(NonFiniteLoss, match=r"the loss is .* at step \d+; a smaller optimizer\.lr"):
         run_pretrain(wild, console=console())
     assert {p.name for p in tmp_path.iterdir()} == {"r.yaml"}
 
@@ -140,7 +145,7 @@ def test_an_interruption_leaves_nothing(recipe, tmp_path, monkeypatch):
         ("steps: 30", "", "steps: is required"),
         ("n_kv_heads: 1", "n_kv_heads: 3", "n_kv_heads: must divide n_heads"),
         ("architecture: llama", "architecture: gpt", "architecture"),
-        ("lr: 1e-2", "lr: 1e-2, schedule: constant", r"final_val_frac: must be 1\.0"),
+        ("lr: 3e-2", "lr: 3e-2, schedule: constant", r"final_val_frac: must be 1\.0"),
     ],
 )
 def test_bad_recipes(tmp_path, old, new, message):

@@ -1,26 +1,44 @@
 """A run that takes seconds: a random Llama, a little text, every kind of state; and `pd` in processes of its own."""
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
+from unittest import mock
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import yaml
+from jax.experimental.compilation_cache import compilation_cache
 
-from param_decomp_jax.targets.llama import LlamaConfig, init_weights
+from param_decomp_jax.placement import state_shardings
+from param_decomp_jax.state import State, init_state
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_lab.build import Built
+from param_decomp_lab.cli import main
 from param_decomp_lab.data.tokenize import tokenize_files
 from param_decomp_lab.weights.hf_llama import save_llama
+from tests.core.tiny import weights
 
 ARCHITECTURE = LlamaConfig(
     vocab_size=256, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_mlp=24, tied=True
 )
-SEQ_LEN, BATCH, STEPS = 16, 8, 12
+SEQ_LEN, BATCH, STEPS = 16, 8, 200
+ROOT = Path(__file__).parents[2]
+PD = (sys.executable, "-m", "param_decomp_lab")
+TIMEOUT = 240.0
+"""Seconds that a `pd` process may take; the machine may be busy with other tests."""
 SITES = {"layers.0.mlp.up_proj": 20, "layers.0.mlp.down_proj": 12, "layers.1.mlp.up_proj": 20, "layers.1.mlp.down_proj": 12}
 Tree = dict[str, Any]
 
@@ -45,6 +63,16 @@ METRICS: list[Tree] = [
     {"type": "CIMeanPerComponent"},
     {"type": "ComponentActivationDensity", "ci_alive_threshold": 0.1},
 ]
+
+
+LIGHT = (
+    "pd.steps=12",
+    "pd.faithfulness_warmup_steps=0",
+    "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+    "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
+    "eval=null",
+)
+"""Assignments that make a run compile in a second or two: no adversary, no evaluation."""
 
 
 def torch_file() -> Tree:
@@ -73,8 +101,9 @@ def torch_file() -> Tree:
             "loss_metrics": LOSSES,
         },
         "runtime": {"autocast_bf16": False},
-        "cadence": {"train_log_every": 1, "save_every": 4, "keep_last_n_checkpoints": 2},
-        "eval": {"batch_size": BATCH, "n_steps": 2, "every": 6, "slow_every": 12, "metrics": METRICS},
+        "cadence": {"train_log_every": 3, "save_every": 20, "keep_last_n_checkpoints": 2},
+        "eval": {"batch_size": BATCH, "n_steps": 2, "every": 50, "slow_every": 200, "slow_on_first_step": False,
+                 "metrics": METRICS},
         "target": {"spec": {"kind": "hf", "model_class": "transformers.LlamaForCausalLM", "model_name": "tiny"}},
         "data": {"dataset_name": "parquet", "tokenizer_name": "bytes", "column_name": "input_ids", "is_tokenized": True,
                  "max_seq_len": SEQ_LEN},
@@ -88,37 +117,136 @@ class Tiny:
     folder: Path
     compiled: Path
 
-    @classmethod
-    def make(cls, folder: Path, compiled: Path) -> "Tiny":
-        save_llama(folder / "target", ARCHITECTURE, jax.jit(init_weights, static_argnums=1)(jax.random.key(0), ARCHITECTURE))
-        (folder / "text").mkdir()
+    def make(self) -> None:
+        save_llama(self.folder / "target", ARCHITECTURE, weights(ARCHITECTURE))
+        (self.folder / "text").mkdir()
         for n in range(20):
             text = "".join(f"{n} times {m} makes {n * m}.\n" for m in range(50))
-            (folder / "text" / f"{n}.txt").write_text(text)
-        tokenize_files([folder / "text"], folder / "data", seq_len=SEQ_LEN, eval_fraction=0.2)
-        tiny = cls(folder, compiled)
-        tiny.write()
-        return tiny
+            (self.folder / "text" / f"{n}.txt").write_text(text)
+        tokenize_files([self.folder / "text"], self.folder / "data", seq_len=SEQ_LEN, eval_fraction=0.2)
+        wrapper: Tree = {"torch_config": "torch.yaml", "run_name": "tiny", "target": {"folder": "target"}}
+        wrapper |= {"data": {"train": "data/train", "eval": "data/eval"}, "milestones": [40]}
+        self.config.write_text(yaml.safe_dump(wrapper))
+        (self.folder / "torch.yaml").write_text(yaml.safe_dump(torch_file()))
 
     @property
     def config(self) -> Path:
         return self.folder / "wrapper.yaml"
 
-    def write(self) -> None:
-        wrapper = {"torch_config": "torch.yaml", "run_name": "tiny", "target": {"folder": "target"}}
-        wrapper["data"] = {"train": "data/train", "eval": "data/eval"}
-        self.config.write_text(yaml.safe_dump(wrapper))
-        (self.folder / "torch.yaml").write_text(yaml.safe_dump(torch_file()))
-
     def environment(self, devices: int = 1) -> dict[str, str]:
-        """Of a `pd` process: programs are compiled once for all of them."""
+        """Of a `pd` process. Programs are compiled once for all of them."""
         return {
             **os.environ,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
             "WANDB_MODE": "disabled",
             "COLUMNS": "200",
         }
+
+    def pd(self, *arguments: str | Path, devices: int = 1, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+        """`pd` with these arguments, to its end."""
+        return subprocess.run(
+            [*PD, *map(str, arguments)], env=self.environment(devices), cwd=ROOT, capture_output=True, text=True, timeout=timeout
+        )
+
+    @contextmanager
+    def started(self, *arguments: str | Path, devices: int = 1) -> Iterator["Process"]:
+        """`pd` with these arguments, in the background; killed at the end of the block if it still runs."""
+        with tempfile.TemporaryFile() as output:
+            command, environment = [*PD, *map(str, arguments)], self.environment(devices)
+            popen = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                yield Process(popen, output)
+            finally:
+                popen.kill()
+                popen.wait()
+
+    def train(self, runs: Path, number: int, *assignments: str) -> list[str | Path]:
+        """Arguments that start the run ``runs/p-0000000<number>``."""
+        sets = (f"out_dir={runs}", f"run_id=p-{number:08x}", *assignments)
+        return ["train", self.config, *(word for assignment in sets for word in ("--set", assignment))]
+
+
+@dataclass(frozen=True)
+class Process:
+    popen: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+
+    def text(self) -> str:
+        """stdout and stderr so far."""
+        # The child writes at the offset that it shares with us: read by position.
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode()
+
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + TIMEOUT
+        while not happened():
+            assert self.popen.poll() is None, f"ended with {self.popen.returncode} before {what}:\n{self.text()}"
+            assert time.monotonic() < end, f"{what}: not in {TIMEOUT} s:\n{self.text()}"
+            time.sleep(0.005)
+
+    def stop(self, number: signal.Signals) -> int:
+        """Sends the signal; the exit status that follows."""
+        self.popen.send_signal(number)
+        return self.popen.wait(TIMEOUT)
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def pd_here(*arguments: str | Path) -> Outcome:
+    """`pd` in this process: what a process would give, without the seconds that one takes to start."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with mock.patch.object(sys, "argv", ["pd", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def programs_shared(tiny: Tiny) -> Iterator[None]:
+    """Programs compiled in this process are found again by others, and theirs by this one."""
+    names = {"jax_compilation_cache_dir": str(tiny.compiled), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def template(built: Built) -> State:
+    """Shapes and shardings of the state on the mesh of ``built``."""
+    spec = built.problem.decomposition
+    shapes = jax.eval_shape(partial(init_state, spec, built.problem.target.sites, built.leading))
+    placed = state_shardings(built.mesh, spec, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed)
+
+
+def rows(run: Path) -> list[Tree]:
+    """`metrics.jsonl` without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("train/perf/", "train/mem/"))} for row in lines]
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Of complete checkpoints."""
+    return sorted(int(path.name) for path in (run / "ckpts").glob("*") if path.name.isdecimal())
+
+
+def saved_arrays(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint under ``item/path``, read without our code."""
+    arrays = {}
+    for item in ("learned", "training"):
+        tree = ocp.StandardCheckpointer().restore((run / "ckpts" / str(step) / item).resolve())
+        arrays |= {f"{item}/{name}": np.asarray(array) for name, array in tree.items()}
+    return arrays

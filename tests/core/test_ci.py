@@ -1,0 +1,254 @@
+"""CI functions (C4, C5): logits and gradients against the reference, and how they are initialised."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.ci import CIConfig, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci
+from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
+from param_decomp_jax.components import Factors
+from param_decomp_jax.sites import Site, Sites
+from tests import reference as ref
+from tests.core import tiny
+
+RNG = np.random.default_rng(0)
+LAYERS: dict[int, list[tuple[str, int, int, int]]] = {
+    0: [("a", 5, 3, 4), ("b", 3, 6, 2)],
+    1: [("a", 5, 3, 4), ("b", 3, 6, 2)],
+    2: [("a", 5, 3, 6)],
+    4: [("c", 7, 2, 3)],
+}
+"""Kind, d_in, d_out, C: three segments; layers 0 and 1 are alike, layer 3 has no site."""
+SITES = Sites(
+    tuple(Site(f"layers.{n}.{kind}", n, kind, kind, *sizes) for n, layer in LAYERS.items() for kind, *sizes in layer)
+)
+CONFIGS: dict[str, CIConfig] = {
+    "mlp": LayerwiseMLP("mlp", (3, 4)),
+    "shared_mlp": LayerwiseMLP("shared_mlp", (6, 5)),
+    "global_shared_transformer": GlobalTransformer(8, 2, (6, 5), n_heads=2, max_len=8, rope_base=50.0),
+}
+LEADS = {"sequence": (2, 5), "no sequence": (3,)}
+
+
+def components() -> Any:
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+    return {s.name: Factors(normal(s.n_layers, s.d_in, s.C), normal(s.n_layers, s.C, s.d_out)) for s in SITES.stacks}
+
+
+def ci_of(config: CIConfig) -> Any:
+    """With numbers that are special in nothing, biases too."""
+    shapes = jax.eval_shape(lambda: init_ci(config, jax.random.key(0), SITES))
+    return jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, x.dtype), shapes)
+
+
+def inputs_of(lead: tuple[int, ...]) -> Any:
+    """Of different sizes: the transformer's norms have something to do."""
+    return {
+        s.name: jnp.asarray((1 + 3 * n) * RNG.normal(size=(s.n_layers, *lead, s.d_in)), jnp.float32)
+        for n, s in enumerate(SITES.stacks)
+    }
+
+
+def cotangents_of(lead: tuple[int, ...]) -> Any:
+    return {s.name: jnp.asarray(RNG.normal(size=(s.n_layers, *lead, s.C)), jnp.float32) for s in SITES.stacks}
+
+
+@jax.jit
+def core(ci: Any, components: Any, inputs: Any, cotangents: Any) -> Any:
+    """Logits, and gradients of Σ logits · cotangents for CI function, components and inputs."""
+
+    def logits(*args: Any) -> Any:
+        ci, components, inputs = args
+        return ci_logits(ci, inputs, components, next(iter(inputs.values())).dtype)
+
+    value, backward = jax.vjp(logits, ci, components, inputs)
+    return value, backward(cotangents)
+
+
+def by_site(arrays: Any) -> Any:
+    return ref.tree_map(tiny.array, SITES.unstack(arrays))
+
+
+def schema(config: CIConfig) -> Any:
+    match config:
+        case LayerwiseMLP(kind, _):
+            return {"fn_type": kind}
+        case GlobalTransformer():
+            attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
+            return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+
+
+def assert_like_reference(
+    config: CIConfig, ci: Any, components: Any, inputs: Any, cotangents: Any, tolerance: float
+) -> None:
+    got, (of_ci, of_components, of_inputs) = core(ci, components, inputs, cotangents)
+    trained = ref.tree_map(
+        ref.Var, {"ci": tiny.ref_ci(ci, SITES), "components": tiny.ref_components(components, SITES)}
+    )
+    want = ref.ci_logits(schema(config), trained["ci"], by_site(inputs), trained["components"])
+    weights = by_site(cotangents)
+    gradients = ref.gradients(sum((z * weights[site]).sum() for site, z in want.items()), trained)
+    tiny.assert_alike(ref.tree_map(ref.value, want), by_site(got), tolerance)
+    # C5: of the components it is V that `mlp` reads, and no other function reads any.
+    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (schema(config)["fn_type"] == "mlp")
+    tiny.assert_alike(gradients["components"], tiny.ref_components(of_components, SITES), tolerance)
+    tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
+    assert not any(np.any(x) for x in jax.tree.leaves(of_inputs)), "F5: inputs are constants"
+
+
+@pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
+    args = (ci_of(config), components(), inputs_of(lead), cotangents_of(lead))
+    if len(lead) == 2:
+        assert_like_reference(config, *args, 1e-5)
+    with jax.enable_x64(True):
+        assert_like_reference(config, *tiny.to_float64(args), 1e-9)
+
+
+def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
+    """C4: bidirectional; every site's logits depend on every site's input at every position of its own row."""
+    lead = LEADS["sequence"]
+    ci, of_components, inputs, zero = (
+        ci_of(CONFIGS["global_shared_transformer"]),
+        components(),
+        inputs_of(lead),
+        cotangents_of(lead),
+    )
+    before, _ = core(ci, of_components, inputs, zero)
+    last = SITES.stacks[-1].name
+    after, _ = core(ci, of_components, {**inputs, last: inputs[last].at[:, 0, -1].add(1.0)}, zero)
+    for site, change in by_site(jax.tree.map(lambda a, b: jnp.abs(a - b).sum(axis=-1), before, after)).items():
+        assert np.all(change[0] > 1e-6), site
+        assert np.all(change[1] == 0), site
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_are_wide_under_bf16(config: CIConfig) -> None:
+    """N1: products take bf16, logits are fp32."""
+    logits = jax.eval_shape(
+        lambda *args: ci_logits(*args, jnp.bfloat16), ci_of(config), inputs_of((2, 5)), components()
+    )
+    assert {x.dtype for x in jax.tree.leaves(logits)} == {jnp.dtype(jnp.float32)}
+    assert {name: x.shape for name, x in logits.items()} == {s.name: (s.n_layers, 2, 5, s.C) for s in SITES.stacks}
+
+
+def test_rotary_frequencies_are_no_parameters() -> None:
+    """C4: every leaf is a weight or a bias."""
+    config = CONFIGS["global_shared_transformer"]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(ci_of(config))]
+    stacks = len(SITES.stacks)
+    # Projection and bias; q, k, v, o and three affine layers for all blocks; an affine head per stack.
+    assert len(paths) == stacks + 1 + 4 + 2 * 3 + 2 * stacks
+    ends = {path.split(".")[-1] for path in paths if not path.startswith(".project")}
+    assert ends == {"W", "b", "bias", "q", "k", "v", "o"}
+
+
+def test_sequences_beyond_max_len_are_refused() -> None:
+    ci = ci_of(CONFIGS["global_shared_transformer"])
+    with pytest.raises(AssertionError, match="max_len"):
+        jax.eval_shape(lambda *args: ci_logits(*args, jnp.float32), ci, inputs_of((1, 9)), components())
+
+
+# ---- MLPs ----
+
+
+def test_gelu_is_exact() -> None:
+    """C4: by erf; the tanh approximation is off by up to 5e-4. None after the last layer."""
+    identity = Affine(jnp.eye(1), jnp.zeros(1))
+    x = jnp.linspace(-4, 4, 81)[:, None]
+    want = ref.gelu(tiny.array(x))
+    np.testing.assert_allclose(apply_mlp((identity, identity), x), want, atol=1e-6)
+    assert np.abs(jax.nn.gelu(x) - want).max() > 1e-4
+    np.testing.assert_array_equal(apply_mlp((identity,), x), x)
+
+
+# ---- initial values ----
+
+
+def assert_normal(x: Any, std: float) -> None:
+    """Mean 0 and this standard deviation, within five standard errors."""
+    x = tiny.array(x)
+    assert abs(x.mean()) < 5 * std / x.size**0.5
+    assert abs(x.std() / std - 1) < 5 / (2 * x.size) ** 0.5
+
+
+def assert_mlp(mlp: Any, fan_in: tuple[int, ...]) -> None:
+    """C4: gain √2 into a hidden layer, 1 into the output, biases zero."""
+    gains = [2**0.5] * (len(mlp) - 1) + [1.0]
+    for layer, gain, n in zip(mlp, gains, fan_in, strict=True):
+        assert_normal(layer.W, gain / n**0.5)
+        assert not np.any(layer.b)
+
+
+WIDE = Sites(
+    tuple(
+        Site(f"layers.{n}.{kind}", n, kind, kind, d_in, 4, C)
+        for n, kind, d_in, C in [(0, "a", 40, 30), (1, "a", 40, 30), (2, "b", 24, 50)]
+    )
+)
+initialise = partial(jax.jit, static_argnums=(0, 2))(init_ci)
+KEY = jax.random.key(5, impl="threefry2x32")
+
+
+def test_initial_mlp() -> None:
+    assert_mlp(jax.jit(init_mlp, static_argnums=(1, 2))(KEY, (), (50, 80, 60, 40)), (50, 80, 60))
+
+
+def test_initial_layerwise_functions() -> None:
+    shared = initialise(LayerwiseMLP("shared_mlp", (70,)), KEY, WIDE)
+    scalar = initialise(LayerwiseMLP("mlp", (20,)), KEY, WIDE)
+    for stack in WIDE.stacks:
+        n = stack.n_layers
+        assert [layer.W.shape for layer in shared.heads[stack.name]] == [(n, stack.d_in, 70), (n, 70, stack.C)]
+        assert_mlp(shared.heads[stack.name], (stack.d_in, 70))
+        shapes = [(n, stack.C, 1, 20), (n, stack.C, 20, 1)]
+        assert [layer.W.shape for layer in scalar.heads[stack.name]] == shapes
+        assert_mlp(scalar.heads[stack.name], (1, 20))
+        # Every component has its own.
+        assert np.unique(scalar.heads[stack.name][0].W[..., 0, 0]).size == n * stack.C
+
+
+def test_initial_transformer() -> None:
+    """C4: the projection's fan-in is the width of the concatenation; attention is uniform."""
+    d = 64
+    config = GlobalTransformer(d_model=d, n_blocks=2, mlp_hidden=(96,), n_heads=4)
+    ci: Any = initialise(config, KEY, WIDE)
+    width = 40 + 40 + 24
+    for stack in WIDE.stacks:
+        assert_normal(ci.project[stack.name], (2 / width) ** 0.5)
+        assert_mlp((ci.heads[stack.name],), (d,))
+    a = WIDE.stacks[0].name
+    assert not np.array_equal(ci.heads[a].W[0], ci.heads[a].W[1])
+    assert not np.array_equal(ci.project[a][0], ci.project[a][1])
+    assert not np.any(ci.bias)
+    assert_mlp(ci.blocks.mlp, (d, 96))
+    bound = d**-0.5
+    for name in "qkvo":
+        x = tiny.array(getattr(ci.blocks, name))
+        assert x.shape == (2, d, d)
+        assert 0.999 * bound < np.abs(x).max() <= bound * (1 + 1e-6)
+        assert abs(x.mean()) < 5 * bound / 3**0.5 / x.size**0.5
+        assert x.std() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert not np.array_equal(ci.blocks.q, ci.blocks.k)
+
+
+@pytest.mark.parametrize("config", [LayerwiseMLP("shared_mlp", (3,)), GlobalTransformer(4, 1, (), n_heads=1)], ids=repr)
+def test_initial_weights_do_not_depend_on_stacking(config: CIConfig) -> None:
+    """M4 for the weights: what belongs to one site is its own draw, whatever it is stacked with."""
+
+    def of_sites(*layers: int) -> tuple[int, Any]:
+        sites = Sites(tuple(Site(f"layers.{n}.a", n, "a", "x", 6, 4, 5) for n in layers))
+        ci = tiny.ref_ci(initialise(config, KEY, sites), sites)
+        by_site = ci if isinstance(config, GlobalTransformer) else list(ci.values())
+        return len(sites.stacks), by_site
+
+    (one, stacked), (two, apart) = of_sites(0, 1), of_sites(0, 2)
+    assert (one, two) == (1, 2)
+    tiny.assert_alike(stacked, apart, 1e-6)

@@ -1,0 +1,71 @@
+"""What the core may touch: pure functions on pytrees, no files, no environment, nothing of the laboratory."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted((ROOT / "param_decomp_jax").rglob("*.py"))
+ALLOWED = {
+    "param_decomp_jax", "jax", "equinox", "optax", "jaxtyping", "numpy",
+    "collections", "dataclasses", "functools", "itertools", "math", "typing",
+}  # fmt: skip
+FORBIDDEN_NAMES = {"open", "Path", "environ", "getenv", "input", "print", "eval", "exec", "__import__"}
+FORBIDDEN_ATTRIBUTES = {"environ", "getenv", "memmap", "fromfile", "loadtxt", "save", "savez", "tofile"}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield node.module or ""
+
+
+def mentioned(tree: ast.AST) -> Iterator[str]:
+    """Forbidden names and attributes that the code uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
+            yield node.id
+        elif isinstance(node, ast.Attribute) and node.attr in FORBIDDEN_ATTRIBUTES:
+            yield node.attr
+
+
+def test_the_core_is_found() -> None:
+    assert len(CORE) > 20
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_core_module(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    strangers = {name for name in imported(tree) if name.split(".")[0] not in ALLOWED}
+    assert not strangers
+    assert not set(mentioned(tree))
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after the statement."""
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_the_configuration_needs_no_jax() -> None:
+    """Help and the answers to a wrong configuration come at once."""
+    loaded = modules_after("import param_decomp_lab.config")
+    assert "param_decomp_lab" in loaded
+    assert not loaded & {"jax", "jaxlib", "equinox", "optax"}
+
+
+def test_the_core_does_not_load_the_laboratory() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in CORE]
+    loaded = modules_after("import " + ", ".join(names))
+    assert "param_decomp_jax" in loaded
+    assert not loaded & {"param_decomp_lab", "yaml", "wandb"}

@@ -1,0 +1,151 @@
+"""Sites: canonical order, and the stacks and segments that they form."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.targets.llama import KINDS, LlamaConfig, make_sites, module_name, module_names
+
+CONFIG = LlamaConfig(vocab_size=5, d_model=8, n_layers=12, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6)
+
+
+def of(*layers: dict[str, int]) -> Sites:
+    """Sites by layer: kind to C. An empty layer has none."""
+    chosen = {module_name(n, kind): C for n, layer in enumerate(layers) for kind, C in layer.items()}
+    return make_sites(CONFIG, chosen)
+
+
+def spans(sites: Sites) -> list[tuple[int, int]]:
+    return [(segment.first, segment.stop) for segment in sites.segments]
+
+
+def test_canonical_order_whatever_the_order_given() -> None:
+    """Section 1: by layer number (10 after 9), then by the order of application."""
+    names = module_names(CONFIG)
+    assert names[:7] == (
+        "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj",
+        "layers.0.self_attn.o_proj", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj",
+    )  # fmt: skip
+    assert [int(name.split(".")[1]) for name in names] == sorted(list(range(12)) * 7)
+    shuffled = np.random.default_rng(0).permutation(names)
+    sites = make_sites(CONFIG, {str(name): 3 for name in shuffled})
+    assert tuple(site.name for site in sites.all) == names
+
+
+def test_shapes_and_shared_inputs() -> None:
+    """Section 1: `x @ W`; sites that multiply the same activation say so."""
+    sites = of(dict.fromkeys(KINDS, 3))
+    shapes = {site.kind: (site.d_in, site.d_out) for site in sites.all}
+    assert shapes == {
+        "q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8),
+        "gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8),
+    }  # fmt: skip
+    reads = [site.reads for site in sites.all]
+    assert reads == ["attn_in"] * 3 + ["attn_out"] + ["mlp_in"] * 2 + ["mlp_hidden"]
+
+
+def test_alike_layers_are_one_stack_per_kind() -> None:
+    sites = of(*[{"q_proj": 4, "up_proj": 6}] * 3)
+    assert spans(sites) == [(0, 3)]
+    q, up = sites.stacks
+    assert (q.name, q.sites, q.C, q.d_in, q.d_out) == ("layers.0-2.self_attn.q_proj", (0, 2, 4), 4, 8, 8)
+    assert (up.name, up.sites, up.C, up.d_in, up.d_out) == ("layers.0-2.mlp.up_proj", (1, 3, 5), 6, 8, 6)
+    assert q.layers == range(3)
+    assert q.n_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "want"),
+    [
+        ([{"q_proj": 4}, {"q_proj": 5}], [(0, 1), (1, 2)]),
+        ([{"q_proj": 4}, {"q_proj": 4, "up_proj": 4}, {"q_proj": 4, "up_proj": 4}], [(0, 1), (1, 3)]),
+        ([{"q_proj": 4}, {"k_proj": 4}], [(0, 1), (1, 2)]),
+        ([{"q_proj": 4}, {}, {"q_proj": 4}], [(0, 1), (2, 3)]),
+        ([{}, {}, {"q_proj": 4}, {"q_proj": 4}], [(2, 4)]),
+        ([{"q_proj": 4, "up_proj": 6}, {"q_proj": 6, "up_proj": 4}], [(0, 1), (1, 2)]),
+        ([], []),
+    ],
+    ids=["other C", "more kinds", "other kind", "gap", "late start", "C exchanged", "none"],
+)
+def test_segments(layers: list[dict[str, int]], want: list[tuple[int, int]]) -> None:
+    assert spans(of(*layers)) == want
+
+
+def test_other_shape_or_input_splits() -> None:
+    def site(layer: int, reads: str = "x", d_in: int = 4, d_out: int = 5) -> Site:
+        return Site(f"layers.{layer}.a", layer, "a", reads, d_in, d_out, 3)
+
+    assert len(Sites((site(0), site(1))).segments) == 1
+    for other in (site(1, reads="y"), site(1, d_in=6), site(1, d_out=6)):
+        assert len(Sites((site(0), other)).segments) == 2
+
+
+def test_a_stack_of_one_has_its_sites_name() -> None:
+    sites = of({"q_proj": 4}, {"q_proj": 5}, {"q_proj": 5})
+    assert [stack.name for stack in sites.stacks] == ["layers.0.self_attn.q_proj", "layers.1-2.self_attn.q_proj"]
+
+
+def test_names_without_a_layer_number() -> None:
+    """Toy targets: `linear1`."""
+    sites = Sites((Site("linear1", 0, "linear1", "x", 5, 2, 7), Site("linear2", 1, "linear2", "h", 2, 5, 7)))
+    assert [stack.name for stack in sites.stacks] == ["linear1", "linear2"]
+
+
+def test_only_the_first_number_of_a_name_is_the_layer() -> None:
+    sites = Sites(tuple(Site(f"layers.{n}.heads.0.q", n, "q", "x", 2, 2, 2) for n in range(2)))
+    assert [stack.name for stack in sites.stacks] == ["layers.0-1.heads.0.q"]
+
+
+def test_mistakes_are_refused() -> None:
+    a, b = of({"q_proj": 4}, {"q_proj": 4}).all
+    with pytest.raises(AssertionError, match="twice"):
+        Sites((a, a))
+    with pytest.raises(AssertionError, match="canonical"):
+        Sites((b, a))
+    with pytest.raises(AssertionError, match="not matrices"):
+        make_sites(CONFIG, {"layers.12.mlp.up_proj": 3})
+
+
+def test_unstack() -> None:
+    sites = of({"q_proj": 4, "up_proj": 6}, {"q_proj": 4, "up_proj": 6}, {"q_proj": 5})
+    # In the rows of every stack stand the canonical numbers of its sites.
+    arrays = {stack.name: np.array(stack.sites) for stack in sites.stacks}
+    rows = sites.unstack(arrays)
+    assert list(rows) == [site.name for site in sites.all]
+    assert list(rows.values()) == [0, 1, 2, 3, 4]
+    assert len(sites) == 5
+
+
+layer_forms = st.dictionaries(st.sampled_from(KINDS), st.integers(1, 2), max_size=3)
+
+
+@given(st.lists(layer_forms, max_size=CONFIG.n_layers))
+def test_stacks_partition_the_sites(layers: list[dict[str, int]]) -> None:
+    sites = of(*layers)
+    members = sorted(n for stack in sites.stacks for n in stack.sites)
+    assert members == list(range(len(sites.all)))
+    assert len({stack.name for stack in sites.stacks}) == len(sites.stacks)
+    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.place, strict=True)):
+        assert stack.sites[row] == n
+        assert stack.layers[row] == site.layer
+        assert (stack.kind, stack.reads, stack.d_in, stack.d_out, stack.C) == (
+            site.kind, site.reads, site.d_in, site.d_out, site.C,
+        )  # fmt: skip
+
+
+@given(st.lists(layer_forms, max_size=CONFIG.n_layers))
+def test_segments_are_runs_of_alike_layers_and_no_run_is_cut(layers: list[dict[str, int]]) -> None:
+    sites = of(*layers)
+    decomposed = [n for n, layer in enumerate(layers) if layer]
+    assert [n for first, stop in spans(sites) for n in range(first, stop)] == decomposed
+    for segment in sites.segments:
+        kinds = {stack.kind: stack.C for stack in segment.stacks}
+        assert all(layers[n] == kinds for n in range(segment.first, segment.stop))
+        assert all(list(stack.layers) == list(range(segment.first, segment.stop)) for stack in segment.stacks)
+        assert [KINDS.index(stack.kind) for stack in segment.stacks] == sorted(map(KINDS.index, kinds))
+    for a, b in pairwise(sites.segments):
+        assert a.stop < b.first or layers[a.first] != layers[b.first]

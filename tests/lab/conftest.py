@@ -1,0 +1,37 @@
+"""The tiny run, made once for all tests of the laboratory."""
+
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from tests.lab.tiny_run import Tiny
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """One folder for all processes of a test session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "tiny"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(shared_folder: Path) -> Tiny:
+    made = Tiny(shared_folder / "made", shared_folder / "compiled")
+    with FileLock(shared_folder / "made.lock"):
+        if not made.folder.exists():
+            made.make()
+    return made
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Tiny, shared_folder: Path) -> Path:
+    """The folder of a run that nothing disturbed, made by `pd train`."""
+    runs = shared_folder / "runs"
+    with FileLock(shared_folder / "runs.lock"):
+        if not runs.exists():
+            process = tiny.pd(*tiny.train(runs, 1))
+            assert process.returncode == 0, process.stdout + process.stderr
+    return runs / "p-00000001"

@@ -1,0 +1,63 @@
+"""The command line: help with examples everywhere, and `pd report`."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from param_decomp_lab.cli import app
+from tests.lab.tiny_run import PD, ROOT, pd_here
+
+HELP = {
+    (): ("train", "pretrain", "data", "report"),
+    ("train",): ("pd train configs/demo/decompose.yaml", "--set pd.steps=200", "pd train --resume runs/p-1a2b3c4d"),
+    ("pretrain",): ("pd pretrain configs/demo/pretrain.yaml",),
+    ("data",): ("tokenize",),
+    ("data", "tokenize"): ("pd data tokenize --stdlib --out data/demo", "--tokenizer meta/tokenizer.json"),
+    ("report",): ("pd report runs/p-1a2b3c4d",),
+}
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda command: " ".join(("pd", *command)))
+def test_help(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 0
+    for text in HELP[command]:
+        assert text in result.output
+    if len(command) and command != ("data",):
+        assert "Example" in result.output
+
+
+def test_help_needs_no_jax() -> None:
+    """Somebody who asks for help does not wait for a backend."""
+    code = "import sys, param_decomp_lab.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([PD[0], "-c", code], cwd=ROOT, env=dict(os.environ), timeout=120).returncode == 0
+
+
+def test_wrong_usage() -> None:
+    outcome = pd_here("train", "--resum", "x")
+    assert outcome.status == 2
+    assert "--resume" in outcome.err
+
+
+def test_report_is_written_again(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / finished.name
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("ckpts"))
+    (run / "report.html").unlink()
+    outcome = pd_here("report", run)
+    assert outcome.status == 0, outcome
+    assert outcome.out.strip() == str(run / "report.html")
+    page = (run / "report.html").read_text()
+    assert page == (finished / "report.html").read_text()
+    for text in ("PersistentPGDReconSubsetLoss", "layers.1.mlp.down_proj", "data:image/png;base64", "makes"):
+        assert text in page
+
+
+def test_report_of_what_is_no_run(tmp_path: Path) -> None:
+    outcome = pd_here("report", tmp_path)
+    assert outcome.status == 2
+    assert str(tmp_path) in outcome.err
+    assert "Traceback" not in outcome.err

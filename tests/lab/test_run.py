@@ -1,0 +1,187 @@
+"""A run goes on after whatever stopped it, as if nothing had (T5), and stops by itself when a loss is not finite (N3)."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from param_decomp_lab.build import Built, build
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.run import StopSignal
+from param_decomp_lab.sinks import read_metrics
+from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
+
+
+def assert_same_run(run: Path, undisturbed: Path) -> None:
+    """T5: every row once and equal to the last bit, and so is everything that the last checkpoint holds."""
+    expected = rows(undisturbed)
+    steps = [row["step"] for row in expected]
+    assert [row["step"] for row in rows(run)] == steps == sorted(set(steps))
+    for row, same in zip(rows(run), expected, strict=True):
+        assert row == same
+    assert saved_steps(run) == saved_steps(undisturbed)
+    want, got = (saved_arrays(folder, STEPS) for folder in (undisturbed, run))
+    assert want.keys() == got.keys()
+    assert [name for name in want if want[name].tobytes() != got[name].tobytes()] == []
+    assert (run / "examples.json").read_bytes() == (undisturbed / "examples.json").read_bytes()
+
+
+def kill_after(tiny: Tiny, arguments: list[str | Path], run: Path, checkpoint: int, seed: int) -> None:
+    """kill -9 at a random moment after the checkpoint appears."""
+    delay = random.Random(seed).uniform(0, 0.4)
+    with tiny.started(*arguments) as process:
+        process.wait_until((run / "ckpts" / str(checkpoint)).exists, f"checkpoint {checkpoint}")
+        time.sleep(delay)
+        status = process.stop(signal.SIGKILL)
+    written = [row["step"] for row in rows(run)]
+    print(f"seed {seed}: killed {delay:.3f} s after checkpoint {checkpoint}, at {saved_steps(run)}, row {written[-1:]}")
+    assert status == -signal.SIGKILL
+
+
+def test_killed_and_stopped_run_is_identical(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
+    """kill -9, resume, SIGTERM, resume: the last one is the resumption of a resumed run."""
+    start = tiny.train(tmp_path, 1)
+    run = tmp_path / "p-00000001"
+    kill_after(tiny, start, run, 60, seed=random.randrange(10**6))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 195, "train/loss/tot')  # the kill came in the middle of a line
+
+    with tiny.started("train", "--resume", run) as process:
+        process.wait_until((run / "ckpts" / "120").exists, "checkpoint 120")
+        assert process.stop(signal.SIGTERM) == 75
+        at = saved_steps(run)[-1]
+        assert f"stopped and saved at step {at};" in process.text()
+        assert 120 <= at < STEPS
+
+    last = tiny.pd(*start, "--resume", run)
+    assert last.returncode == 0, last.stderr
+    assert f"resuming {run} at step {at} of {STEPS}" in last.stdout
+    assert_same_run(run, finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_run_is_identical(tiny: Tiny, finished: Path, tmp_path: Path, seed: int) -> None:
+    run = tmp_path / "p-00000001"
+    kill_after(tiny, tiny.train(tmp_path, 1), run, 20 * (seed + 1), seed)
+    last = tiny.pd("train", "--resume", run)
+    assert last.returncode == 0, last.stderr
+    assert_same_run(run, finished)
+
+
+def test_stop_in_the_warm_up_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """Half a warm-up is no start: resumed, the run begins at the beginning."""
+    run = tmp_path / "p-00000001"
+    with tiny.started(*tiny.train(tmp_path, 1, "pd.faithfulness_warmup_steps=100000000")) as process:
+        process.wait_until(lambda: "faithfulness warm-up" in process.text(), "the warm-up")
+        assert process.stop(signal.SIGTERM) == 75
+        assert "stopped in the faithfulness warm-up; nothing was saved" in process.text()
+    assert saved_steps(run) == []
+    assert not (run / "metrics.jsonl").exists()
+    with tiny.started("train", "--resume", run) as process:
+        process.wait_until(lambda: "faithfulness warm-up" in process.text(), "the warm-up")
+        assert process.stop(signal.SIGINT) == 75
+        assert "no checkpoint yet: starting from the beginning" in process.text()
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_stop_in_an_evaluation_abandons_and_saves(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """SIGTERM while the second evaluation (step 4) is at its first batch, then at its second and last."""
+    evaluation = "eval={batch_size: 8, n_steps: 2, every: 4, slow_every: 12, metrics: [{type: CI_L0, groups: null}]}"
+    settings = (*LIGHT, evaluation, "cadence={train_log_every: 1}")
+    undisturbed = pd_here(*tiny.train(tmp_path, 1, *settings))
+    assert undisturbed.status == 0, undisturbed
+
+    def interrupted(config: RunConfig) -> Built:
+        built = build(config)
+        numbers: list[int] = []
+
+        def batches(number: int) -> jax.Array:
+            if len(numbers) == batch:
+                os.kill(os.getpid(), signal.SIGTERM)
+            numbers.append(number)
+            return built.eval(number)
+
+        return replace(built, eval=batches)
+
+    monkeypatch.setattr("param_decomp_lab.run.build", interrupted)
+    stopped = pd_here(*tiny.train(tmp_path, 2, *settings))
+    monkeypatch.undo()
+    run = tmp_path / "p-00000002"
+    assert stopped.status == 75, stopped
+    if batch == 2:
+        assert "stopped while evaluating and saved at step 4; go on with" in stopped.out
+        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
+        assert saved_steps(run) == [4]
+    else:  # nothing was left to abandon: that evaluation counts, and the next step is the first that is not made
+        assert "stopped and saved at step 5; go on with" in stopped.out
+        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+        assert saved_steps(run) == [5]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the run
+
+    resumed = pd_here("train", "--resume", run)
+    assert resumed.status == 0, resumed
+    assert rows(run) == rows(tmp_path / "p-00000001")
+
+
+def test_stop_that_comes_right_after_the_look_at_it(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that arrives between the two looks at it must not end the run unsaved."""
+    asked: list[int] = []
+
+    def requested(self: StopSignal) -> bool:
+        asked.append(len(asked))
+        return len(asked) > 1
+
+    monkeypatch.setattr(StopSignal, "__call__", requested)
+    stopped = pd_here(*tiny.train(tmp_path, 1, *LIGHT, "cadence={train_log_every: 1}"))
+    assert stopped.status == 75, stopped
+    assert "stopped and saved at step 1" in stopped.out
+    assert saved_steps(tmp_path / "p-00000001") == [1]
+
+
+def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
+    """N3: the step and the terms are named however late the metrics are fetched, and nothing broken is saved."""
+    rate = "pd.components_optimizer={lr_schedule: {start_val: 1.0e+30}}"
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, rate, "cadence={train_log_every: 7, save_every: 1}"))
+    assert outcome.status == 1, outcome
+    assert "error: not finite at step 1: CIMaskedReconLoss = nan, FaithfulnessLoss = inf" in outcome.err
+    assert "Traceback" not in outcome.err
+    run = tmp_path / "p-00000001"
+    assert [row["step"] for row in rows(run)] == [0]
+    assert saved_steps(run) == [1]
+    assert [name for name, array in saved_arrays(run, 1).items() if not np.isfinite(array).all()] == []
+
+    late = pd_here(*tiny.train(tmp_path, 2, *LIGHT, rate, "cadence={train_log_every: 1000}"))
+    assert late.status == 1, late
+    assert "not finite at step 1: CIMaskedReconLoss = nan, FaithfulnessLoss = inf" in late.err
+    assert saved_steps(tmp_path / "p-00000002") == []
+
+
+def test_not_finite_in_the_warm_up(tiny: Tiny, tmp_path: Path) -> None:
+    warmup = ("pd.faithfulness_warmup_steps=100", "pd.faithfulness_warmup_lr=1.0e+30")
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, *warmup))
+    assert outcome.status == 1, outcome
+    assert "faithfulness is inf in the warm-up (lr 1e+30)" in outcome.err
+    assert saved_steps(tmp_path / "p-00000001") == []
+
+
+def test_eight_devices(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
+    """D3: ten steps and an evaluation with the batch split over eight devices are those of one device."""
+    run = tmp_path / "p-00000001"
+    mesh = ("mesh={fsdp: 8}", "pd.batch_size=8")
+    with tiny.started(*tiny.train(tmp_path, 1, *mesh), devices=8) as process:
+        process.wait_until(lambda: any(row["step"] > 9 for row in read_metrics(run)), "step 10")
+        process.stop(signal.SIGKILL)
+    got, expected = rows(run), rows(finished)
+    assert [row["step"] for row in got[:4]] == [0, 3, 6, 9]
+    for row, same in zip(got[:4], expected, strict=False):
+        # Differences of cross-entropies (some 5 nats) lose the digits that the two have in common.
+        assert row == pytest.approx(same, rel=1e-5, abs=1e-7)
