@@ -70,7 +70,7 @@ class SignAscent:
 
 @dataclass(frozen=True)
 class PersistentAttack:
-    """A2 to A7: sources that live in the train state. ``sigmoid``: unbounded raw values, effective source sigmoid(raw)."""
+    """A2 to A7: sources that live in the train state. ``sigmoid``: raw values are unbounded, sources sigmoid(raw)."""
 
     optimizer: AdamAscent | SignAscent
     scope: Scope
@@ -128,7 +128,7 @@ def initial_sources(
 
 
 def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start: Bundle) -> Bundle:
-    """A1: ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times; held constant after."""
+    """A1: ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times; then a constant."""
 
     def ascend(_: Int[Array, ""], sources: Bundle) -> Bundle:
         gradient = jax.grad(error)(sources)

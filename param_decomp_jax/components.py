@@ -21,7 +21,7 @@ Components = dict[str, Factors]
 
 
 def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
-    """V ~ N(0, 1/d_in), U ~ N(0, 1/C), fp32. A site's draw depends on its canonical number, not on how sites are stacked."""
+    """V ~ N(0, 1/d_in), U ~ N(0, 1/C), fp32; a site's draw depends on its canonical number, not on its stack."""
 
     def factors(numbers: tuple[int, ...], d_in: int, d_out: int, C: int) -> Factors:
         keys = [jax.random.split(jax.random.fold_in(key, n)) for n in numbers]

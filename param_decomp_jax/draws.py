@@ -31,7 +31,7 @@ def threefry_2x32(
 
 
 def uniform(key: PRNGKeyArray, leading: tuple[int, ...], columns: int) -> Float[Array, "*leading columns"]:
-    """U[0, 1) in fp32, multiples of 2⁻²⁴; element ``(…, c)`` depends on the key, its position in ``leading`` and ``c`` only.
+    """U[0, 1) in fp32, multiples of 2⁻²⁴: element ``(…, c)`` is a function of the key, its position and ``c`` alone.
 
     A position is the row-major number of the leading index, so it must be below 2³². A draw ``[batch, seq, C]`` has
     the same first rows whatever the batch, and the same first columns whatever C.

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from math import prod
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -57,9 +56,7 @@ class ImportanceMinimality:
 Term = Faithfulness | ImportanceMinimality | Reconstruction
 
 
-def faithfulness(
-    components: Components, weights: dict[str, Float[Array, "layers d_in d_out"]]
-) -> Float[Array, ""]:
+def faithfulness(components: Components, weights: dict[str, Float[Array, "layers d_in d_out"]]) -> Float[Array, ""]:
     """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters."""
     total = sum((jnp.sum(delta(W, components[name]) ** 2) for name, W in weights.items()), start=jnp.zeros(()))
     return total / sum(W.size for W in weights.values())

@@ -23,9 +23,7 @@ class AdamW:
 
 def transformation(spec: AdamW, total: int) -> optax.GradientTransformation:
     """The optax transformation, without the clip. ``total``: steps of the whole training (T2)."""
-    return optax.adamw(
-        lambda count: spec.schedule(count, total), *spec.betas, eps=1e-8, weight_decay=spec.weight_decay
-    )
+    return optax.adamw(lambda count: spec.schedule(count, total), *spec.betas, eps=1e-8, weight_decay=spec.weight_decay)
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

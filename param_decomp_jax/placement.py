@@ -60,7 +60,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> State:
-    """Shardings in the structure of ``state`` (arrays or shapes): everything whole, but sources per row with the batch (D2)."""
+    """Shardings in the structure of ``state`` (arrays or shapes): whole, but sources per row with the batch (D2)."""
     whole = sharding(mesh)
     shardings = jax.tree.map(lambda _: whole, state)
 

@@ -11,7 +11,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
 from param_decomp_jax.components import Components, masked_site
 from param_decomp_jax.masks import (
-    Bundle, Constant, ConstantSources, GivenSources, SourceKind, Stochastic, StochasticSources, interpolate,
+    Bundle,
+    Constant,
+    ConstantSources,
+    GivenSources,
+    SourceKind,
+    Stochastic,
+    StochasticSources,
+    interpolate,
 )  # fmt: skip
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
@@ -100,7 +107,9 @@ class MaskedLayer:
     def enter(self, x: Float[Array, "*n d"]) -> None:
         pass
 
-    def __call__(self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
         if kind not in self.live:
             y = matmul(x, W)
         else:
@@ -132,9 +141,7 @@ class MaskedLinears:
     def _live_stacks(self, layer: int) -> tuple[Stack, ...]:
         live = set(self.live)
         return tuple(
-            stack
-            for stack in self.sites.stacks
-            if layer in stack.layers and stack.sites[layer - stack.first] in live
+            stack for stack in self.sites.stacks if layer in stack.layers and stack.sites[layer - stack.first] in live
         )
 
     def cuts(self) -> frozenset[int]:
@@ -231,7 +238,7 @@ def reconstruction(
     key: PRNGKeyArray,
     bundle: Bundle | None = None,
 ) -> Float[Array, ""]:
-    """Mean error over the term's forwards, without its coefficient. ``bundle``: effective sources of a persistent term."""
+    """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
     sites = scene.target.sites
     errors: list[Array] = []
     for live in live_sets(term.live, len(sites)):

@@ -28,9 +28,7 @@ class StaticProbability:
 Routing = Everywhere | UniformKSubset | StaticProbability
 
 
-def uniform_k_subset(
-    size: Float[Array, "*n"], scores: Float[Array, "*n sites"]
-) -> Bool[Array, "*n sites"]:
+def uniform_k_subset(size: Float[Array, "*n"], scores: Float[Array, "*n sites"]) -> Bool[Array, "*n sites"]:
     """The k sites of smallest score, with k = 1 + ⌊size · sites⌋ for ``size`` in [0, 1); ties go by site order."""
     n = scores.shape[-1]
     # fp32 size · n may round up to n although size < 1.

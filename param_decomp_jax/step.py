@@ -108,7 +108,9 @@ def losses_and_ascents(
 
     climb = persistent_error(scene, state.components, jax.tree.map(lower, logits))
     adversaries = {
-        name: when_on(spec, attack, state, lambda a, attack=attack: warm_up(attack, a, climb, state.step, spec.steps), adversary)
+        name: when_on(
+            spec, attack, state, lambda a, attack=attack: warm_up(attack, a, climb, state.step, spec.steps), adversary
+        )
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
     }
@@ -127,7 +129,11 @@ def losses_and_ascents(
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
         own = jax.tree.map(lambda g, c=term.coeff: g / c, to_sources[name])
         adversaries[name] = when_on(
-            spec, attack, state, lambda a, attack=attack, own=own: ascend(attack, a, own, state.step, spec.steps), adversaries[name]
+            spec,
+            attack,
+            state,
+            lambda a, attack=attack, own=own: ascend(attack, a, own, state.step, spec.steps),
+            adversaries[name],
         )
     return adversaries, gradients, metrics
 
@@ -152,9 +158,7 @@ def total_loss(
             case Faithfulness():
                 value = faithfulness(components, scene.target.site_weights(scene.weights))
             case ImportanceMinimality():
-                value, frequency = importance_minimality(
-                    term, jax.tree.map(upper, logits), state.step, spec.steps
-                )
+                value, frequency = importance_minimality(term, jax.tree.map(upper, logits), state.step, spec.steps)
                 if term.frequency is not None and frequency is not None:
                     metrics[f"loss/{term.name}_frequency"] = frequency
                     total += term.frequency.coeff * frequency

@@ -1,4 +1,4 @@
-"""From a configuration to what a run works with: target, weights, data, mesh. Everything is checked before anything is written."""
+"""From a configuration to what a run works with: target, weights, data, mesh; checked before anything is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from param_decomp_lab.config.torch_schema import EvalConfig, HubSpec, LanguageMo
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
-from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import load_llama
@@ -167,4 +167,3 @@ def _mesh(config: RunConfig) -> Mesh:
 def _placer(mesh: Mesh) -> Callable[[np.ndarray], Array]:
     where = batch_sharding(mesh)
     return lambda tokens: from_host(tokens, where)
-

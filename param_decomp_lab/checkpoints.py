@@ -52,7 +52,11 @@ class Checkpoints:
     ) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
         policies: list[Any] = [preservation_policy.LatestN(keep_last), _Milestones(is_milestone)]
-        keep = preservation_policy.PreserveAll() if keep_last is None else preservation_policy.AnyPreservationPolicy(policies)
+        keep = (
+            preservation_policy.PreserveAll()
+            if keep_last is None
+            else preservation_policy.AnyPreservationPolicy(policies)
+        )
         self._folder = (run_folder / FOLDER).resolve()
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -79,13 +83,15 @@ class Checkpoints:
         return str(metadata["configuration"])
 
     def restore(self, step: int, template: State) -> State:
-        """The whole state of ``step``, placed as ``template``'s shapes and shardings say; its buffers can be donated."""
+        """The whole state of ``step``, placed as ``template`` (shapes and shardings) says; its buffers can be donated."""
         try:
             wanted = {name: ocp.args.StandardRestore(leaves) for name, leaves in _items(template).items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**wanted))
         except (ValueError, KeyError, FileNotFoundError, OSError) as error:
             raise UserError(f"the checkpoint {self._folder / str(step)} cannot be read: {error}") from error
-        state = unflatten(template, {name: leaf for item in ("learned", "training") for name, leaf in restored[item].items()})
+        state = unflatten(
+            template, {name: leaf for item in ("learned", "training") for name, leaf in restored[item].items()}
+        )
         # Restored buffers may belong to orbax and then donation silently copies; fresh ones are ours.
         shardings = jax.tree.map(lambda x: x.sharding, template)
         copied: State = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=shardings)(state)

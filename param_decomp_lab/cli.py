@@ -81,7 +81,9 @@ def pretrain(
 
 @data_app.command("tokenize")
 def tokenize(
-    inputs: Annotated[list[str] | None, typer.Argument(help="Text files, folders or globs.", show_default=False)] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Text files, folders or globs.", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder to make: train/, eval/, meta.json.")] = Path("data/tokens"),
     stdlib: Annotated[bool, typer.Option(help="Use the English text that every CPython carries.")] = False,
     tokenizer: Annotated[str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or its folder.")] = "bytes",

@@ -78,7 +78,9 @@ def train(config: RunConfig, console: Console) -> Path:
     config = config.with_run_id(run_id)
     folder = config.wrapper.out_dir / run_id
     if folder.exists():
-        raise UserError(f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id")
+        raise UserError(
+            f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
+        )
     built = build(config)
     _make_folder(folder, config)
     return _Run(config, built, folder, console).go(resumed=False)
@@ -120,7 +122,9 @@ def _environment() -> dict[str, Any]:
         "git_commit": commit.stdout.strip() or None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")},
+        "packages": {
+            name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
+        },
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
         "cpu_count": os.cpu_count(),
@@ -349,7 +353,7 @@ class Recorder:
 
 
 def compile_step(built: Built, state: State) -> tuple[Any, list[str]]:
-    """The compiled, donated step ``(state, weights, inputs) -> (state, metrics as one vector)``, and the metrics' names."""
+    """The compiled, donated step ``(state, weights, inputs) -> (state, metrics as a vector)``, and their names."""
     problem: Problem = built.problem
     names: list[str] = []
 

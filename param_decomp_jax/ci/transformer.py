@@ -50,7 +50,7 @@ class TransformerCI(eqx.Module):
     config: GlobalTransformer = eqx.field(static=True)
 
     def features(self, inputs: dict[str, Array], compute_dtype: Any) -> Float[Array, "*batch T d"]:
-        """The last hidden state, from every stack's clean inputs ``[layers, B, T, d_in]`` (or ``[layers, B, d_in]``)."""
+        """The last hidden state, from the clean inputs ``[layers, B, T, d_in]`` (or ``[layers, B, d_in]``)."""
         h = self.bias
         for name, x in inputs.items():
             # The concatenation is never built: a sum over sites of each site's rows of the projection.

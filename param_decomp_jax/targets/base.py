@@ -20,7 +20,9 @@ class LayerLinears(Protocol):
 
     records: dict[str, Array]
 
-    def __call__(self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
         """The layer's matrix ``kind`` with weights ``W``, applied to ``x``."""
         ...
 
@@ -61,7 +63,9 @@ class Target(Protocol):
     @property
     def sites(self) -> Sites: ...
 
-    def forward(self, weights: Weights, inputs: Array, linears: Linears, start: tuple[int, Array] | None = None) -> Forward:
+    def forward(
+        self, weights: Weights, inputs: Array, linears: Linears, start: tuple[int, Array] | None = None
+    ) -> Forward:
         """One pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
         ...
 

@@ -109,8 +109,10 @@ def weight_shapes(config: LlamaConfig) -> dict[str, Any]:
 
 
 def init_weights(key: PRNGKeyArray, config: LlamaConfig) -> Weights:
-    """Random fp32 weights for pretraining: N(0, 0.02²), output matrices of a layer scaled by 1/√(2·n_layers), norms 1."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    """Random fp32 weights: N(0, 0.02²), a layer's output matrices scaled by 1/√(2·n_layers), norms 1."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
     leaves = []
     for number, (path, shape) in enumerate(flat):
         name = path[-1].key
@@ -136,7 +138,7 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Llama:
-    """The target of sections 1 and 2. ``compute_dtype`` is the dtype of activations and of the inputs of products (N1)."""
+    """The target of sections 1 and 2. ``compute_dtype``: of activations and of the inputs of products (N1)."""
 
     config: LlamaConfig
     sites: Sites
@@ -187,4 +189,3 @@ def language_logits(
     """The network as it stands, no site decomposed: fp32 logits."""
     model = Llama(config, Sites(()), memory, weights["embed"].dtype)
     return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)
-

@@ -29,7 +29,9 @@ class PlainLayer:
         if self.reads:
             self.records[RESIDUAL] = x
 
-    def __call__(self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
         y = matmul(x, W)
         if kind in self.reads:
             self.records[self.reads[kind]] = x

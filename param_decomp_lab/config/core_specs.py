@@ -1,4 +1,4 @@
-"""The configuration in the core's own terms: every class of the schema becomes the point of docs/semantics.md it names."""
+"""The configuration in the core's own terms: every class becomes the point of docs/semantics.md it names."""
 
 from typing import Literal, assert_never
 

@@ -130,7 +130,11 @@ class Wrapper(Strict):
             paths = {key: _absolute(folder / path) for key, path in part or () if path is not None}
             return part and part.model_copy(update=paths)
 
-        update = {"torch_config": _absolute(folder / self.torch_config), "data": below(self.data), "target": below(self.target)}
+        update = {
+            "torch_config": _absolute(folder / self.torch_config),
+            "data": below(self.data),
+            "target": below(self.target),
+        }
         return self.model_copy(update=update)
 
     def is_milestone(self, step: int) -> bool:

@@ -19,7 +19,12 @@ from param_decomp_lab.config import RunConfig, term_names
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.config.loss_schema import Loss
 from param_decomp_lab.config.metric_schema import (
-    CEandKLLosses, CI_L0, CIHiddenActsReconLoss, CIHistograms, CIMeanPerComponent, ComponentActivationDensity,
+    CI_L0,
+    CEandKLLosses,
+    CIHiddenActsReconLoss,
+    CIHistograms,
+    CIMeanPerComponent,
+    ComponentActivationDensity,
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
@@ -90,7 +95,13 @@ class Evaluation:
         if metrics.ce_kl is not None:
             threshold = metrics.ce_kl.rounding_threshold
             measured["ce_kl"] = ce_and_kl(
-                problem.target, scene, state.components, importances, of_ce_kl, self._sampling, threshold  # type: ignore[arg-type]
+                problem.target,
+                scene,
+                state.components,
+                importances,
+                of_ce_kl,
+                self._sampling,
+                threshold,  # type: ignore[arg-type]
             )
         measured["l0"] = [mean_l0(importances, l0.ci_alive_threshold) for l0 in metrics.l0]
         return measured

@@ -53,7 +53,9 @@ def write_examples(
     for number in range(n_batches):
         inputs = batches(number)
         tokens.append(np.asarray(inputs))
-        active.append({k: list(v) for k, v in jax.device_get(of_batch(state.components, state.ci, weights, inputs)).items()})
+        active.append(
+            {k: list(v) for k, v in jax.device_get(of_batch(state.components, state.ci, weights, inputs)).items()}
+        )
     rows = np.concatenate(tokens)
     per_site = [sites.unstack(batch) for batch in active]
 
