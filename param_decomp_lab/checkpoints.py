@@ -83,7 +83,7 @@ class Checkpoints:
         return str(metadata["configuration"])
 
     def restore(self, step: int, template: State) -> State:
-        """The whole state of ``step``, placed as ``template`` (shapes and shardings) says; its buffers can be donated."""
+        """The whole state of ``step``, placed as ``template`` says (shapes, shardings); its buffers can be donated."""
         try:
             wanted = {name: ocp.args.StandardRestore(leaves) for name, leaves in _items(template).items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**wanted))

@@ -15,6 +15,7 @@ from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, clean_pass, total_loss
 from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.config import RunConfig, term_names
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.config.loss_schema import Loss
@@ -93,15 +94,10 @@ class Evaluation:
         _, losses = total_loss(problem, state, scene, state.components, logits, {}, of_losses)
         measured: dict[str, Any] = {"losses": losses}
         if metrics.ce_kl is not None:
-            threshold = metrics.ce_kl.rounding_threshold
+            target, threshold = problem.target, metrics.ce_kl.rounding_threshold
+            assert isinstance(target, Llama), "cross-entropy is of a language model"
             measured["ce_kl"] = ce_and_kl(
-                problem.target,
-                scene,
-                state.components,
-                importances,
-                of_ce_kl,
-                self._sampling,
-                threshold,  # type: ignore[arg-type]
+                target, scene, state.components, importances, of_ce_kl, self._sampling, threshold
             )
         measured["l0"] = [mean_l0(importances, l0.ci_alive_threshold) for l0 in metrics.l0]
         return measured
