@@ -298,7 +298,7 @@ class Recorder:
         if not self._logged(step):
             self._write()
         # Time spent on evaluation is not training time.
-        self._clock = time.monotonic()
+        self._clock, self._counted = time.monotonic(), step
 
     def _logged(self, step: int) -> bool:
         """Whether the training step's metrics are written: every so many steps, and the last one."""

@@ -56,12 +56,12 @@ Tree = Any
 
 
 def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
-    """fp32 weights at which every path of the network matters: logits of several nats, norms away from 1."""
+    """fp32 weights at which every path of the network matters; norms away from 1."""
     rng = np.random.default_rng(seed)
 
     def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
         noise = rng.normal(size=shape)
-        value = 1 + 0.2 * noise if "norm" in path[-1].key else 1.5 * noise / shape[-2] ** 0.5
+        value = 1 + 0.2 * noise if "norm" in path[-1].key else noise / shape[-2] ** 0.5
         return jnp.asarray(noise if path[-1].key == "embed" else value, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
