@@ -85,7 +85,7 @@ class Wandb:
             )  # fmt: skip
         except wandb.errors.UsageError as error:
             raise UserError(f"wandb: {error} (run with WANDB_MODE=offline or disabled to do without)") from error
-        except wandb.errors.Error as error:
+        except (wandb.errors.Error, OSError) as error:
             console.print(f"[yellow]wandb cannot be reached, the run goes on without it: {error}[/]")
 
     def write(self, row: Row, figures: Mapping[str, Path]) -> None:

@@ -15,6 +15,6 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).st
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("param_decomp_jax", "beartype.beartype")

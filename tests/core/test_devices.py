@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +10,7 @@ from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PerBatc
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.placement import MeshShape, batch_sharding, from_host, make_mesh, replicate, state_shardings
-from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import State
@@ -26,7 +25,7 @@ ATTACKED = "PersistentPGDReconLoss"
 def make_problem(scope: Any) -> Problem:
     attack = PersistentAttack(AdamAscent(Schedule(0.05), 0.5, 0.99), scope, n_warmup_steps=1)
     terms = (
-        Reconstruction("ChunkwiseSubsetReconLoss", 0.5, Chunks(5), UniformKSubset(), Stochastic()),
+        Reconstruction("StochasticReconSubsetLoss", 0.5, AllSites(), UniformKSubset(), Stochastic()),
         Reconstruction(ATTACKED, 0.5, AllSites(), Everywhere(), attack),
         ImportanceMinimality("ImportanceMinimalityLoss", 0.01, Lp(Anneal(1.5, 1.0), 1e-6), beta=0.5),
         Faithfulness("FaithfulnessLoss", 1.0),

@@ -62,10 +62,3 @@ def test_the_configuration_needs_no_jax() -> None:
     loaded = modules_after("import param_decomp_lab.config")
     assert "param_decomp_lab" in loaded
     assert not loaded & {"jax", "jaxlib", "equinox", "optax"}
-
-
-def test_the_core_does_not_load_the_laboratory() -> None:
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in CORE]
-    loaded = modules_after("import " + ", ".join(names))
-    assert "param_decomp_jax" in loaded
-    assert not loaded & {"param_decomp_lab", "yaml", "wandb"}

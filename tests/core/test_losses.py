@@ -71,7 +71,7 @@ def test_faithfulness_of_a_target_stored_in_bf16() -> None:
 def test_faithfulness_is_over_all_entries_not_a_mean_of_sites() -> None:
     zero = jax.tree.map(jnp.zeros_like, COMPONENTS)
     ones = {name: jnp.full_like(W, name == "a") for name, W in WEIGHTS.items()}
-    assert float(faithfulness(zero, ones)) == pytest.approx(60 / (60 + 14), rel=1e-6)
+    assert float(jax.jit(faithfulness)(zero, ones)) == pytest.approx(60 / (60 + 14), rel=1e-6)
 
 
 # ---- L2 ----
@@ -186,4 +186,8 @@ def test_logarithm_is_of_the_global_sum() -> None:
 
 
 def test_frequency_is_given_only_if_asked_for() -> None:
-    assert importance_minimality(PLAIN, {"a": jnp.asarray(UPPERS["a"])}, jnp.asarray(0), TOTAL)[1] is None
+    def parts(term: ImportanceMinimality) -> Any:
+        return jax.eval_shape(lambda uppers: importance_minimality(term, uppers, jnp.asarray(0), TOTAL), UPPERS)
+
+    assert parts(PLAIN)[1] is None
+    assert parts(TERMS["Lp, frequency"])[1].shape == ()

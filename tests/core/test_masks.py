@@ -5,8 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.masks import Constant, ConstantSources, GivenSources, Sources, Stochastic, StochasticSources
-from param_decomp_jax.masks import interpolate, tile
+from param_decomp_jax.masks import (
+    Constant,
+    ConstantSources,
+    GivenSources,
+    Sources,
+    Stochastic,
+    StochasticSources,
+    interpolate,
+    tile,
+)
 from tests import reference as ref
 from tests.core import tiny
 

@@ -15,19 +15,26 @@ from param_decomp_jax.ci import squashings
 from param_decomp_jax.masks import Constant, GivenSources, Stochastic
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.recon import (
-    AllSites, Chunks, EachSite, Reconstruction, forward_error, live_sets, n_forwards, reconstruction,
+    AllSites,
+    Chunks,
+    EachSite,
+    Reconstruction,
+    forward_error,
+    live_sets,
+    n_forwards,
+    reconstruction,
 )  # fmt: skip
 from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.step import run_clean
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, module_name
+from param_decomp_jax.targets.llama import Llama, module_name
 from tests import reference as ref
 from tests.core import tiny
 
-# Undecomposed layers before, between and after the segments.
-CONFIG = dataclasses.replace(tiny.CONFIG, n_layers=6)
-CHOSEN = {module_name(n, kind): C for n in (1, 2) for kind, C in (("k_proj", 3), ("down_proj", 5))}
-CHOSEN[module_name(4, "o_proj")] = 4
+# Undecomposed layers before and between the segments.
+CONFIG = dataclasses.replace(tiny.CONFIG, n_layers=5)
+CHOSEN = {module_name(1, "k_proj"): 3, module_name(2, "k_proj"): 3}
+CHOSEN |= {module_name(4, "o_proj"): 4, module_name(4, "down_proj"): 5}
 TARGET = tiny.target(CONFIG, CHOSEN)
 N_SITES = len(CHOSEN)
 
@@ -76,14 +83,8 @@ def setting() -> Setting:
     state = tiny.ruffled_state(tiny.problem((term,), TARGET))
     rng = np.random.default_rng(3)
     logits = {s.name: rng.normal(0.5, 0.7, (s.n_layers, *tiny.LEADING, s.C)) for s in TARGET.sites.stacks}
-    made = Setting(tiny.weights(CONFIG), state.components, {}, state.adversaries[term.name].raw)
-    return dataclasses.replace(
-        made,
-        weights=tiny.to_float64(made.weights),
-        components=tiny.to_float64(made.components),
-        bundle=tiny.to_float64(made.bundle),
-        logits=jax.tree.map(jnp.asarray, logits),
-    )
+    arrays = tiny.weights(CONFIG), state.components, logits, state.adversaries[term.name].raw
+    return Setting(*map(tiny.to_float64, arrays))
 
 
 def make_scene(target: Llama, weights: Any, hidden_acts: bool = False) -> recon.Scene:
@@ -157,7 +158,11 @@ def plain() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     "memory",
-    [MemoryPolicy(layers="unroll"), MemoryPolicy(recompute_layers=True), MemoryPolicy("unroll", True)],
+    [
+        MemoryPolicy(layers="unroll"),
+        MemoryPolicy(recompute_layers=True),
+        pytest.param(MemoryPolicy("unroll", True), marks=pytest.mark.slow),
+    ],
     ids=["unrolled", "recomputed", "both"],
 )
 def test_memory_policy_changes_no_number(memory: MemoryPolicy, plain: tuple[Any, Any]) -> None:
@@ -167,15 +172,18 @@ def test_memory_policy_changes_no_number(memory: MemoryPolicy, plain: tuple[Any,
     assert worst <= 1e-11
 
 
-def test_start_from_the_clean_residual(plain: tuple[Any, Any]) -> None:
-    """F6: the same as from the very beginning."""
+def test_start_from_the_clean_residual() -> None:
+    """F6: every site's own start, the middle of a scanned segment among them, against the very beginning."""
+    layerwise = next(term for term in ROWS if isinstance(term.live, EachSite))
 
     def from_the_beginning(scene: recon.Scene, live: tuple[int, ...]) -> None:
         return None
 
-    with jax.enable_x64(True), mock.patch.object(recon, "clean_residual", from_the_beginning):
-        other = core_term(CHUNKWISE, TARGET, setting(), jax.random.key(5))
-    assert max(map(tiny.deviation, jax.tree.leaves(plain), jax.tree.leaves(other))) <= 1e-11
+    with jax.enable_x64(True):
+        want = core_term(layerwise, TARGET, setting(), jax.random.key(5))
+        with mock.patch.object(recon, "clean_residual", from_the_beginning):
+            got = core_term(layerwise, TARGET, setting(), jax.random.key(5))
+    assert max(map(tiny.deviation, jax.tree.leaves(want), jax.tree.leaves(got))) <= 1e-11
 
 
 def error_of(live: tuple[int, ...], given: Setting, weights: Any, components: Any) -> jax.Array:
@@ -189,22 +197,25 @@ def test_layers_before_the_first_live_site_are_not_run() -> None:
     """F6: they may hold anything."""
     with jax.enable_x64(True):
         given = setting()
-        error = jax.jit(lambda weights: error_of((3,), given, weights, given.components))  # down_proj of layer 2
-        layers = jax.tree.map(lambda w: w.at[:2].set(jnp.nan), given.weights["layers"])
-        want, got = error(given.weights), error({**given.weights, "embed": given.weights["embed"] * 0, "layers": layers})
+        error = jax.jit(lambda weights: error_of((2, 3), given, weights, given.components))  # layer 4
+        layers = jax.tree.map(lambda w: w.at[:4].set(jnp.nan), given.weights["layers"])
+        want, got = (
+            error(given.weights),
+            error({**given.weights, "embed": given.weights["embed"] * 0, "layers": layers}),
+        )
     assert want > 1e-3
     assert want == got
 
 
 def test_dead_sites_do_not_matter() -> None:
     """F3: their components may hold anything, and get no gradient."""
-    live = (1, 4)  # down_proj of layer 1, o_proj of layer 4
+    live = (0, 3)  # k_proj of layer 1, down_proj of layer 4
     with jax.enable_x64(True):
         given = setting()
-        k, down, o = (stack.name for stack in TARGET.sites.stacks)
+        k, o, down = (stack.name for stack in TARGET.sites.stacks)
         nan = jax.tree.map(lambda x: x * jnp.nan, given.components)
-        second_layer_dead = jax.tree.map(lambda x, bad: x.at[1].set(bad[1]), given.components[down], nan[down])
-        spoiled = {k: nan[k], down: second_layer_dead, o: given.components[o]}
+        second_layer_dead = jax.tree.map(lambda x: x.at[1].set(jnp.nan), given.components[k])
+        spoiled = {k: second_layer_dead, o: nan[o], down: given.components[down]}
         error = jax.jit(jax.value_and_grad(lambda components: error_of(live, given, given.weights, components)))
         want, gradient = error(given.components)
         got, _ = error(spoiled)
@@ -217,7 +228,7 @@ def test_dead_sites_do_not_matter() -> None:
 # ---- live sets and their number ----
 
 
-@pytest.mark.parametrize(("size", "groups"), [(2, 3), (3, 2), (5, 1), (7, 1), (1, 5)])
+@pytest.mark.parametrize(("size", "groups"), [(3, 2), (2, 2), (4, 1), (7, 1), (1, 4)])
 def test_chunks(size: int, groups: int) -> None:
     """R4: consecutive in canonical order, the last may be smaller."""
     lives = live_sets(Chunks(size), N_SITES)
@@ -229,7 +240,7 @@ def test_chunks(size: int, groups: int) -> None:
 @pytest.mark.parametrize(
     ("term", "expected"),
     [
-        (ROWS[0], 1), (ROWS[3], 5), (ROWS[4], 2), (ROWS[8], 4), (ROWS[11], 5),
+        (ROWS[0], 1), (ROWS[3], 4), (ROWS[4], 2), (ROWS[8], 4), (ROWS[11], 4),
         (ROWS[12], 1),  # R5: routed everywhere, computed once
         (ROWS[13], 2),
     ],
@@ -238,14 +249,15 @@ def test_chunks(size: int, groups: int) -> None:
 def test_number_of_forwards(term: Reconstruction, expected: int) -> None:
     """As counted on the way: an attack adds one (the body of its loop) per forward."""
     counted = mock.Mock(side_effect=recon.forward_error)
-    given = setting()
+    with jax.enable_x64(True):
+        given = setting()
 
     def value(weights: Any) -> jax.Array:
         importances = jax.tree.map(squashings("leaky_hard")[0], given.logits)
         scene = make_scene(TARGET, weights)
         return reconstruction(term, scene, given.components, importances, jax.random.key(0), given.bundle)
 
-    with mock.patch.object(recon, "forward_error", counted):
+    with jax.enable_x64(True), mock.patch.object(recon, "forward_error", counted):
         jax.eval_shape(value, given.weights)
     assert counted.call_count == expected * (2 if isinstance(term.sources, FreshAttack) else 1)
     assert n_forwards(term, N_SITES) == expected

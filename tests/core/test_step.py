@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from param_decomp_jax.adversary import (
-    AdamAscent, Adversary, BroadcastAcrossBatch, FreshAttack, PerBatchPerPosition, PersistentAttack, RepeatAcrossBatch, SignAscent,
+    AdamAscent,
+    Adversary,
+    BroadcastAcrossBatch,
+    FreshAttack,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+    SignAscent,
     SingleSource,
 )  # fmt: skip
 from param_decomp_jax.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
@@ -24,9 +31,7 @@ from tests import reference as ref
 from tests.core import tiny
 
 FAITHFUL = Faithfulness("FaithfulnessLoss", 3.0)
-IMPORTANCE = ImportanceMinimality(
-    "ImportanceMinimalityLoss", 0.03, Lp(Anneal(2.0, 0.5, 0.0, 0.6), eps=1e-6), beta=0.5
-)
+IMPORTANCE = ImportanceMinimality("ImportanceMinimalityLoss", 0.03, Lp(Anneal(2.0, 0.5, 0.0, 0.6), eps=1e-6), beta=0.5)
 FREQUENT = dataclasses.replace(
     IMPORTANCE, penalty=SmoothL0(Schedule(0.4, "cosine", 0.0, 0.5)), frequency=Frequency(0.01, 100.0), beta=0.0
 )

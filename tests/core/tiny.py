@@ -15,8 +15,15 @@ import numpy as np
 
 from param_decomp_jax import step as step_module
 from param_decomp_jax.adversary import (
-    AdamAscent, Adversary, BroadcastAcrossBatch, FreshAttack, PerBatchPerPosition, PersistentAttack, RepeatAcrossBatch,
-    SingleSource, initial_sources,
+    AdamAscent,
+    Adversary,
+    BroadcastAcrossBatch,
+    FreshAttack,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+    SingleSource,
+    initial_sources,
 )  # fmt: skip
 from param_decomp_jax.ci import GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP
@@ -35,7 +42,7 @@ from param_decomp_jax.targets.llama import Llama, LlamaConfig, make_sites, modul
 from tests import reference as ref
 
 CONFIG = LlamaConfig(
-    vocab_size=11, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6, rms_norm_eps=1e-5
+    vocab_size=11, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=2, d_mlp=6, rms_norm_eps=1e-5
 )
 CHOSEN = {
     module_name(0, "q_proj"): 4,
@@ -452,9 +459,7 @@ def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -
     spec = problem.decomposition
     key = jax.random.fold_in(spec.key("train"), step)
     return {
-        term.name: ref_term_draws(
-            term, jax.random.fold_in(key, number), problem.target.sites, leading, spec.use_delta
-        )
+        term.name: ref_term_draws(term, jax.random.fold_in(key, number), problem.target.sites, leading, spec.use_delta)
         for number, term in enumerate(spec.terms)
         if isinstance(term, Reconstruction)
     }

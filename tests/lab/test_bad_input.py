@@ -119,7 +119,7 @@ TARGETS: dict[Callable[[Path], None], tuple[str, ...]] = {
     lacking_a_tensor: ("no tensor model.layers.1.mlp.up_proj.weight",),
     lacking_the_file: ("has no model.safetensors",),
     lacking_its_configuration: ("config.json",),
-    of_another_shape: ("has shape [24, 16]", "implies [32, 16]"),
+    of_another_shape: ("down_proj.weight has shape [16, 24]", "implies [16, 32]"),
 }
 
 
@@ -161,7 +161,12 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 def test_resuming_under_another_configuration(tiny: Tiny, finished: Path, copied: Path) -> None:
     """T5: refused, with every change as `key: old -> new`, by its number in lists."""
     changed = tiny.train(finished.parent, 1, "pd.steps=300", "pd.loss_metrics.3.coeff=0.25", "mesh={fsdp: 2}")
-    says = ("another configuration", "pd.steps: 200 -> 300", "pd.loss_metrics.3.coeff: 0.5 -> 0.25", "mesh.fsdp: 1 -> 2")
+    says = (
+        "another configuration",
+        "pd.steps: 200 -> 300",
+        "pd.loss_metrics.3.coeff: 0.5 -> 0.25",
+        "mesh.fsdp: 1 -> 2",
+    )
     outcome = pd_here(*changed, "--resume", copied)
     assert_refused(outcome, *says)
     assert outcome.err.count(" -> ") == 3

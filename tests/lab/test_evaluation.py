@@ -108,8 +108,11 @@ def test_agrees_with_the_reference(evaluated: Evaluated) -> None:
     expected["ce_target"] = np.mean([ref.cross_entropy(batch.clean.output, batch.tokens) for batch in batches])
     got = {name.removeprefix("eval/ce_kl/"): value for name, value in row.items() if name.startswith("eval/ce_kl/")}
     assert min(means[f"kl_{masking}"] for masking in MASKINGS) > 0.01  # there is something to compare
-    # Cross-entropies are some 5 nats, their differences as exact as those.
-    assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        # Cross-entropies are some 5 nats, their differences as exact as those, and the shares are of some tenths.
+        tolerance = 1e-4 if name.startswith("ce_unrecovered") else 1e-5
+        assert got[name] == pytest.approx(value, rel=tolerance, abs=1e-5), name
 
     l0 = [(0.0, GROUPS), (0.5, None)]
     for threshold, groups in l0:
@@ -143,28 +146,36 @@ def test_abandons_between_batches(evaluated: Evaluated) -> None:
 def expected_keys() -> dict[str, set[str]]:
     ce_kl = {f"eval/ce_kl/{kind}_{m}" for m in MASKINGS for kind in ("kl", "ce_difference", "ce_unrecovered")}
     l0 = {f"eval/l0/0.0_{name}" for name in (*SITES, *GROUPS)} | {f"eval/l0/0.5_{name}" for name in SITES}
-    losses = ("FaithfulnessLoss", "ImportanceMinimalityLoss", "ChunkwiseSubsetReconLoss", "PersistentPGDReconLoss", "total")
+    losses = (
+        "FaithfulnessLoss",
+        "ImportanceMinimalityLoss",
+        "ChunkwiseSubsetReconLoss",
+        "PersistentPGDReconLoss",
+        "total",
+    )
     train = {f"loss/{name}" for name in losses}
     train |= {f"grad_norms/summary/{name}" for name in ("components", "ci_fns", "total")}
     train |= {"perf/step_time_s", "perf/tok_per_s", "perf/tok_per_s_per_gpu", "mem/peak_gb_per_rank"}
     schedules = ("components", "ci_fns", "PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss")
     train |= {f"schedules/{name}_lr" for name in schedules}
     return {
-        "evaluation": ce_kl | l0 | {"eval/ce_kl/ce_target", "eval/loss/PGDReconLoss", "eval/loss/CIHiddenActsReconLoss"},
+        "evaluation": ce_kl
+        | l0
+        | {"eval/ce_kl/ce_target", "eval/loss/PGDReconLoss", "eval/loss/CIHiddenActsReconLoss"},
         "train": {f"train/{name}" for name in train},
         "late": {"train/loss/PersistentPGDReconSubsetLoss"},
     }
 
 
 def test_keys_of_a_run(finished: Path) -> None:
-    """The conventions' keys, at their steps: logs every 3, evaluations every 50 and at the end, the late adversary from
+    """The conventions' keys, at their steps: logs every 3 and at the last, evaluations every 50, the late adversary from
     step 60 (A6)."""
     keys = expected_keys()
     written = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in written] == sorted({*range(0, STEPS, 3), *range(0, STEPS + 1, 50)})
+    assert [row["step"] for row in written] == sorted({*range(0, STEPS, 3), STEPS - 1, *range(0, STEPS + 1, 50)})
     for row in written:
         step, expected = row.pop("step"), set[str]()
-        if step % 3 == 0:
+        if step < STEPS and (step % 3 == 0 or step == STEPS - 1):
             expected |= keys["train"] | (keys["late"] if step >= 60 else set())
         if step % 50 == 0:
             expected |= keys["evaluation"]

@@ -145,7 +145,9 @@ def test_a_misuse_does(logged: RunConfig, tmp_path: Path, monkeypatch: pytest.Mo
         Wandb(logged, tmp_path, console()[0])
 
 
-def test_disabled_or_not_configured(tiny: Tiny, logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_or_not_configured(
+    tiny: Tiny, logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wandb, "init", lambda **arguments: pytest.fail("wandb was started"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     Wandb(logged, tmp_path, console()[0]).close(failed=False)

@@ -39,7 +39,12 @@ ROOT = Path(__file__).parents[2]
 PD = (sys.executable, "-m", "param_decomp_lab")
 TIMEOUT = 240.0
 """Seconds that a `pd` process may take; the machine may be busy with other tests."""
-SITES = {"layers.0.mlp.up_proj": 20, "layers.0.mlp.down_proj": 12, "layers.1.mlp.up_proj": 20, "layers.1.mlp.down_proj": 12}
+SITES = {
+    "layers.0.mlp.up_proj": 20,
+    "layers.0.mlp.down_proj": 12,
+    "layers.1.mlp.up_proj": 20,
+    "layers.1.mlp.down_proj": 12,
+}
 Tree = dict[str, Any]
 
 LOSSES: list[Tree] = [
@@ -133,28 +138,32 @@ class Tiny:
     def config(self) -> Path:
         return self.folder / "wrapper.yaml"
 
-    def environment(self, devices: int = 1) -> dict[str, str]:
-        """Of a `pd` process. Programs are compiled once for all of them."""
+    def environment(self) -> dict[str, str]:
+        """Of a `pd` process: eight devices and quick compilation as here, and each program compiled once for all."""
         return {
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "WANDB_MODE": "disabled",
             "COLUMNS": "200",
         }
 
-    def pd(self, *arguments: str | Path, devices: int = 1, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+    def pd(self, *arguments: str | Path, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
         """`pd` with these arguments, to its end."""
         return subprocess.run(
-            [*PD, *map(str, arguments)], env=self.environment(devices), cwd=ROOT, capture_output=True, text=True, timeout=timeout
+            [*PD, *map(str, arguments)],
+            env=self.environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
 
     @contextmanager
-    def started(self, *arguments: str | Path, devices: int = 1) -> Iterator["Process"]:
+    def started(self, *arguments: str | Path) -> Iterator["Process"]:
         """`pd` with these arguments, in the background; killed at the end of the block if it still runs."""
         with tempfile.TemporaryFile() as output:
-            command, environment = [*PD, *map(str, arguments)], self.environment(devices)
+            command, environment = [*PD, *map(str, arguments)], self.environment()
             popen = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
             try:
                 yield Process(popen, output)
