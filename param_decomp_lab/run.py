@@ -4,21 +4,11 @@ The order within step i: save if due, evaluate if due (both of the state after i
 makes i + 1 of it. A checkpoint of step i therefore goes on with step i's evaluation and row, and nothing comes twice.
 """
 
-import json
-import os
-import platform
-import resource
 import secrets
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
+from math import prod
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -36,40 +26,18 @@ from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import write_examples
+from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
+from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder
 from param_decomp_lab.sinks import MetricsFile, Terminal, Wandb, brief, read_metrics
+from param_decomp_lab.stop_signal import StopSignal
 
-CONFIG_FILE = "config.yaml"
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch: between two looks at the stop signal."""
 
 
 class Preempted(Exception):
     """The run was told to stop; what could be saved is saved. Exit status 75."""
-
-
-class StopSignal:
-    """Set by SIGTERM or by the first Ctrl-C; the second Ctrl-C interrupts at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    @contextmanager
-    def listening(self) -> Iterator["StopSignal"]:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def train(config: RunConfig, console: Console) -> Path:
@@ -82,7 +50,7 @@ def train(config: RunConfig, console: Console) -> Path:
             f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
         )
     built = build(config)
-    _make_folder(folder, config)
+    make_run_folder(folder, config)
     return _Run(config, built, folder, console).go(resumed=False)
 
 
@@ -102,33 +70,6 @@ def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
     if changes:
         lines = "\n  ".join(changes)
         raise UserError(f"{folder} was made with another configuration; a resumed run must not change it:\n  {lines}")
-
-
-def _make_folder(folder: Path, config: RunConfig) -> None:
-    try:
-        (folder / "figures").mkdir(parents=True)
-        (folder / CONFIG_FILE).write_text(config.to_yaml())
-        (folder / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"out_dir: cannot write the run folder {folder}: {error.strerror or error}") from error
-
-
-def _environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "command": sys.argv,
-        "git_commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {
-            name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
-        },
-        "backend": jax.default_backend(),
-        "devices": [device.device_kind for device in jax.devices()],
-        "cpu_count": os.cpu_count(),
-    }
 
 
 class _Run:
@@ -209,13 +150,13 @@ class _Run:
 
     def _loop(self, state: State, first: int) -> State:
         total, weights = self.spec.steps, self.built.weights
+        names: list[str] = []
         if first < total:
             started = time.monotonic()
             step_fn, names = compile_step(self.built, state)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
-            self.recorder = Recorder(self, names, first)
-        else:
-            self.recorder = Recorder(self, [], first)
+        tokens, devices = prod(self.built.leading), self.built.mesh.size
+        self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
         with Terminal(self.console, self.config.wrapper.run_name, total, first) as bar:
             self.bar = bar
             for step in range(first, total + 1):
@@ -254,6 +195,12 @@ class _Run:
             raise Preempted(f"{where}; go on with `pd train --resume {self.folder}`") from None
         self.recorder.evaluated(step, row, figures)
 
+    def _write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
+        self.metrics.write(row)
+        self.wandb.write(row, figures)
+        if "train/loss/total" in row:
+            self.bar.show(f"{row['train/perf/tok_per_s']:,.0f} tok/s  {brief(row)}")
+
     # --- the end ---
 
     def _finish(self, state: State) -> None:
@@ -269,87 +216,6 @@ class _Run:
         sites = {site.name: site.C for site in problem.target.sites.all}
         self.console.print(*summary_table(read_metrics(self.folder), sites))
         self.console.print(f"run folder {self.folder}\nreport     {report}", soft_wrap=True)
-
-
-class Recorder:
-    """Holds the metrics of dispatched steps on the device and fetches them late, in one go (one host sync per log).
-
-    Every step's losses are looked at (N3), those of log steps are written.
-    """
-
-    def __init__(self, run: _Run, names: list[str], first: int) -> None:
-        self._run, self._names = run, names
-        self._pending: list[tuple[int, Any]] = []
-        self._row: dict[str, Any] = {}
-        self._figures: dict[str, Path] = {}
-        self._clock, self._counted = time.monotonic(), first
-        persistent = run.spec.persistent.items()
-        self._first_step = {name: attack.first_step(run.spec.steps) for name, (_, attack) in persistent}
-
-    def add(self, step: int, values: Any) -> None:
-        """Metrics of a dispatched step. A log step is written when the step after it is under way."""
-        if any(self._logged(s) for s, _ in self._pending):
-            self.flush()
-        self._pending.append((step, values))
-
-    def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
-        """An evaluation's numbers; they share the row of the training step with the same number."""
-        self._row, self._figures = {"step": step, **row}, figures
-        if not self._logged(step):
-            self._write()
-        # Time spent on evaluation is not training time.
-        self._clock, self._counted = time.monotonic(), step
-
-    def _logged(self, step: int) -> bool:
-        """Whether the training step's metrics are written: every so many steps, and the last one."""
-        total = self._run.spec.steps
-        return step < total and (step % self._run.log_every == 0 or step == total - 1)
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        steps = [step for step, _ in self._pending]
-        rows = np.stack(jax.device_get([values for _, values in self._pending]))
-        self._pending.clear()
-        for step, values in zip(steps, rows, strict=True):
-            self._check(step, values)
-            if self._logged(step):
-                self._row |= {"step": step, **self._named(step, values), **self._performance(steps[-1])}
-                self._write()
-
-    def _named(self, step: int, values: np.ndarray) -> dict[str, float]:
-        """Without the terms of adversaries that are not on yet (A6): what is not computed is not logged."""
-        off = {f"loss/{name}" for name, first in self._first_step.items() if step < first}
-        return {f"train/{n}": float(v) for n, v in zip(self._names, values, strict=True) if n not in off}
-
-    def _check(self, step: int, values: np.ndarray) -> None:
-        bad = [n for n, v in zip(self._names, values, strict=True) if not np.isfinite(v)]
-        if bad:
-            # The total is the sum of the terms: name it only if nothing else explains it.
-            causes = [n for n in bad if n.startswith("loss/") and n != "loss/total"] or bad
-            values_of = {n: float(v) for n, v in zip(self._names, values, strict=True)}
-            terms = ", ".join(f"{n.removeprefix('loss/')} = {values_of[n]}" for n in causes)
-            raise NonFiniteLoss(f"not finite at step {step}: {terms}")
-
-    def _performance(self, newest: int) -> dict[str, float]:
-        now, done = time.monotonic(), newest + 1
-        seconds = (now - self._clock) / max(1, done - self._counted)
-        self._clock, self._counted = now, done
-        rows, length = self._run.built.leading
-        per_second = rows * length / max(seconds, 1e-9)
-        return {
-            "train/perf/step_time_s": seconds,
-            "train/perf/tok_per_s": per_second,
-            "train/perf/tok_per_s_per_gpu": per_second / self._run.built.mesh.size,
-            "train/mem/peak_gb_per_rank": _peak_bytes() / 1e9,
-        }
-
-    def _write(self) -> None:
-        self._run.metrics.write(self._row)
-        self._run.wandb.write(self._row, self._figures)
-        if any(key.startswith("train/") for key in self._row):
-            self._run.bar.show(f"{self._row['train/perf/tok_per_s']:,.0f} tok/s  {brief(self._row)}")
-        self._row, self._figures = {}, {}
 
 
 def compile_step(built: Built, state: State) -> tuple[Any, list[str]]:
@@ -378,11 +244,3 @@ def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any,
 
 def _with_components(state: State, components: Any) -> State:
     return State(components, state.ci, state.components_moments, state.ci_moments, state.adversaries, state.step)
-
-
-def _peak_bytes() -> float:
-    """Peak device memory where the device tells, else (CPU) the process's peak resident size."""
-    statistics = jax.local_devices()[0].memory_stats()
-    if statistics and "peak_bytes_in_use" in statistics:
-        return float(statistics["peak_bytes_in_use"])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -14,7 +14,7 @@ import pytest
 
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.run import StopSignal
+from param_decomp_lab.stop_signal import StopSignal
 from param_decomp_lab.sinks import read_metrics
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 

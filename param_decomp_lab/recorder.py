@@ -1,0 +1,109 @@
+"""Rows of metrics from what the devices compute: fetched late, checked for non-finite values, timed."""
+
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from param_decomp_jax.state import Decomposition
+from param_decomp_lab.errors import NonFiniteLoss
+
+
+class Recorder:
+    """Holds the metrics of dispatched steps on the device and fetches them late, in one go (one host sync per log).
+
+    Every step's losses are looked at (N3), those of log steps are written: every ``log_every`` steps and the last one.
+    ``names``: of the entries of a step's metrics vector. ``first``: the step a run begins at. ``write``: is handed each
+    finished row with the figures that belong to it.
+    """
+
+    def __init__(
+        self,
+        decomposition: Decomposition,
+        log_every: int,
+        names: list[str],
+        first: int,
+        tokens_per_step: int,
+        n_devices: int,
+        write: Callable[[dict[str, Any], dict[str, Path]], None],
+    ) -> None:
+        self._total, self._log_every, self._names = decomposition.steps, log_every, names
+        self._tokens_per_step, self._n_devices, self._hand_over = tokens_per_step, n_devices, write
+        self._pending: list[tuple[int, Any]] = []
+        self._row: dict[str, Any] = {}
+        self._figures: dict[str, Path] = {}
+        self._clock, self._counted = time.monotonic(), first
+        persistent = decomposition.persistent.items()
+        self._first_step = {name: attack.first_step(decomposition.steps) for name, (_, attack) in persistent}
+
+    def add(self, step: int, values: Any) -> None:
+        """Metrics of a dispatched step. A log step is written when the step after it is under way."""
+        if any(self._logged(s) for s, _ in self._pending):
+            self.flush()
+        self._pending.append((step, values))
+
+    def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
+        """An evaluation's numbers; they share the row of the training step with the same number."""
+        self._row, self._figures = {"step": step, **row}, figures
+        if not self._logged(step):
+            self._write()
+        # Time spent on evaluation is not training time.
+        self._clock, self._counted = time.monotonic(), step
+
+    def _logged(self, step: int) -> bool:
+        """Whether the training step's metrics are written: every so many steps, and the last one."""
+        return step < self._total and (step % self._log_every == 0 or step == self._total - 1)
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        steps = [step for step, _ in self._pending]
+        rows = np.stack(jax.device_get([values for _, values in self._pending]))
+        self._pending.clear()
+        for step, values in zip(steps, rows, strict=True):
+            self._check(step, values)
+            if self._logged(step):
+                self._row |= {"step": step, **self._named(step, values), **self._performance(steps[-1])}
+                self._write()
+
+    def _named(self, step: int, values: np.ndarray) -> dict[str, float]:
+        """Without the terms of adversaries that are not on yet (A6): what is not computed is not logged."""
+        off = {f"loss/{name}" for name, first in self._first_step.items() if step < first}
+        return {f"train/{n}": float(v) for n, v in zip(self._names, values, strict=True) if n not in off}
+
+    def _check(self, step: int, values: np.ndarray) -> None:
+        bad = [n for n, v in zip(self._names, values, strict=True) if not np.isfinite(v)]
+        if bad:
+            # The total is the sum of the terms: name it only if nothing else explains it.
+            causes = [n for n in bad if n.startswith("loss/") and n != "loss/total"] or bad
+            values_of = {n: float(v) for n, v in zip(self._names, values, strict=True)}
+            terms = ", ".join(f"{n.removeprefix('loss/')} = {values_of[n]}" for n in causes)
+            raise NonFiniteLoss(f"not finite at step {step}: {terms}")
+
+    def _performance(self, newest: int) -> dict[str, float]:
+        now, done = time.monotonic(), newest + 1
+        seconds = (now - self._clock) / max(1, done - self._counted)
+        self._clock, self._counted = now, done
+        per_second = self._tokens_per_step / max(seconds, 1e-9)
+        return {
+            "train/perf/step_time_s": seconds,
+            "train/perf/tok_per_s": per_second,
+            "train/perf/tok_per_s_per_gpu": per_second / self._n_devices,
+            "train/mem/peak_gb_per_rank": _peak_bytes() / 1e9,
+        }
+
+    def _write(self) -> None:
+        self._hand_over(self._row, self._figures)
+        self._row, self._figures = {}, {}
+
+
+def _peak_bytes() -> float:
+    """Peak device memory where the device tells, else (CPU) the process's peak resident size."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics and "peak_bytes_in_use" in statistics:
+        return float(statistics["peak_bytes_in_use"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

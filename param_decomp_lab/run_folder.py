@@ -1,0 +1,45 @@
+"""A run's folder: its configuration and the environment it was made in."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.errors import UserError
+
+CONFIG_FILE = "config.yaml"
+
+
+def make_run_folder(folder: Path, config: RunConfig) -> None:
+    """Makes the folder with what is known before the first step. UserError where it cannot be written."""
+    try:
+        (folder / "figures").mkdir(parents=True)
+        (folder / CONFIG_FILE).write_text(config.to_yaml())
+        (folder / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"out_dir: cannot write the run folder {folder}: {error.strerror or error}") from error
+
+
+def _environment() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "command": sys.argv,
+        "git_commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {
+            name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
+        },
+        "backend": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpu_count": os.cpu_count(),
+    }
