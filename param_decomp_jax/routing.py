@@ -30,9 +30,8 @@ Routing = Everywhere | UniformKSubset | StaticProbability
 
 def uniform_k_subset(size: Float[Array, "*n"], scores: Float[Array, "*n sites"]) -> Bool[Array, "*n sites"]:
     """The k sites of smallest score, with k = 1 + ⌊size · sites⌋ for ``size`` in [0, 1); ties go by site order."""
-    n = scores.shape[-1]
-    # fp32 size · n may round up to n although size < 1.
-    k = 1 + jnp.minimum((size * n).astype(jnp.int32), n - 1)
+    # Where fp32 rounds size · n up to n, k is n + 1: every site, as k = n has it.
+    k = 1 + (size * scores.shape[-1]).astype(jnp.int32)
     rank = jnp.argsort(jnp.argsort(scores, axis=-1, stable=True), axis=-1)
     return rank < k[..., None]
 

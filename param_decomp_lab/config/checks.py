@@ -79,6 +79,11 @@ def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
     if torch.pd.ci_config.fn_type not in _SUPPORTED_CI:
         choice = ", ".join(_SUPPORTED_CI)
         yield Problem("pd.ci_config.fn_type", f"{torch.pd.ci_config.fn_type} is not supported yet; choose {choice}")
+    roots = [n for n, loss in enumerate(torch.pd.loss_metrics) if _takes_roots(loss)]
+    if torch.pd.sigmoid_type == "swish_hard" and roots:
+        why = "swish_hard dips below 0, where (υ + eps)^p is not a number unless p is an integer"
+        where = f"pd.loss_metrics.{roots[0]}"
+        yield Problem("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
     seen: list[Strict] = []
     for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
         twin = next((other for other in seen if _one_output(metric, other)), None)
@@ -92,6 +97,14 @@ def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
         if isinstance(metric, PersistentPGD):
             why = "its sources belong to the training batches; PGDReconLoss attacks afresh"
             yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is not supported as a metric yet ({why})")
+
+
+def _takes_roots(loss: Strict) -> bool:
+    """Whether some step takes υ to a power that is not an integer."""
+    if not isinstance(loss, ImportanceMinimalityLoss) or loss.penalty != "lp":
+        return False
+    anneals = loss.p_anneal_final_p is not None and loss.p_anneal_start_frac < 1
+    return anneals or loss.pnorm != int(loss.pnorm)
 
 
 def _one_output(a: Strict, b: Strict) -> bool:

@@ -304,7 +304,7 @@ VALID = [
     "run_id=p-0123abcd",
     "wandb_tags=[a, b]",
     "target.folder=/weights",
-    *(f"pd.sigmoid_type={name}" for name in ("normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard")),
+    *(f"pd.sigmoid_type={name}" for name in ("normal", "hard", "leaky_hard", "upper_leaky_hard")),
 ]
 
 
@@ -320,6 +320,7 @@ def test_valid_choices_survive_saving(override: str, tmp_path: Path) -> None:
 
 CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
 REFUSED = [
+    ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
     ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
     ("pd.loss_metrics.0.coef=1", "pd.loss_metrics.0.coef: unknown key 'coef'; did you mean 'coeff'"),
     ("pd.loss_metrics.0.type=ImportanceLoss", "did you mean 'ImportanceMinimalityLoss'"),
@@ -844,3 +845,8 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
     assert term(METRIC.validate_python(raw), "x", pd) == recon.Reconstruction("x", 1.0, *POINTS[kind])
     if kind in LOSSES:
         assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
+
+
+def test_swish_hard_with_a_constant_integer_p() -> None:
+    constant = "pd.loss_metrics.0={type: ImportanceMinimalityLoss, coeff: 1.0, pnorm: 2.0, beta: 0}"
+    assert example("pd.sigmoid_type=swish_hard", constant).torch.pd.sigmoid_type == "swish_hard"

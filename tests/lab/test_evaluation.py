@@ -168,8 +168,8 @@ def expected_keys() -> dict[str, set[str]]:
 
 
 def test_keys_of_a_run(finished: Path) -> None:
-    """The conventions' keys, at their steps: logs every 3 and at the last, evaluations every 50, the late adversary from
-    step 60 (A6)."""
+    """The conventions' keys at their steps: logs every 3 and at the last, evaluations every 50, the second adversary
+    from step 60 on (A6)."""
     keys = expected_keys()
     written = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in written] == sorted({*range(0, STEPS, 3), STEPS - 1, *range(0, STEPS + 1, 50)})

@@ -1,4 +1,4 @@
-"""A run goes on after whatever stopped it, as if nothing had (T5), and stops by itself when a loss is not finite (N3)."""
+"""A run goes on after whatever stopped it as if nothing had (T5), and stops itself when a loss is not finite (N3)."""
 
 import os
 import random
@@ -14,8 +14,8 @@ import pytest
 
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.stop_signal import StopSignal
 from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.stop_signal import StopSignal
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 

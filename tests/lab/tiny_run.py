@@ -90,7 +90,8 @@ def torch_file() -> Tree:
                 "mode": "global",
                 "fn_type": "global_shared_transformer",
                 "simple_transformer_ci_cfg": {
-                    "d_model": 16, "n_blocks": 1, "mlp_hidden_dim": [16], "attn_config": {"n_heads": 2, "max_len": SEQ_LEN}
+                    "d_model": 16, "n_blocks": 1, "mlp_hidden_dim": [16],
+                    "attn_config": {"n_heads": 2, "max_len": SEQ_LEN},
                 },
             },
             "decomposition_targets": [
