@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from param_decomp_jax.ci import squashings
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.eval.importance import Statistics, lower_importances
+from param_decomp_lab.eval.importance import Statistics, importance_logits
 
 EXAMPLES_FILE = "examples.json"
 
@@ -32,22 +33,22 @@ def write_examples(
     text: TokenText,
     n_components: int = 16,
     n_examples: int = 6,
-    around: int = 16,
+    around: int = 24,
 ) -> Path:
-    """For each site its ``n_components`` of largest mean λ, each with the positions of its largest λ in context.
+    """For each site its ``n_components`` of largest mean λ, each with the positions of its largest logit in context.
 
-    At most one position per row of data; ``around`` tokens are shown on each side.
+    Logits and not λ decide: many positions have λ = 1, and the first of them would stand for all. At most one position
+    per row of data; ``around`` tokens are shown on each side.
     """
     sites = problem.target.sites
     chosen = {name: np.argsort(-mean)[:n_components] for name, mean in statistics.means.items()}
-    # Sites of a stack may not have the same number of components to show; they all have C of them.
     by_stack = {s.name: np.stack([chosen[sites.all[n].name] for n in s.sites]) for s in sites.stacks}
 
     @jax.jit
     def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> dict[str, Array]:
-        importances = lower_importances(problem, components, ci, weights, inputs)
+        logits = importance_logits(problem, components, ci, weights, inputs)
         pick = partial(jnp.take, axis=-1)
-        return {name: jax.vmap(pick)(x, jnp.asarray(by_stack[name])) for name, x in importances.items()}
+        return {name: jax.vmap(pick)(x, jnp.asarray(by_stack[name])) for name, x in logits.items()}
 
     tokens, active = [], []
     for number in range(n_batches):
@@ -59,8 +60,10 @@ def write_examples(
     rows = np.concatenate(tokens)
     per_site = [sites.unstack(batch) for batch in active]
 
-    def example(values: np.ndarray, row: int) -> dict[str, Any]:
-        peak = int(values[row].argmax())
+    lower, _ = squashings(problem.decomposition.squashing)
+
+    def example(logits: np.ndarray, values: np.ndarray, row: int) -> dict[str, Any]:
+        peak = int(logits[row].argmax())
         first, stop = max(0, peak - around), min(rows.shape[1], peak + around + 1)
         return {
             "tokens": text.tokens(rows[row, first:stop].tolist()),
@@ -69,19 +72,20 @@ def write_examples(
             "row": row,
         }
 
-    def component(values: np.ndarray, number: int, mean: float) -> dict[str, Any]:
-        best = values.max(axis=1)
-        order = [int(row) for row in np.argsort(-best, kind="stable")[:n_examples] if best[row] > 0]
-        return {"component": number, "mean_ci": mean, "examples": [example(values, row) for row in order]}
+    def component(logits: np.ndarray, number: int, mean: float) -> dict[str, Any]:
+        values = np.asarray(lower(jnp.asarray(logits)))
+        order = [int(row) for row in np.argsort(-logits.max(axis=1), kind="stable")[:n_examples]]
+        shown = [row for row in order if values[row].max() > 0]
+        return {"component": number, "mean_ci": mean, "examples": [example(logits, values, row) for row in shown]}
 
     document = {}
     for site in sites.all:
-        values = np.concatenate([batch[site.name] for batch in per_site])  # [rows, T, chosen]
+        logits = np.concatenate([batch[site.name] for batch in per_site])  # [rows, T, chosen]
         means = statistics.means[site.name]
         document[site.name] = {
             "C": site.C,
             "components": [
-                component(values[..., slot], int(c), float(means[c])) for slot, c in enumerate(chosen[site.name])
+                component(logits[..., slot], int(c), float(means[c])) for slot, c in enumerate(chosen[site.name])
             ],
         }
     path = run_folder / EXAMPLES_FILE

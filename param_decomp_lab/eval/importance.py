@@ -21,9 +21,16 @@ def lower_importances(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
     """λ of every site on one batch, by stack."""
-    _, site_inputs = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
     lower, _ = squashings(problem.decomposition.squashing)
-    return jax.tree.map(lower, ci_logits(ci, site_inputs, components, problem.compute_dtype))
+    return jax.tree.map(lower, importance_logits(problem, components, ci, weights, inputs))
+
+
+def importance_logits(
+    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
+) -> dict[str, Float[Array, "layers *n C"]]:
+    """What λ is squashed from: beyond 0 and 1 it still tells a strong case from a weak one."""
+    _, site_inputs = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
+    return ci_logits(ci, site_inputs, components, problem.compute_dtype)
 
 
 def mean_l0(importances: dict[str, Array], threshold: float) -> dict[str, Float[Array, " layers"]]:

@@ -199,10 +199,8 @@ def test_layers_before_the_first_live_site_are_not_run() -> None:
         given = setting()
         error = jax.jit(lambda weights: error_of((2, 3), given, weights, given.components))  # layer 4
         layers = jax.tree.map(lambda w: w.at[:4].set(jnp.nan), given.weights["layers"])
-        want, got = (
-            error(given.weights),
-            error({**given.weights, "embed": given.weights["embed"] * 0, "layers": layers}),
-        )
+        spoiled = {**given.weights, "embed": given.weights["embed"] * jnp.nan, "layers": layers}
+        want, got = float(error(given.weights)), float(error(spoiled))
     assert want > 1e-3
     assert want == got
 

@@ -18,6 +18,7 @@ from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.data.batches import Batches
+from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from tests import reference as ref
@@ -207,11 +208,11 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
             assert peaks == sorted(peaks, reverse=True)
             for example in examples:
                 ci, text = example["ci"], "".join(example["tokens"])
-                assert len(ci) == len(example["tokens"]) == SEQ_LEN  # `around` is 16 on each side
+                assert len(ci) == len(example["tokens"]) == SEQ_LEN  # shorter than what is shown on each side
                 assert max(ci) == ci[example["peak"]] > 0
                 assert all(0 <= value <= 1 for value in ci)
                 row = bytes(tokens[example["row"]].astype(np.uint8)).decode()
-                assert text == row.replace("\n", "↵")
+                assert text == row.translate(PRINTABLE)
                 seen += 1
     assert seen > 50
 

@@ -443,7 +443,7 @@ def test_summary_for_the_terminal() -> None:
     text = capture.get()
     for part in (
         "FaithfulnessLoss",
-        "ci masked",
+        "zero",
         "attack",
         "layers.3.mlp.down_proj",
         "mean over sites",
