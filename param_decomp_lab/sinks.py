@@ -27,18 +27,25 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Whole rows of `metrics.jsonl`; a last line that was cut off is left out."""
+    """Rows of `metrics.jsonl`, none where there is no such file. A last line that was cut off by a kill is left out.
+
+    Errors: ``UserError`` for a broken line anywhere else, with its number.
+    """
     path = run_folder / METRICS_FILE
     if not path.exists():
         return []
-    rows = []
-    lines = path.read_text().splitlines()
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: not a JSON object: {error}") from error
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not a JSON object: {error}") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise UserError(f"{path}:{number}: expected an object with a key 'step', got {line[:80]}")
+        rows.append(row)
     return rows
 
 

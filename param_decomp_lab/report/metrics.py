@@ -1,14 +1,10 @@
 """The rows of ``metrics.jsonl``, turned into one series of values over steps for every key."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite, nan
-from pathlib import Path
 from typing import Any
-
-from param_decomp_lab.errors import UserError
 
 STEP_TIME = "train/perf/step_time_s"
 
@@ -32,30 +28,6 @@ class Series:
     def finite(self) -> list[tuple[int, float]]:
         """The (step, value) pairs that can be drawn."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if isfinite(value)]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a ``metrics.jsonl``. A last line that was cut off by a kill is left out.
-
-    Errors: ``UserError`` for a missing file or a broken line anywhere else, with its number.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: a report needs the metrics of a run")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, Any]] = []
-    for i, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if i == len(lines) - 1:
-                break
-            raise UserError(f"{path}, line {i + 1}: not JSON ({error})") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise UserError(f"{path}, line {i + 1}: expected an object with a key 'step', got {line[:80]}")
-        rows.append(row)
-    return rows
 
 
 def series_by_key(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:

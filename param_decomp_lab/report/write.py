@@ -14,7 +14,7 @@ from param_decomp_lab.report import configuration
 from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
 from param_decomp_lab.report.evaluation import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.report.figure_files import read_figures
-from param_decomp_lab.report.metrics import Series, read_rows, series_by_key, training_seconds
+from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.numbers import duration, exact, number, percent
 from param_decomp_lab.report.snippets import (
     SiteExamples,
@@ -24,6 +24,7 @@ from param_decomp_lab.report.snippets import (
     snippets_per_component,
 )
 from param_decomp_lab.report.verdict import sentence, verdict
+from param_decomp_lab.sinks import METRICS_FILE, read_metrics
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 KL_COLORS = {
@@ -64,7 +65,9 @@ def write_report(run_folder: Path) -> Path:
 def render_report(run_folder: Path) -> str:
     """The page as a string."""
     config_text, config = _read_config(run_folder / "config.yaml")
-    rows = read_rows(run_folder / "metrics.jsonl")
+    if not (run_folder / METRICS_FILE).is_file():
+        raise UserError(f"{run_folder / METRICS_FILE} does not exist: a report needs the metrics of a run")
+    rows = read_metrics(run_folder)
     examples = read_examples(run_folder / "examples.json")
     series = series_by_key(rows)
     last_step = max((int(row["step"]) for row in rows), default=None)
