@@ -388,7 +388,7 @@ def test_one_evaluation_a_nan_and_a_line_cut_off_by_a_kill(tmp_path: Path) -> No
     assert "A single evaluation, at step 0." in page.content()
     assert "1 not finite" in page.content()
     (folder / "metrics.jsonl").write_text("\n".join([lines[0], "not json", lines[1]]))
-    with pytest.raises(UserError, match="metrics.jsonl:2"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         write_report(folder)
 
 
