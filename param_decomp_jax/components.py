@@ -17,7 +17,7 @@ class Factors(eqx.Module):
 
 
 Components = dict[str, Factors]
-"""By stack name."""
+"""By stack name. As trained: without the stacks that are views of others (T4); `with_views` adds them."""
 
 
 def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
@@ -29,7 +29,20 @@ def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
         U = jnp.stack([jax.random.normal(k, (C, d_out), jnp.float32) for _, k in keys])
         return Factors(V / d_in**0.5, U / C**0.5)
 
-    return {s.name: factors(s.sites, s.d_in, s.d_out, s.C) for s in sites.stacks}
+    trained = [s for s in sites.stacks if s.name not in sites.views]
+    return {s.name: factors(s.sites, s.d_in, s.d_out, s.C) for s in trained}
+
+
+def with_views(trained: Components, sites: Sites) -> Components:
+    """Factors of every stack: a tied one is ``V₂ = U₁ᵀ``, ``U₂ = V₁ᵀ`` (T4), so gradients of the two add."""
+
+    def factors(name: str) -> Factors:
+        if name not in sites.views:
+            return trained[name]
+        first = trained[sites.views[name]]
+        return Factors(first.U.swapaxes(1, 2), first.V.swapaxes(1, 2))
+
+    return {stack.name: factors(stack.name) for stack in sites.stacks}
 
 
 def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*n d_in d_out"]:
@@ -55,7 +68,7 @@ def masked_site_with_delta(
 
 def masked_site(
     x: Float[Array, "*n d_in"],
-    W: Float[Array, "d_in d_out"],
+    W: Float[Array, "d_in d_out"] | None,
     V: Float[Array, "d_in C"],
     U: Float[Array, "C d_out"],
     mask: Float[Array, "*n C"],
@@ -64,8 +77,9 @@ def masked_site(
 ) -> Float[Array, "*n d_out"]:
     """F2: ``a · xW + ((xV) ⊙ g) U`` with ``g = r (m − δ)`` and ``a = 1 − r (1 − δ)``; Δ is never formed.
 
-    ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1). Masks and routes come in
-    fp32; g and a are built there and cast for the products (N1). Both products are accumulated and added in fp32.
+    ``W`` None: the identity. ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1).
+    Masks and routes come in fp32; g and a are built there and cast for the products (N1). Both products are
+    accumulated and added in fp32.
     """
     g, a = mask, None
     if delta_mask is not None:
@@ -75,5 +89,5 @@ def masked_site(
         a = 1 - route if a is None else 1 - route * (1 - a)
     y = matmul_wide((matmul_wide(x, V) * g).astype(x.dtype), U)
     if a is not None:
-        y = y + a[..., None] * matmul_wide(x, W)
+        y = y + a[..., None] * (wide(x) if W is None else matmul_wide(x, W))
     return y.astype(x.dtype)

@@ -23,18 +23,17 @@ class MemoryPolicy:
     donate: bool = True
 
     def over_layers(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
-        """``lax.scan(body, carry, xs)``, as this policy would have it."""
+        """``lax.scan(body, carry, xs)``, as this policy would have it; one layer alone may change the carry's shape."""
         if self.recompute_layers:
             body = jax.checkpoint(body)
-        match self.layers:
-            case "scan":
-                return lax.scan(body, carry, xs)
-            case "unroll":
-                ys = []
-                for row in range(jax.tree.leaves(xs)[0].shape[0]):
-                    carry, y = body(carry, jax.tree.map(lambda x, row=row: x[row], xs))
-                    ys.append(y)
-                return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
+        n_layers = jax.tree.leaves(xs)[0].shape[0]
+        if self.layers == "scan" and n_layers > 1:
+            return lax.scan(body, carry, xs)
+        ys = []
+        for row in range(n_layers):
+            carry, y = body(carry, jax.tree.map(lambda x, row=row: x[row], xs))
+            ys.append(y)
+        return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
 
 
 PLAIN = MemoryPolicy()

@@ -31,3 +31,8 @@ def kl_divergence(clean: Float[Array, "*n vocab"], masked: Float[Array, "*n voca
     """KL(softmax(clean) ‖ softmax(masked)) per position, in nats, of logits in fp32 or wider (R1)."""
     log_p, log_q = jax.nn.log_softmax(wide(clean)), jax.nn.log_softmax(wide(masked))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def mean_squared_error(clean: Float[Array, "*n d"], masked: Float[Array, "*n d"]) -> Float[Array, ""]:
+    """R1 for toys: mean of the squared differences over all elements, in fp32 or wider."""
+    return jnp.mean((wide(clean) - wide(masked)) ** 2)

@@ -22,7 +22,7 @@ from param_decomp_jax.masks import (
 )  # fmt: skip
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.base import Forward, Target, Weights
 from param_decomp_jax.targets.plain_linears import RESIDUAL, output_record
 
@@ -110,14 +110,18 @@ class MaskedLayer:
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "*n d_out"]:
-        if kind not in self.live:
-            y = matmul(x, W)
-        else:
+        return self._site(kind, self._site(kind + PRE_IDENTITY, x, None), W)
+
+    def _site(self, kind: str, x: Float[Array, "*n d_in"], W: Array | None) -> Float[Array, "*n d_out"]:
+        """The product of one matrix; W None is the identity."""
+        if kind in self.live:
             site = self.live[kind]
             importance = site["importance"]
             source, delta = self.sources.at(site["source"], x.shape[:-1], importance.shape[-1])
             mask = interpolate(importance, source)
             y = masked_site(x, W, site["V"], site["U"], mask, delta, site["route"])
+        else:
+            y = x if W is None else matmul(x, W)
         if kind in self.records_outputs:
             self.records[output_record(kind)] = y
         return y

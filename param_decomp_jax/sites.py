@@ -7,12 +7,15 @@ per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
 T = TypeVar("T")
+
+PRE_IDENTITY = ".pre_identity"
+"""Ending of the name and of the kind of a site whose W is the identity, put before a matrix of the target."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +68,38 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sites:
-    """All sites in canonical order (by layer, then by the order of application), and their stacks."""
+    """All sites in canonical order (by layer, then by the order of application), and their stacks.
+
+    ``tied`` (T4): pairs of names; the second site of a pair is trained as a view of the first one. Tied sites are
+    stacks of their own.
+    """
 
     all: tuple[Site, ...]
-    n_layers: int = field(default=0)
+    tied: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        assert len({site.name for site in self.all}) == len(self.all), "a site appears twice"
+        by_name = {site.name: site for site in self.all}
+        assert len(by_name) == len(self.all), "a site appears twice"
         layers = [site.layer for site in self.all]
         assert layers == sorted(layers), "sites are not in canonical order"
+        in_pairs = [name for pair in self.tied for name in pair]
+        assert len(set(in_pairs)) == len(in_pairs), "a site is tied twice"
+        for first, second in ((by_name[a], by_name[b]) for a, b in self.tied):
+            shapes = (first.d_in, first.d_out, first.C), (second.d_out, second.d_in, second.C)
+            assert shapes[0] == shapes[1], f"{first} and {second} cannot be tied"
 
     def __len__(self) -> int:
         return len(self.all)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
+        in_pairs = {name for pair in self.tied for name in pair}
         by_layer = [(layer, tuple(group)) for layer, group in groupby(enumerate(self.all), lambda s: s[1].layer)]
 
-        def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> tuple[tuple[str, str, int, int, int], ...]:
-            return tuple((s.kind, s.reads, s.d_in, s.d_out, s.C) for _, s in entry[1])
+        def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> tuple[tuple[str, str, int, int, int, str], ...]:
+            # The name of a tied site makes the form of its layer unlike any other.
+            alone = (s.name if s.name in in_pairs else "" for _, s in entry[1])
+            return tuple((s.kind, s.reads, s.d_in, s.d_out, s.C, a) for (_, s), a in zip(entry[1], alone, strict=True))
 
         runs: list[list[tuple[int, tuple[tuple[int, Site], ...]]]] = []
         for entry in by_layer:
@@ -98,9 +114,7 @@ class Sites:
         first, stop = layers[0][0][1].layer, layers[-1][0][1].layer + 1
         stacks = []
         for slot, (_, site) in enumerate(layers[0]):
-            # "layers.18.mlp.up_proj" is also the name of a stack of one; a longer one says "layers.18-26.mlp.up_proj".
-            span = str(first) if stop == first + 1 else f"{first}-{stop - 1}"
-            name = site.name.replace(f".{first}.", f".{span}.", 1)
+            name = _span(site.name, layers[-1][slot][1].name)
             members = tuple(layer[slot][0] for layer in layers)
             stacks.append(Stack(name, site.kind, site.reads, first, site.d_in, site.d_out, site.C, members))
         return Segment(first, stop, tuple(stacks))
@@ -115,7 +129,18 @@ class Sites:
         places = {n: (stack, row) for stack in self.stacks for row, n in enumerate(stack.sites)}
         return tuple(places[n] for n in range(len(self.all)))
 
+    @cached_property
+    def views(self) -> dict[str, str]:
+        """T4: for every stack that is a view of another, the stack that is trained in its place."""
+        return {second: first for first, second in self.tied}
+
     def unstack(self, arrays: Mapping[str, T]) -> dict[str, T]:
         """Per-stack arrays ``[layers, ...]`` to per-site arrays, keyed by site name in canonical order."""
         rows = zip(self.all, self.place, strict=True)
         return {site.name: arrays[stack.name][row] for site, (stack, row) in rows}  # type: ignore[index]
+
+
+def _span(first: str, last: str) -> str:
+    """One name for a stack: `layers.18.mlp.up_proj` alone, `layers.18-26.mlp.up_proj` from there to layer 26."""
+    parts = zip(first.split("."), last.split("."), strict=True)
+    return ".".join(a if a == b else f"{a}-{b}" for a, b in parts)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, warm_up
 from param_decomp_jax.ci import ci_logits, squashings
-from param_decomp_jax.components import Components
+from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, faithfulness, importance_minimality
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
@@ -100,13 +100,15 @@ def losses_and_ascents(
     spec = problem.decomposition
     lower, _ = squashings(spec.squashing)
 
+    sites = problem.target.sites
+
     def judge(components: Components, ci: Any) -> Logits:
-        return ci_logits(ci, site_inputs, components, problem.compute_dtype)
+        return ci_logits(ci, site_inputs, with_views(components, sites), problem.compute_dtype)
 
     # The CI function is run once; its backward waits until the losses have said what they want of the logits.
     logits, judge_backward = jax.vjp(judge, state.components, state.ci)
 
-    climb = persistent_error(scene, state.components, jax.tree.map(lower, logits))
+    climb = persistent_error(scene, with_views(state.components, sites), jax.tree.map(lower, logits))
     adversaries = {
         name: when_on(
             spec, attack, state, lambda a, attack=attack: warm_up(attack, a, climb, state.step, spec.steps), adversary
@@ -116,7 +118,7 @@ def losses_and_ascents(
     }
 
     def total(components: Components, logits: Logits, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        return total_loss(problem, state, scene, components, logits, raw, key)
+        return total_loss(problem, state, scene, with_views(components, sites), logits, raw, key)
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
     (_, metrics), (direct, to_logits, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
@@ -147,7 +149,7 @@ def total_loss(
     raw: dict[str, Bundle],
     key: PRNGKeyArray,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """``Σ coeff · term`` (point 4), and every term by name without its coefficient."""
+    """``Σ coeff · term`` (point 4), and every term by name without its coefficient. ``components``: of every stack."""
     spec = problem.decomposition
     lower, upper = squashings(spec.squashing)
     importances = jax.tree.map(lower, logits)
@@ -198,7 +200,11 @@ def warmup_step(
     problem: Problem, components: Components, moments: Any, weights: Weights
 ) -> tuple[Components, Any, Float[Array, ""]]:
     """T3: one step on faithfulness alone, before training; gives components, moments and the loss before the step."""
-    loss, gradient = jax.value_and_grad(faithfulness)(components, problem.target.site_weights(weights))
+
+    def error(components: Components) -> Array:
+        return faithfulness(with_views(components, problem.target.sites), problem.target.site_weights(weights))
+
+    loss, gradient = jax.value_and_grad(error)(components)
     updates, moments = warmup_transformation(problem).update(gradient, moments, components)
     return optax.apply_updates(components, updates), moments, loss
 

@@ -33,18 +33,18 @@ class Recorder:
     ) -> None:
         self._total, self._log_every, self._names = decomposition.steps, log_every, names
         self._tokens_per_step, self._n_devices, self._hand_over = tokens_per_step, n_devices, write
-        self._pending: list[tuple[int, Any]] = []
+        self._pending: list[tuple[int, int, Any]] = []
         self._row: dict[str, Any] = {}
         self._figures: dict[str, Path] = {}
         self._clock, self._counted = time.monotonic(), first
         persistent = decomposition.persistent.items()
         self._first_step = {name: attack.first_step(decomposition.steps) for name, (_, attack) in persistent}
 
-    def add(self, step: int, values: Any) -> None:
-        """Metrics of a dispatched step. A log step is written when the step after it is under way."""
-        if any(self._logged(s) for s, _ in self._pending):
+    def add(self, first: int, n: int, rows: Any) -> None:
+        """Metrics of ``n`` dispatched steps. A log step is written when the dispatch after its own is under way."""
+        if any(self._logged(step) for start, count, _ in self._pending for step in range(start, start + count)):
             self.flush()
-        self._pending.append((step, values))
+        self._pending.append((first, n, rows))
 
     def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
         """An evaluation's numbers; they share the row of the training step with the same number."""
@@ -61,13 +61,15 @@ class Recorder:
     def flush(self) -> None:
         if not self._pending:
             return
-        steps = [step for step, _ in self._pending]
-        rows = np.stack(jax.device_get([values for _, values in self._pending]))
+        steps = [step for first, n, _ in self._pending for step in range(first, first + n)]
+        fetched = jax.device_get([rows for _, _, rows in self._pending])
+        rows = np.concatenate([values[:n] for (_, n, _), values in zip(self._pending, fetched, strict=True)])
         self._pending.clear()
+        performance = self._performance(steps[-1])
         for step, values in zip(steps, rows, strict=True):
             self._check(step, values)
             if self._logged(step):
-                self._row |= {"step": step, **self._named(step, values), **self._performance(steps[-1])}
+                self._row |= {"step": step, **self._named(step, values), **performance}
                 self._write()
 
     def _named(self, step: int, values: np.ndarray) -> dict[str, float]:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.placement import batch_sharding, sharding, state_shardings
+from param_decomp_jax.placement import sharding, state_shardings
+from param_decomp_jax.program import metric_names, training_steps
 from param_decomp_jax.state import State, init_state
-from param_decomp_jax.step import Problem, training_step, warmup_step, warmup_transformation
+from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
@@ -49,7 +51,7 @@ def train(config: RunConfig, console: Console) -> Path:
         raise UserError(
             f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
         )
-    built = build(config)
+    built = build(config, console)
     make_run_folder(folder, config)
     return _Run(config, built, folder, console).go(resumed=False)
 
@@ -62,7 +64,7 @@ def resume(folder: Path, console: Console, config: RunConfig | None = None) -> P
     saved = RunConfig.from_yaml(path)
     if config is not None:
         _refuse_change(folder, saved, config)
-    return _Run(saved, build(saved), folder, console).go(resumed=True)
+    return _Run(saved, build(saved, console), folder, console).go(resumed=True)
 
 
 def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
@@ -80,6 +82,7 @@ class _Run:
         self.evaluation = None if built.eval is None else Evaluation(config, built.problem, built.eval)
         cadence = config.torch.cadence
         self.log_every, self.save_every = cadence.train_log_every, cadence.save_every
+        self.at_once = config.wrapper.steps_per_dispatch
         self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone)
 
     def go(self, resumed: bool) -> Path:
@@ -153,13 +156,14 @@ class _Run:
         names: list[str] = []
         if first < total:
             started = time.monotonic()
-            step_fn, names = compile_step(self.built, state)
+            dispatch, names = compile_steps(self.built, state, self.at_once)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
         tokens, devices = prod(self.built.leading), self.built.mesh.size
         self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
+        step = first
         with Terminal(self.console, self.config.wrapper.run_name, total, first) as bar:
             self.bar = bar
-            for step in range(first, total + 1):
+            while True:
                 # Asked once: a signal that comes while this is saved stops the next step, which is then saved too.
                 stopping = self.stop()
                 if stopping or self._save_due(step):
@@ -168,12 +172,25 @@ class _Run:
                 if stopping:
                     raise Preempted(f"stopped and saved at step {step}; go on with `pd train --resume {self.folder}`")
                 self._evaluate(state, step)
-                if step < total:
-                    state, values = step_fn(state, weights, self.built.train(step))
-                    self.recorder.add(step, values)
-                    bar.advance(step + 1)
+                if step == total:
+                    break
+                n = self._until_due(step)
+                inputs = self.built.train.inputs(step, n, self.at_once)
+                state, values = dispatch(state, weights, inputs, np.int32(n))
+                self.recorder.add(step, n, values)
+                step += n
+                bar.advance(step)
             self.recorder.flush()
         return state
+
+    def _until_due(self, step: int) -> int:
+        """Steps to start at once: until the next save or evaluation, and no more than configured."""
+
+        def due(step: int) -> bool:
+            evaluated = self.evaluation is not None and self.evaluation.due(step, self.spec.steps)
+            return self._save_due(step) or evaluated
+
+        return next((n for n in range(1, self.at_once) if due(step + n)), self.at_once)
 
     def _save_due(self, step: int) -> bool:
         periodic = self.save_every is not None and step > 0 and step % self.save_every == 0
@@ -208,9 +225,9 @@ class _Run:
         if evaluation is not None and self.built.eval is not None and self.config.torch.eval is not None:
             statistics = evaluation.statistics(state, weights, lambda: False)
             n, text = self.config.torch.eval.n_steps, self.built.text
-            if text is None:
+            if text is None and isinstance(problem.target, Llama):
                 self.console.print("no tokenizer beside the data or the target: the report has no text examples")
-            else:
+            elif text is not None:
                 write_examples(self.folder, problem, state, weights, self.built.eval, n, statistics, text)
         report = write_report(self.folder)
         sites = {site.name: site.C for site in problem.target.sites.all}
@@ -218,21 +235,18 @@ class _Run:
         self.console.print(f"run folder {self.folder}\nreport     {report}", soft_wrap=True)
 
 
-def compile_step(built: Built, state: State) -> tuple[Any, list[str]]:
-    """The compiled, donated step ``(state, weights, inputs) -> (state, metrics as a vector)``, and their names."""
-    problem: Problem = built.problem
-    names: list[str] = []
+def compile_steps(built: Built, state: State, size: int) -> tuple[Any, list[str]]:
+    """The compiled, donated program ``(state, weights, inputs, n) -> (state, rows of metrics)``, and their names.
 
-    def step(state: State, weights: Any, inputs: Any) -> tuple[State, Any]:
-        state, metrics = training_step(problem, state, weights, inputs)
-        names[:] = sorted(metrics)
-        return state, jnp.stack([metrics[name] for name in names])
-
+    It takes up to ``size`` steps; ``inputs`` are those of ``built.train``.
+    """
+    names = metric_names(built.problem, state, built.weights, built.batch)
+    steps = partial(training_steps, built.problem, built.train.batch_of, size)
     outputs = (jax.tree.map(lambda x: x.sharding, state), sharding(built.mesh))
-    donated = (0,) if problem.decomposition.memory.donate else ()
-    jitted = jax.jit(step, donate_argnums=donated, out_shardings=outputs)
-    inputs = jax.ShapeDtypeStruct(built.leading, jnp.int32, sharding=batch_sharding(built.mesh))
-    return jitted.lower(state, built.weights, inputs).compile(), names
+    donated = (0,) if built.problem.decomposition.memory.donate else ()
+    jitted = jax.jit(steps, donate_argnums=donated, out_shardings=outputs)
+    inputs = built.train.inputs(0, 1, size)
+    return jitted.lower(state, built.weights, inputs, np.int32(1)).compile(), names
 
 
 def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any, n: Any) -> tuple[Any, Any, Any]:

@@ -150,6 +150,11 @@ def sigmoid(x: Num) -> Num:
     return custom(out, (x, lambda g: g * out * (1.0 - out)))
 
 
+def relu(x: Num) -> Num:
+    """Derivative 0 at 0."""
+    return custom(np.maximum(value(x), 0.0), (x, lambda g: g * (value(x) > 0)))
+
+
 def log_softmax(x: Num) -> Num:
     """Over the last axis, shifted by the maximum."""
     shifted = value(x) - value(x).max(axis=-1, keepdims=True)
@@ -538,6 +543,25 @@ def live_sets(loss: dict, sites: Sequence[str], n_mask_samples: int) -> list[tup
 
 Linear = Callable[[str, Num, Array], Num]  # (module, x, W) -> y
 Target = Callable[[Linear], Num]  # the target on a fixed batch, every x @ W done by the argument
+
+
+PRE_IDENTITY = ".pre_identity"
+
+
+def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
+    """The same network with a matrix `<module>.pre_identity`, the identity, put before every module for which `sites`
+    names one: it multiplies what the module reads, and the module (no other) reads its product."""
+    modules = {s.removesuffix(PRE_IDENTITY) for s in sites if s.endswith(PRE_IDENTITY)}
+
+    def extended(linear: Linear) -> Num:
+        def apply(module: str, x: Num, W: Array) -> Num:
+            if module in modules:
+                x = linear(module + PRE_IDENTITY, x, np.eye(W.shape[0]))
+            return linear(module, x, W)
+
+        return target(apply)
+
+    return extended
 
 
 class Clean(NamedTuple):
@@ -1011,6 +1035,38 @@ def llama_target(weights: dict, tokens: Array, **arch: Any) -> Target:
             return linear(llama_site(layer, kind), x, W)
 
         return llama(weights, tokens, by_kind, **arch)
+
+    return target
+
+
+# ---- The toy models ----
+
+
+def tms_target(weights: dict, features: Array) -> Target:
+    """features `[B, n]` -> `[B, n]`: ReLU(h W2 + b), where h is x W1 through the hidden layers, which have neither
+    bias nor activation. weights: linear1 [n, h], hidden_layers [[h, h], ...], linear2 [h, n], bias [n]."""
+
+    def target(linear: Linear) -> Num:
+        h = linear("linear1", features, weights["linear1"])
+        for i, W in enumerate(weights["hidden_layers"]):
+            h = linear(f"hidden_layers.{i}", h, W)
+        return relu(linear("linear2", h, weights["linear2"]) + weights["bias"])
+
+    return target
+
+
+def resid_mlp_target(embed: Array, layers: Sequence[dict], features: Array, activation: str) -> Target:
+    """features `[B, n]` -> `[B, n]`: into the residual stream by embed `[n, d]` and out of it by its transpose.
+    layers: {mlp_in [d, m], mlp_out [m, d], optional in_bias [m], out_bias [d]}; activation relu or gelu (exact)."""
+    act = {"relu": relu, "gelu": gelu}[activation]
+
+    def target(linear: Linear) -> Num:
+        residual = features @ embed
+        for i, layer in enumerate(layers):
+            hidden = linear(f"layers.{i}.mlp_in", residual, layer["mlp_in"]) + layer.get("in_bias", 0.0)
+            update = linear(f"layers.{i}.mlp_out", act(hidden), layer["mlp_out"]) + layer.get("out_bias", 0.0)
+            residual = residual + update
+        return residual @ embed.T
 
     return target
 

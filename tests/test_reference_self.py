@@ -73,6 +73,7 @@ OPERATIONS: dict[str, tuple[Callable, Tree]] = {
     "log": (lambda t: (ref.log(t["p"]) * WEIGHT).sum(), {"p": POSITIVE}),
     "erf": (lambda t: (ref.erf(t["a"]) * WEIGHT).sum(), {"a": A}),
     "sigmoid": (lambda t: (ref.sigmoid(t["a"]) * WEIGHT).sum(), {"a": A}),
+    "relu": (lambda t: (ref.relu(t["a"]) * WEIGHT).sum(), {"a": A}),
     "gelu": (lambda t: (ref.gelu(t["a"]) * WEIGHT).sum(), {"a": A}),
     "log_softmax": (lambda t: (ref.log_softmax(t["a"]) * WEIGHT).sum(), {"a": A}),
     "matmul": (lambda t: ((t["a"] @ t["w"]) ** 2).sum(), {"a": A, "w": normal(4, 5)}),
@@ -844,6 +845,82 @@ def test_toy_target_with_tied_weights() -> None:
     np.testing.assert_allclose(untied.terms["FaithfulnessLoss"], result.terms["FaithfulnessLoss"])
     added = untied.gradients["components"]["linear1"]["V"] + untied.gradients["components"]["linear2"]["U"].T
     np.testing.assert_allclose(result.gradients["components"]["linear1"]["V"], added)
+
+
+def test_tied_faithfulness_warmup_trains_one_pair() -> None:
+    """T3, T4: the loss it descends counts both sites."""
+    weights = {"linear1": normal(5, 2), "linear2": normal(2, 5)}
+    components = {"linear1": {"V": normal(5, 3), "U": normal(3, 2)}}
+    tied = [["linear1", "linear2"]]
+
+    def error(components: Tree) -> ref.Num:
+        return ref.faithfulness(ref.tie(components, tied), weights)
+
+    check(error, components)
+    config = {"faithfulness_warmup_steps": 1, "faithfulness_warmup_lr": 0.01, "tied_weights": tied}
+    after = ref.faithfulness_warmup(components, weights, config)
+    moving = tree_map(Var, components)
+    expected = tree_map(lambda p, g: p - 0.01 * np.sign(g), components, gradients(error(moving), moving))
+    for a, b in zip(tree_leaves(after), tree_leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-7)
+
+
+def test_tms_written_out() -> None:
+    W1, W2, bias, x = normal(5, 2), normal(2, 5), normal(5), normal(4, 5)
+    hidden = [normal(2, 2), normal(2, 2)]
+    target = ref.tms_target({"linear1": W1, "hidden_layers": hidden, "linear2": W2, "bias": bias}, x)
+    calls = []
+    y = target(lambda module, x, W: (calls.append(module), x @ W)[1])
+    assert calls == ["linear1", "hidden_layers.0", "hidden_layers.1", "linear2"]
+    for row in range(4):
+        h = hidden[1].T @ (hidden[0].T @ (W1.T @ x[row]))
+        np.testing.assert_allclose(y[row], [max(0.0, W2[:, n] @ h + bias[n]) for n in range(5)])
+    assert (y == 0).any()
+    assert (y > 0).any()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("biases", [(), ("in_bias",), ("in_bias", "out_bias")])
+def test_resid_mlp_written_out(activation: str, biases: tuple[str, ...]) -> None:
+    embed, x, widths = normal(5, 6), normal(4, 5), {"in_bias": 3, "out_bias": 6}
+    layers = [
+        {"mlp_in": normal(6, 3), "mlp_out": normal(3, 6), **{name: normal(widths[name]) for name in biases}}
+        for _ in range(2)
+    ]
+    target = ref.resid_mlp_target(embed, layers, x, activation)
+    calls = []
+    y = target(lambda module, x, W: (calls.append(module), x @ W)[1])
+    assert calls == [f"layers.{i}.{kind}" for i in range(2) for kind in ("mlp_in", "mlp_out")]
+
+    def act(z: float) -> float:
+        return max(0.0, z) if activation == "relu" else z * 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+    for row in range(4):
+        residual = embed.T @ x[row]
+        for p in layers:
+            neurons = [act(z) for z in p["mlp_in"].T @ residual + p.get("in_bias", 0)]
+            residual = residual + p["mlp_out"].T @ np.array(neurons) + p.get("out_bias", 0)
+        np.testing.assert_allclose(y[row], embed @ residual)
+
+
+def test_identity_sites() -> None:
+    """A masked identity changes what its module reads, and what no other reads."""
+    x, A, B = normal(3, 4), normal(4, 2), normal(4, 5)
+
+    def target(linear: ref.Linear) -> ref.Num:
+        return ref.concatenate([linear("a", x, A), linear("b", x, B)], axis=-1)
+
+    extended = ref.with_identity_sites(target, ["a.pre_identity", "b"])
+    clean = ref.clean_pass(extended, ["a.pre_identity", "b"])
+    np.testing.assert_array_equal(clean.output, np.concatenate([x @ A, x @ B], axis=-1))
+    np.testing.assert_array_equal(clean.weights["a.pre_identity"], np.eye(4))
+    np.testing.assert_array_equal(clean.outputs["a.pre_identity"], x)
+    V, U, mask, delta = normal(4, 3), normal(3, 4), uniform(3, 3), uniform(3)
+    components, masks, deltas = ({"a.pre_identity": v} for v in ({"V": V, "U": U}, mask, delta))
+    output, acts = ref.masked_pass(extended, components, masks, deltas, {})
+    through = ((x @ V) * mask) @ U + delta[:, None] * (x - x @ V @ U)
+    np.testing.assert_allclose(acts["a.pre_identity"], through)
+    np.testing.assert_allclose(output, np.concatenate([through @ A, x @ B], axis=-1))
 
 
 def test_a_site_that_is_not_live_is_exact() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
@@ -16,10 +17,11 @@ from param_decomp_jax.components import Components
 from param_decomp_jax.sites import Sites
 
 __all__ = [
-    "CIConfig", "CIFunction", "GlobalTransformer", "LayerwiseMLP", "Squashing", "ci_logits", "init_ci", "squashings",
+    "CIConfig", "CIFunction", "GlobalMLP", "GlobalTransformer", "LayerwiseMLP", "Squashing", "ci_logits", "init_ci",
+    "squashings",
 ]  # fmt: skip
 
-CIConfig = LayerwiseMLP | GlobalTransformer
+CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer
 
 
 @runtime_checkable
@@ -44,6 +46,8 @@ def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
     match config:
         case LayerwiseMLP():
             return init_layerwise(config, key, sites)
+        case GlobalMLP():
+            return init_global_mlp(config, key, sites)
         case GlobalTransformer():
             return init_transformer(config, key, sites)
 

@@ -1,5 +1,6 @@
 """Affine layers and the MLPs made of them (C4)."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.sites import Sites, Stack
 
 HIDDEN_GAIN = 2**0.5
 """Gain of the initial weights into a hidden layer; 1 into an output."""
@@ -30,6 +32,63 @@ def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int
     return Affine(W, jnp.zeros((*stack, d_out), jnp.float32))
 
 
+class JointAffine(eqx.Module):
+    """An affine map of the concatenation of all sites' inputs, its rows kept by stack.
+
+    The concatenation is never built: the map is a sum over sites of each site's rows.
+    """
+
+    rows: dict[str, Float[Array, "layers d_in d_out"]]
+    b: Float[Array, " d_out"]
+
+    def __call__(
+        self, inputs: dict[str, Array], prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]]
+    ) -> Float[Array, "*n d_out"]:
+        """Of every stack's inputs ``[layers, …, d_in]``, each first put through ``prepare``; in fp32 or wider."""
+        h = self.b
+        for name, x in inputs.items():
+
+            def add(h: Array, of_site: tuple[Array, Array]) -> tuple[Array, None]:
+                x, W = of_site
+                return h + matmul_wide(prepare(x), W), None
+
+            start = jnp.broadcast_to(h, (*x.shape[1:-1], self.b.shape[0]))
+            h, _ = jax.lax.scan(add, start, (x, self.rows[name]))
+        return h
+
+
+def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffine:
+    """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number."""
+    scale = HIDDEN_GAIN / sum(site.d_in for site in sites.all) ** 0.5
+
+    def rows(stack: Stack) -> Array:
+        of_sites = [jax.random.fold_in(key, number) for number in stack.sites]
+        return jnp.stack([jax.random.normal(of, (stack.d_in, d_out), jnp.float32) for of in of_sites])
+
+    return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
+
+
+def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:
+    """An affine head ``d_in → C`` for every site, by stack."""
+
+    def head(number: int, C: int) -> Affine:
+        return init_affine(jax.random.fold_in(key, number), (), d_in, C, 1.0)
+
+    return {
+        s.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(site, s.C) for site in s.sites])
+        for s in sites.stacks
+    }
+
+
+def gelu(x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+    """The exact (erf) GELU of C4.
+
+    By erf and not, as `jax.nn.gelu` has it, by erfc: on a CPU 2.8 times as fast forward (0.64 ms against 1.8 ms for
+    1.3 million elements), 1.4 times in a whole scalar MLP with its gradient; no more than 1e-7 away.
+    """
+    return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
+
+
 MLP = tuple[Affine, ...]
 
 
@@ -46,5 +105,5 @@ def apply_mlp(mlp: MLP, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_out"]:
     """Affine, exact (erf) GELU, …, affine; no GELU after the last. Result in fp32 or wider."""
     *hidden, last = mlp
     for layer in hidden:
-        x = jax.nn.gelu(layer(x), approximate=False).astype(x.dtype)
+        x = gelu(layer(x)).astype(x.dtype)
     return last(x)

@@ -15,9 +15,10 @@ from param_decomp_jax.sites import Sites, Stack
 
 @dataclass(frozen=True)
 class LayerwiseMLP:
-    """``shared_mlp``: one MLP d_in → C per site. ``mlp``: one scalar MLP per component, on x · V[:, c]."""
+    """``shared_mlp``: one MLP d_in → C per site. ``mlp``: one scalar MLP per component, on x · V[:, c].
+    ``vector_mlp``: one MLP d_in → 1 per component."""
 
-    kind: Literal["mlp", "shared_mlp"]
+    kind: Literal["mlp", "vector_mlp", "shared_mlp"]
     hidden: tuple[int, ...]
 
 
@@ -54,7 +55,25 @@ class ScalarMLP(eqx.Module):
         return per_component(head, scalars)[..., 0]
 
 
-def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> SharedMLP | ScalarMLP:
+class VectorMLP(eqx.Module):
+    """Every component has its own MLP ``d_in → hidden … → 1``."""
+
+    heads: dict[str, MLP]
+
+    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+        return None
+
+    def logits(
+        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+    ) -> Float[Array, "*n C"]:
+        per_component = jax.vmap(apply_mlp, in_axes=(0, None), out_axes=-2)
+        return per_component(head, x)[..., 0]
+
+
+LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP
+
+
+def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> LayerwiseCI:
     """Fresh weights; those of a site depend on its canonical number, not on how sites are stacked."""
 
     def head(number: int, stack: Stack) -> MLP:
@@ -64,9 +83,17 @@ def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> Sha
                 return init_mlp(of_site, (), (stack.d_in, *config.hidden, stack.C))
             case "mlp":
                 return init_mlp(of_site, (stack.C,), (1, *config.hidden, 1))
+            case "vector_mlp":
+                return init_mlp(of_site, (stack.C,), (stack.d_in, *config.hidden, 1))
 
     heads = {
         stack.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(number, stack) for number in stack.sites])
         for stack in sites.stacks
     }
-    return SharedMLP(heads) if config.kind == "shared_mlp" else ScalarMLP(heads)
+    match config.kind:
+        case "shared_mlp":
+            return SharedMLP(heads)
+        case "mlp":
+            return ScalarMLP(heads)
+        case "vector_mlp":
+            return VectorMLP(heads)

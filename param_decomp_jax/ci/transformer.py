@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
-from param_decomp_jax.ci.affine import HIDDEN_GAIN, MLP, Affine, apply_mlp, init_affine, init_mlp
-from param_decomp_jax.numerics import matmul, matmul_wide, rms_norm
+from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
+from param_decomp_jax.numerics import matmul, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
 
@@ -41,25 +41,16 @@ class Block(eqx.Module):
 
 
 class TransformerCI(eqx.Module):
-    """``project``: the input projection, cut by stack (its rows are the concatenation of all sites' inputs)."""
+    """``project``: from the concatenation of all sites' inputs, each RMS-normalised, to ``d_model``."""
 
-    project: dict[str, Float[Array, "layers d_in d"]]
-    bias: Float[Array, " d"]
+    project: JointAffine
     blocks: Block
     heads: dict[str, Affine]
     config: GlobalTransformer = eqx.field(static=True)
 
     def features(self, inputs: dict[str, Array], compute_dtype: Any) -> Float[Array, "*batch T d"]:
         """The last hidden state, from the clean inputs ``[layers, B, T, d_in]`` (or ``[layers, B, d_in]``)."""
-        h = self.bias
-        for name, x in inputs.items():
-            # The concatenation is never built: a sum over sites of each site's rows of the projection.
-            def add(h: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
-                x, W = row
-                return h + matmul_wide(rms_norm(x.astype(compute_dtype), EPS), W), None
-
-            start = jnp.broadcast_to(h, (*x.shape[1:-1], self.config.d_model))
-            h, _ = jax.lax.scan(add, start, (x, self.project[name]))
+        h = self.project(inputs, lambda x: rms_norm(x.astype(compute_dtype), EPS))
         no_sequence = h.ndim == 2
         h = h[:, None] if no_sequence else h
         assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"
@@ -89,29 +80,14 @@ def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites)
     """Fresh weights (C4): projection gain √2 over the width of the concatenation, attention U(±1/√d_model)."""
     to_input, to_attention, to_mlp, to_heads = jax.random.split(key, 4)
     d, n = config.d_model, config.n_blocks
-    width = sum(site.d_in for site in sites.all)
-
-    def projection(number: int, d_in: int) -> Array:
-        return jax.random.normal(jax.random.fold_in(to_input, number), (d_in, d), jnp.float32)
-
     bound = d**-0.5
     q, k, v, o = (
         jax.random.uniform(of, (n, d, d), jnp.float32, -bound, bound) for of in jax.random.split(to_attention, 4)
     )
 
-    def head(number: int, C: int) -> Affine:
-        return init_affine(jax.random.fold_in(to_heads, number), (), d, C, 1.0)
-
     return TransformerCI(
-        project={
-            s.name: HIDDEN_GAIN / width**0.5 * jnp.stack([projection(site, s.d_in) for site in s.sites])
-            for s in sites.stacks
-        },
-        bias=jnp.zeros((d,), jnp.float32),
+        project=init_joint_affine(to_input, sites, d),
         blocks=Block(q, k, v, o, init_mlp(to_mlp, (n,), (d, *config.mlp_hidden, d))),
-        heads={
-            s.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(site, s.C) for site in s.sites])
-            for s in sites.stacks
-        },
+        heads=init_heads(to_heads, sites, d),
         config=config,
     )

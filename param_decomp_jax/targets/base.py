@@ -1,14 +1,16 @@
 """What a target is: a frozen forward pass that is told how to apply its matrices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import PRE_IDENTITY, Site, Sites, Stack
 
 Weights = Any
 """A pytree of frozen arrays; always an argument of the jitted step, never closed over."""
@@ -78,6 +80,48 @@ class Target(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a target that may be decomposed; fields as of a `Site`."""
+
+    name: str
+    layer: int
+    kind: str
+    reads: str
+    d_in: int
+    d_out: int
+
+
+def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Sequence[tuple[str, str]] = ()) -> Sites:
+    """The sites named in ``chosen`` (name to C), in canonical order whatever the order given.
+
+    ``matrices``: all that the target has, in canonical order. ``<name>.pre_identity`` is an identity put before a
+    matrix, on what it reads.
+    """
+    sites = []
+    for m in matrices:
+        before = Site(m.name + PRE_IDENTITY, m.layer, m.kind + PRE_IDENTITY, m.reads, m.d_in, m.d_in, 0)
+        for site in (before, Site(m.name, m.layer, m.kind, m.reads, m.d_in, m.d_out, 0)):
+            if site.name in chosen:
+                sites.append(replace(site, C=chosen[site.name]))
+    unknown = chosen.keys() - {site.name for site in sites}
+    assert not unknown, f"not matrices of this target: {unknown}"
+    return Sites(tuple(sites), tuple(tied))
+
+
+def site_weights(
+    sites: Sites, matrix: Callable[[Stack], Float[Array, "layers d_in d_out"]]
+) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices."""
+
+    def of_stack(stack: Stack) -> Array:
+        if stack.kind.endswith(PRE_IDENTITY):
+            return jnp.broadcast_to(jnp.eye(stack.d_in), (stack.n_layers, stack.d_in, stack.d_in))
+        return matrix(stack)
+
+    return {stack.name: of_stack(stack) for stack in sites.stacks}
+
+
 def run_layers(
     layer: Callable[[Any, Any, LayerLinears], Any],
     x: Any,
@@ -86,8 +130,9 @@ def run_layers(
     first: int,
     stop: int,
     memory: MemoryPolicy,
+    origin: int = 0,
 ) -> tuple[Any, dict[int, dict[str, Array]]]:
-    """Layers ``first .. stop - 1`` of a network whose layers are alike, ``weights`` stacked over all of its layers.
+    """Layers ``first .. stop - 1`` of a network whose layers are alike, ``weights`` stacked over layers ``origin ..``.
 
     ``layer(x, weights_of_the_layer, linear)`` gives the next ``x``. One scan for every run of layers that ``linears``
     treats alike. Returns the last ``x`` and the records (see `Forward`).
@@ -103,6 +148,6 @@ def run_layers(
             x = layer(x, frozen, linear)
             return x, linear.records
 
-        frozen = jax.tree.map(lambda w, a=a, b=b: w[a:b], weights)
+        frozen = jax.tree.map(lambda w, a=a, b=b: w[a - origin : b - origin], weights)
         x, records[a] = memory.over_layers(body, x, (frozen, linears.slices(a, b)))
     return x, records

@@ -18,8 +18,16 @@ from param_decomp_jax.attention import attend
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
-from param_decomp_jax.sites import Site, Sites
-from param_decomp_jax.targets.base import Forward, LayerLinears, Linears, Weights, run_layers
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.targets.base import (
+    Forward,
+    LayerLinears,
+    Linears,
+    Matrix,
+    Weights,
+    run_layers,
+    site_weights,
+)  # fmt: skip
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -76,22 +84,13 @@ def module_name(layer: int, kind: str) -> str:
     return f"layers.{layer}.{'self_attn' if kind in KINDS[:4] else 'mlp'}.{kind}"
 
 
-def module_names(config: LlamaConfig) -> tuple[str, ...]:
+def matrices(config: LlamaConfig) -> tuple[Matrix, ...]:
     """Every matrix that can be a site, in canonical order."""
-    return tuple(module_name(layer, kind) for layer in range(config.n_layers) for kind in KINDS)
-
-
-def make_sites(config: LlamaConfig, chosen: Mapping[str, int]) -> Sites:
-    """The sites named in ``chosen`` (module name to C), in canonical order whatever the order given."""
-    unknown = chosen.keys() - set(module_names(config))
-    assert not unknown, f"not matrices of this target: {unknown}"
-    sites = []
-    for layer in range(config.n_layers):
-        for kind in KINDS:
-            name = module_name(layer, kind)
-            if name in chosen:
-                sites.append(Site(name, layer, kind, _READS[kind], *config.matrix_shape(kind), C=chosen[name]))
-    return Sites(tuple(sites))
+    return tuple(
+        Matrix(module_name(layer, kind), layer, kind, _READS[kind], *config.matrix_shape(kind))
+        for layer in range(config.n_layers)
+        for kind in KINDS
+    )
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, Any]:
@@ -180,7 +179,7 @@ class Llama:
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""
         layers = weights["layers"]
-        return {s.name: layers[s.kind][s.first : s.first + s.n_layers] for s in self.sites.stacks}
+        return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
 
 
 def language_logits(

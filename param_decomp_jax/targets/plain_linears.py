@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from param_decomp_jax.numerics import matmul
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import PRE_IDENTITY, Sites
 
 RESIDUAL = "residual"
 """Record name of a layer's input."""
@@ -33,10 +33,11 @@ class PlainLayer:
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "*n d_out"]:
         y = matmul(x, W)
-        if kind in self.reads:
-            self.records[self.reads[kind]] = x
-            if self.outputs:
-                self.records[output_record(kind)] = y
+        for site, output in ((kind + PRE_IDENTITY, x), (kind, y)):
+            if site in self.reads:
+                self.records[self.reads[site]] = x
+                if self.outputs:
+                    self.records[output_record(site)] = output
         return y
 
 

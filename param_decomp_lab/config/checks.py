@@ -12,6 +12,7 @@ from param_decomp_lab.config.loss_schema import (
 )
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
+    CEandKLLosses,
     CIHiddenActsReconLoss,
     IdentityCIError,
     PermutedCIPlots,
@@ -21,12 +22,14 @@ from param_decomp_lab.config.strict import Problem, Strict
 from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile, PretrainedSpec, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
-_SUPPORTED_CI = ("mlp", "shared_mlp", "global_shared_transformer")
+_TMS_MODULES = ("linear1", "linear2", "hidden_layers.*")
+_NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
+"""Metrics that switch on one feature at a time."""
 
 
 def toy_of(patterns: list[str]) -> Experiment | None:
     """The toy whose modules the patterns name, if any."""
-    if patterns and all(pattern in ("linear1", "linear2") for pattern in patterns):
+    if patterns and all(any(fnmatchcase(pattern, module) for module in _TMS_MODULES) for pattern in patterns):
         return "tms"
     if patterns and all(fnmatchcase(pattern, "layers.*.mlp_*") for pattern in patterns):
         return "resid_mlp"
@@ -47,6 +50,12 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
 def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
     """Mistakes in the wrapper, given the schema file."""
     if isinstance(torch, ToyFile):
+        if wrapper.data is not None:
+            yield Problem("data", "is for language models; a toy's features are drawn as its schema file says")
+        if wrapper.target is None:
+            path = torch.target.run_path
+            advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
+            yield Problem("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
         return
     if wrapper.experiment is not None:
         yield Problem(
@@ -59,7 +68,8 @@ def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
 
 def torch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
     """Mistakes in the schema file, given the wrapper."""
-    yield from _unsupported(wrapper, torch)
+    yield from _unsupported(torch)
+    yield from _metric_problems(torch)
     yield from _batch_problems(wrapper, torch)
     yield from _name_problems("pd.loss_metrics", torch.pd.loss_metrics)
     metrics = torch.eval.metrics if torch.eval else ()
@@ -69,34 +79,27 @@ def torch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
         yield from _data_problems(wrapper, torch)
 
 
-def _unsupported(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
-    if isinstance(torch, ToyFile):
-        toy = wrapper.experiment or toy_of([target.module_pattern for target in torch.pd.decomposition_targets])
-        yield Problem("target", f"experiment {toy} is not supported yet; a language model has target.spec")
-    for key in ("tied_weights", "identity_decomposition_targets"):
-        if getattr(torch.pd, key):
-            yield Problem(f"pd.{key}", "is not supported yet; remove it or set it to null")
-    if torch.pd.ci_config.fn_type not in _SUPPORTED_CI:
-        choice = ", ".join(_SUPPORTED_CI)
-        yield Problem("pd.ci_config.fn_type", f"{torch.pd.ci_config.fn_type} is not supported yet; choose {choice}")
+def _unsupported(torch: TorchFile) -> Iterator[Problem]:
     roots = [n for n, loss in enumerate(torch.pd.loss_metrics) if _takes_roots(loss)]
     if torch.pd.sigmoid_type == "swish_hard" and roots:
         why = "swish_hard dips below 0, where (υ + eps)^p is not a number unless p is an integer"
         where = f"pd.loss_metrics.{roots[0]}"
         yield Problem("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+
+
+def _metric_problems(torch: TorchFile) -> Iterator[Problem]:
     seen: list[Strict] = []
     for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
-        twin = next((other for other in seen if _one_output(metric, other)), None)
-        if twin is not None:
-            yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is asked for twice under the same keys; keep one")
+        key, kind = f"eval.metrics.{n}.type", getattr(metric, "type", "")
+        if any(_one_output(metric, other) for other in seen):
+            yield Problem(key, f"{kind} is asked for twice under the same keys; keep one")
         seen.append(metric)
-        if isinstance(metric, IdentityCIError | PermutedCIPlots | UVPlots):
-            yield Problem(
-                f"eval.metrics.{n}.type", f"{metric.type} (for toys) is not supported yet; remove this metric"
-            )
-        if isinstance(metric, PersistentPGD):
-            why = "its sources belong to the training batches; PGDReconLoss attacks afresh"
-            yield Problem(f"eval.metrics.{n}.type", f"{metric.type} is not supported as a metric yet ({why})")
+        if isinstance(torch, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
+            yield Problem(key, f"{kind} needs a toy, whose features can be switched on one at a time; remove it")
+        if isinstance(torch, ToyFile) and isinstance(metric, CEandKLLosses):
+            yield Problem(key, f"{kind} is for language models; remove it")
+        if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
+            yield Problem(key, f"{kind} has neither identity_ci nor dense_ci and so measures nothing; give one")
 
 
 def _takes_roots(loss: Strict) -> bool:
@@ -175,6 +178,12 @@ def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
     dp, devices = torch.runtime.dp, wrapper.mesh.devices
     if dp is not None and dp != devices:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
+    if isinstance(torch, ToyFile) and wrapper.target is not None:
+        ours = wrapper.target.folder or wrapper.target.pretrain
+        yield f"target.run_path: {torch.target.run_path} is replaced by the wrapper's target ({ours})"
+    for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
+        if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
+            yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
     if wrapper.mesh.fsdp > 1:
         yield f"mesh.fsdp: is {wrapper.mesh.fsdp}; it splits the batch, but every device still holds the whole state"
     for n, loss in enumerate(torch.pd.loss_metrics):

@@ -169,10 +169,13 @@ def _adamw(config: OptimizerConfig) -> optim.AdamW:
     return optim.AdamW(_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
 
 
-def _ci(config: LayerwiseCI | GlobalCI) -> ci.LayerwiseMLP | ci.GlobalTransformer:
+def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
     match config:
-        case LayerwiseCI(fn_type="mlp" | "shared_mlp" as kind):
-            return ci.LayerwiseMLP(kind, config.hidden_dims)
+        case LayerwiseCI():
+            return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)
+        case GlobalCI(fn_type="global_shared_mlp", hidden_dims=hidden):
+            assert hidden is not None
+            return ci.GlobalMLP(hidden)
         case GlobalCI(fn_type="global_shared_transformer", simple_transformer_ci_cfg=transformer):
             assert transformer is not None
             attention = transformer.attn_config
@@ -185,4 +188,4 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.LayerwiseMLP | ci.GlobalTransforme
                 rope_base=attention.rope_base,
             )
         case _:
-            raise AssertionError(f"{config.fn_type} was refused when the configuration was read")
+            raise AssertionError(f"not a CI function: {config}")

@@ -46,7 +46,7 @@ class RunConfig:
     def to_yaml(self) -> str:
         """The whole configuration in one document, every default written out; `from_yaml` reads it back equal."""
         parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.torch.model_dump(mode="json")}
-        return dump_yaml({**parts, "ignored": list(self.ignored)})
+        return dump_yaml({**parts, "ignored": list(self.ignored), "notes": list(self.warnings)})
 
     @classmethod
     def from_yaml(cls, path: Path) -> "RunConfig":
@@ -58,7 +58,7 @@ class RunConfig:
         """As `from_yaml`, from what the YAML says; ``where`` it was found, for errors."""
         for key in ("wrapper", "torch"):
             if not isinstance(raw.get(key), dict):
-                raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper, torch and ignored")
+                raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper and torch")
         places = Place(f"{where}: wrapper"), Place(f"{where}: torch")
         config = _configuration(validate(Wrapper, raw["wrapper"], places[0]), raw["torch"], *places)
         return replace(config, ignored=tuple(raw.get("ignored", ())))

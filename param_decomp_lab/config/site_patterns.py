@@ -10,8 +10,10 @@ from param_decomp_lab.errors import UserError
 _PREFIX = "model."
 
 
-def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[str]) -> list[tuple[str, int]]:
-    """The decomposed modules with their C, in the order of ``module_names``, without `model.`.
+def match_sites(
+    targets: Sequence[DecompositionTarget], module_names: Sequence[str], key: str = "pd.decomposition_targets"
+) -> list[tuple[str, int]]:
+    """The decomposed modules with their C, in the order of ``module_names``, without `model.`. ``key``: for errors.
 
     A pattern matches a name by fnmatch, with or without `model.` on either side. UserError for a pattern that
     matches nothing and for a module that two patterns match.
@@ -19,7 +21,7 @@ def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[s
     names = [name.removeprefix(_PREFIX) for name in module_names]
     found: dict[str, tuple[int, DecompositionTarget]] = {}
     for n, target in enumerate(targets):
-        where = f"pd.decomposition_targets.{n}.module_pattern"
+        where = f"{key}.{n}.module_pattern"
         matching = [name for name in names if matches_module(target.module_pattern, name)]
         if not matching:
             raise UserError(f"{where}: '{target.module_pattern}' matches no module; {_nearest(target, names)}")
@@ -27,7 +29,7 @@ def match_sites(targets: Sequence[DecompositionTarget], module_names: Sequence[s
             if name in found:
                 earlier, other = found[name]
                 raise UserError(
-                    f"{where}: '{target.module_pattern}' matches {name}, which pd.decomposition_targets.{earlier} "
+                    f"{where}: '{target.module_pattern}' matches {name}, which {key}.{earlier} "
                     f"('{other.module_pattern}') matches already; a module may be decomposed once"
                 )
             found[name] = n, target

@@ -90,7 +90,10 @@ Milestones = Annotated[
 
 
 class Wrapper(Strict):
-    """A run. ``milestones``: steps whose checkpoints are never deleted; ``out_dir`` is relative to where one stands."""
+    """A run. ``milestones``: steps whose checkpoints are never deleted; ``out_dir`` is relative to where one stands.
+
+    ``steps_per_dispatch``: how many steps are started at once; no number depends on it.
+    """
 
     torch_config: FilePath
     run_name: Text
@@ -109,8 +112,6 @@ class Wrapper(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":
-        if self.steps_per_dispatch != 1:
-            raise broken(("steps_per_dispatch", f"is {self.steps_per_dispatch}; other than 1 is not supported yet"))
         preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
         if "remat_recon_forwards" in self.model_fields_set and preset not in (None, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"

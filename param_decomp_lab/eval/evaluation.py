@@ -3,19 +3,24 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
+from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.ci import ci_logits, squashings
+from param_decomp_jax.components import with_views
 from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, clean_pass, total_loss
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.llama import Llama
+from param_decomp_jax.targets.resid_mlp import ResidMLP
+from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config import RunConfig, term_names
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.config.loss_schema import Loss
@@ -30,6 +35,8 @@ from param_decomp_lab.config.metric_schema import (
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.importance import Statistics, batch_statistics, lower_importances, mean_l0
+from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
+from param_decomp_lab.eval.probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 
 
@@ -42,6 +49,7 @@ class Metrics:
     """The metrics of a configuration, sorted by how they are computed."""
 
     losses: tuple[tuple[Any, str], ...]
+    all: tuple[Any, ...]
     ce_kl: CEandKLLosses | None
     l0: tuple[CI_L0, ...]
     histograms: CIHistograms | None
@@ -58,6 +66,7 @@ class Metrics:
         losses = tuple(m for m in metrics if isinstance(m, Loss))
         hidden_acts = [(m, m.type) for m in metrics if isinstance(m, CIHiddenActsReconLoss)]
         return cls(
+            all=metrics,
             losses=(*zip(losses, term_names(losses), strict=True), *hidden_acts),
             ce_kl=first(CEandKLLosses),
             l0=tuple(m for m in metrics if isinstance(m, CI_L0)),
@@ -75,7 +84,11 @@ class Evaluation:
         self._settings, self._metrics, self._batches = config.torch.eval, Metrics.of(config), batches
         pd = config.torch.pd
         terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
-        self._problem = Problem(replace(problem.decomposition, terms=terms), problem.target)
+        self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
+        others = tuple(t for t in terms if not _is_persistent(t))
+        self._problem = Problem(replace(problem.decomposition, terms=others), problem.target)
+        target = problem.target
+        self._probe = Probe(problem, target, self._metrics.all) if isinstance(target, TMS | ResidMLP) else None
         self._sampling = Stochastic(pd.sampling)
         self._fast = jax.jit(self._fast_batch)
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
@@ -85,22 +98,35 @@ class Evaluation:
 
         self._statistics = jax.jit(statistics)
 
-    def _fast_batch(self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray) -> dict[str, Any]:
+    def _fast_batch(
+        self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray, adversaries: Adversaries
+    ) -> tuple[Adversaries, dict[str, Any]]:
         problem, metrics = self._problem, self._metrics
+        spec = problem.decomposition
+        components = with_views(state.components, problem.target.sites)
         scene, site_inputs = clean_pass(problem, weights, inputs)
-        logits = ci_logits(state.ci, site_inputs, state.components, problem.compute_dtype)
-        importances = jax.tree.map(squashings(problem.decomposition.squashing)[0], logits)
-        of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem, state, scene, state.components, logits, {}, of_losses)
-        measured: dict[str, Any] = {"losses": losses}
+        logits = ci_logits(state.ci, site_inputs, components, problem.compute_dtype)
+        importances = jax.tree.map(squashings(spec.squashing)[0], logits)
+        of_losses, of_ce_kl, of_persistent = jax.random.split(key, 3)
+        _, losses = total_loss(problem, state, scene, components, logits, {}, of_losses)
+        adversaries, errors = attack_batch(
+            self._persistent, adversaries, scene, components, importances, state, spec.steps, of_persistent
+        )
+        measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Llama), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(
-                target, scene, state.components, importances, of_ce_kl, self._sampling, threshold
-            )
+            measured["ce_kl"] = ce_and_kl(target, scene, components, importances, of_ce_kl, self._sampling, threshold)
         measured["l0"] = [mean_l0(importances, l0.ci_alive_threshold) for l0 in metrics.l0]
-        return measured
+        return adversaries, measured
+
+    def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
+        """Attacks of one evaluation, for batches like ``inputs``."""
+        if not self._persistent:
+            return {}
+        sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
+        leading = inputs.shape if isinstance(self._problem.target, Llama) else inputs.shape[:1]
+        return jax.jit(lambda: fresh_adversaries(self._persistent, key, sites, leading, use_delta))()
 
     def due(self, step: int, total: int) -> bool:
         return step % self._settings.every == 0 or step == total
@@ -114,10 +140,15 @@ class Evaluation:
         """`eval/*` of the state after ``step`` steps, means over the batches. Raises `Abandoned` when told to stop."""
         # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
         key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
+        of_start, of_batches = jax.random.split(key)
         partial_state = replace_adversaries(state)
         per_batch = []
+        adversaries: Adversaries | None = None
         for number in self._numbers(stop):
-            measured = self._fast(partial_state, weights, self._batches(number), jax.random.fold_in(key, number))
+            inputs = self._batches(number)
+            adversaries = self._start(of_start, inputs) if adversaries is None else adversaries
+            of_batch = jax.random.fold_in(of_batches, number)
+            adversaries, measured = self._fast(partial_state, weights, inputs, of_batch, adversaries)
             per_batch.append(jax.device_get(measured))
         means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
         row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
@@ -130,7 +161,7 @@ class Evaluation:
             for group, patterns in (l0.groups or {}).items():
                 members = [v for name, v in by_site.items() if any(matches_module(p, name) for p in patterns)]
                 row[prefix + group] = float(sum(members))
-        return row
+        return row if self._probe is None else row | self._probe.numbers(partial_state, weights)
 
     def _numbers(self, stop: Callable[[], bool]) -> Iterator[int]:
         for number in range(self._settings.n_steps):
@@ -151,6 +182,16 @@ class Evaluation:
         self, state: State, weights: Weights, step: int, folder: Path, stop: Callable[[], bool]
     ) -> dict[str, Path]:
         """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`."""
+        drawn = self._statistics_figures(state, weights, stop)
+        if self._probe is not None:
+            drawn |= self._probe.figures(replace_adversaries(state), weights)
+        paths = {}
+        for name, figure in drawn.items():
+            paths[f"slow_eval/figures/{name}"] = folder / f"{name}_{step}.png"
+            save_figure(figure, folder / f"{name}_{step}.png")
+        return paths
+
+    def _statistics_figures(self, state: State, weights: Weights, stop: Callable[[], bool]) -> dict[str, Figure]:
         metrics = self._metrics
         if metrics.histograms is None and metrics.means is None and metrics.density is None:
             return {}
@@ -163,11 +204,11 @@ class Evaluation:
             drawn["mean_ci_per_component"] = mean_ci_per_component(s.means)
         if metrics.density is not None:
             drawn["activation_density"] = activation_density(s.densities)
-        paths = {}
-        for name, figure in drawn.items():
-            paths[f"slow_eval/figures/{name}"] = folder / f"{name}_{step}.png"
-            save_figure(figure, folder / f"{name}_{step}.png")
-        return paths
+        return drawn
+
+
+def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:
+    return isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
 
 
 def replace_adversaries(state: State) -> State:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ci_logits, squashings
-from param_decomp_jax.components import Components
+from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem, run_clean
 from param_decomp_jax.targets.base import Weights
@@ -30,7 +30,7 @@ def importance_logits(
 ) -> dict[str, Float[Array, "layers *n C"]]:
     """What λ is squashed from: beyond 0 and 1 it still tells a strong case from a weak one."""
     _, site_inputs = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
-    return ci_logits(ci, site_inputs, components, problem.compute_dtype)
+    return ci_logits(ci, site_inputs, with_views(components, problem.target.sites), problem.compute_dtype)
 
 
 def mean_l0(importances: dict[str, Array], threshold: float) -> dict[str, Float[Array, " layers"]]:

@@ -6,6 +6,18 @@ They are logged under ``slow_eval/figures/<name>`` and saved as ``figures/<name>
 from param_decomp_lab.figures.activation_density import activation_density
 from param_decomp_lab.figures.ci_histograms import ci_histograms
 from param_decomp_lab.figures.mean_ci import mean_ci_per_component
+from param_decomp_lab.figures.permuted_ci import n_shown, permuted_ci
 from param_decomp_lab.figures.save import figure_path, save_figure
+from param_decomp_lab.figures.uv_matrices import tms_geometry, uv_matrices
 
-__all__ = ["activation_density", "ci_histograms", "figure_path", "mean_ci_per_component", "save_figure"]
+__all__ = [
+    "activation_density",
+    "ci_histograms",
+    "figure_path",
+    "mean_ci_per_component",
+    "n_shown",
+    "permuted_ci",
+    "save_figure",
+    "tms_geometry",
+    "uv_matrices",
+]

@@ -1,9 +1,8 @@
 """Next-token training of a small language model, from tokenized text to a folder in the Hugging Face layout."""
 
-import json
-import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.targets.llama import LlamaConfig, init_weights, language_logits
@@ -21,13 +19,25 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
-from param_decomp_lab.errors import NonFiniteLoss, UserError
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
-from param_decomp_lab.pretrain.finished import SUMMARY_FILE, Pretrained, find_finished, write_finished
-from param_decomp_lab.pretrain.recipe import OptimizerRecipe, PretrainRecipe
+from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
+from param_decomp_lab.pretrain.optimizer import make_optimizer
+from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
+from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.weights.hf_llama import Weights, save_llama
 
-METRICS_FILE = "metrics.jsonl"
+
+@dataclass(frozen=True)
+class Pretrained:
+    """``held_out``: cross-entropy on the evaluation split; ``unigram_entropy``: that of its tokens; both in nats per
+    token. ``seconds``: of training, compilation included. ``cached``: it was there already."""
+
+    folder: Path
+    held_out: float
+    unigram_entropy: float
+    seconds: float
+    cached: bool = False
 
 
 def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Console | None = None) -> Pretrained:
@@ -43,7 +53,10 @@ def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Co
     console = console or Console()
     folder, data_folder = Path(recipe.out), Path(recipe.data)
     meta = DataMeta.read(data_folder)
-    if not overwrite and (finished := find_finished(recipe, meta)):
+    # Wherever the data lies, the same tokens make the same model.
+    made_of = identity(recipe, "data") | {"data_sha256": meta.sha256}
+    if not overwrite and (summary := find_finished(folder, made_of)):
+        finished = Pretrained(folder, cached=True, **summary)
         _tell(console, finished)
         return finished
     # Before any work is done, and again when the folder is made.
@@ -65,7 +78,8 @@ def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Co
         )
         load_tokenizer(BYTES if meta.tokenizer == BYTES else data_folder).save(partial_folder)
         meta.write(partial_folder)
-        write_finished(partial_folder, recipe, meta, result)
+        summary = {key: value for key, value in asdict(result).items() if key not in ("folder", "cached")}
+        write_finished(partial_folder, made_of, summary)
     _tell(console, result)
     return result
 
@@ -95,11 +109,8 @@ def _train(
     waiting: tuple[int, Array] | None = None
     before = time.perf_counter(), 0
 
-    def write(metrics: dict[str, float]) -> None:
-        log.write(json.dumps(metrics) + "\n")
-        log.flush()
-
-    with _progress(console) as progress:
+    write = partial(write_metrics, log)
+    with progress_bar(console, "loss", "held_out", "speed") as progress:
         task = progress.add_task("pretraining", total=recipe.steps, loss="compiling", speed="", held_out="")
         for k in range(recipe.steps):
             weights, opt_state, loss = step(weights, opt_state, train[k])
@@ -108,7 +119,7 @@ def _train(
             if k % recipe.log_every == 0 or last:
                 # The loss of the log step before has long been computed: reading it does not hold up the device.
                 if waiting is not None:
-                    value = _finite(waiting[0], waiting[1])
+                    value = finite(waiting[0], waiting[1])
                     now = time.perf_counter(), k
                     speed = (now[1] - before[1]) * tokens_per_step / (now[0] - before[0])
                     before = now
@@ -119,11 +130,11 @@ def _train(
                 waiting = k, loss
             if (k + 1) % recipe.eval.every == 0 or last:
                 losses = [loss_on(weights, held_out[n]) for n in range(recipe.eval.batches)]
-                held_out_loss = _finite(k, jnp.mean(jnp.stack(losses)))
+                held_out_loss = finite(k, jnp.mean(jnp.stack(losses)))
                 write({"step": k, "eval/ce": held_out_loss})
                 progress.update(task, held_out=f"held-out {held_out_loss:.3f}")
         assert waiting is not None
-        write({"step": waiting[0], "train/loss/total": _finite(*waiting)})
+        write({"step": waiting[0], "train/loss/total": finite(*waiting)})
     return weights, held_out_loss
 
 
@@ -144,21 +155,6 @@ def cross_entropy(
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def make_optimizer(recipe: OptimizerRecipe, steps: int) -> optax.GradientTransformation:
-    """AdamW with the recipe's schedule; norms are not decayed."""
-    schedule = recipe.learning_rate()
-
-    def matrices(weights: Weights) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, weights)
-
-    clip = optax.clip_by_global_norm(recipe.clip_norm) if recipe.clip_norm is not None else optax.identity()
-    b1, b2 = recipe.betas
-    decay = recipe.weight_decay
-    return optax.chain(
-        clip, optax.adamw(lambda count: schedule(count, steps), b1, b2, weight_decay=decay, mask=matrices)
-    )
-
-
 Step = Callable[[Weights, optax.OptState, Any], tuple[Weights, optax.OptState, Array]]
 
 
@@ -171,27 +167,6 @@ def make_step(loss_of: Callable[[Weights, Array], Array], optimizer: optax.Gradi
         return optax.apply_updates(weights, updates), opt_state, loss
 
     return jax.jit(step, donate_argnums=(0, 1))
-
-
-def _finite(step: int, loss: Array) -> float:
-    value = float(loss)
-    if not math.isfinite(value):
-        raise NonFiniteLoss(
-            f"the loss is {value} at step {step}; a smaller optimizer.lr or a clip_norm usually cures it"
-        )
-    return value
-
-
-def _progress(console: Console) -> Progress:
-    fields = (TextColumn("{task.fields[" + name + "]}") for name in ("loss", "held_out", "speed"))
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        *fields,
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def _tell(console: Console, result: Pretrained) -> None:

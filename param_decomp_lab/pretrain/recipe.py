@@ -1,24 +1,17 @@
-"""The recipe of a pretrained model: everything that decides its weights, as a YAML file says it."""
+"""The recipe of a pretrained model: all that decides its weights, as a YAML file says it. Toys: ``toy_recipe``."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import field_validator, model_validator
 
-from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
-from param_decomp_lab.config.strict import (
-    Count,
-    Fraction,
-    Natural,
-    NonNegative,
-    Place,
-    Positive,
-    Strict,
-    broken,
-    validate,
-)
+from param_decomp_lab.config.strict import Count, Natural, Place, Positive, Problem, Strict, broken, nearest, validate
 from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
+from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
+
+ARCHITECTURES = ("llama", *TOYS)
 
 
 class RopeScalingRecipe(Strict):
@@ -75,28 +68,6 @@ class LlamaRecipe(Strict):
         )
 
 
-class OptimizerRecipe(Strict):
-    """AdamW. ``weight_decay`` acts on matrices, not on norms. ``warmup_pct``: share of the steps spent rising to
-    ``lr``. ``final_val_frac``: last learning rate over ``lr``. ``clip_norm``: on the global gradient norm, or null."""
-
-    lr: Positive
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_pct: Fraction = 0.05
-    final_val_frac: Fraction = 0.1
-    weight_decay: NonNegative = 0.1
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
-    clip_norm: Positive | None = 1.0
-
-    @model_validator(mode="after")
-    def _constant(self) -> Self:
-        if self.schedule == "constant" and self.final_val_frac != 1.0:
-            raise broken(("final_val_frac", "must be 1.0 with a constant schedule"))
-        return self
-
-    def learning_rate(self) -> Schedule:
-        return Schedule(self.lr, self.schedule, self.warmup_pct, self.final_val_frac)
-
-
 class EvalRecipe(Strict):
     """Held-out cross-entropy, on the same ``batches`` batches every ``every`` steps and after the last."""
 
@@ -119,8 +90,36 @@ class PretrainRecipe(Strict):
     layers: Literal["scan", "unroll"] = "scan"
     log_every: Count = 50
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _folder(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            raise broken(
+                ("", f"should be a folder that `pd data tokenize` wrote; a mapping is for toys ({', '.join(TOYS)})")
+            )
+        return data
 
-def read_recipe(path: str | Path) -> PretrainRecipe:
+    @classmethod
+    def _refusal(cls, key: str) -> str:
+        if key == "tries":
+            return f"'tries' is for toys ({', '.join(TOYS)}); remove it"
+        return super()._refusal(key)
+
+
+def read_recipe(path: str | Path) -> PretrainRecipe | ToyRecipe:
     """The recipe in a YAML file. Raises UserError that lists everything wrong with it, each key with what would be
     right."""
-    return validate(PretrainRecipe, read_mapping(Path(path), "the recipe"), Place(str(path)))
+    raw, place = read_mapping(Path(path), "the recipe"), Place(str(path))
+    model = raw.get("model")
+    if not isinstance(model, dict):
+        return validate(PretrainRecipe, raw, place)
+    match model.get("architecture"):
+        case None:
+            message = f"is required: one of {', '.join(ARCHITECTURES)}"
+        case "llama":
+            return validate(PretrainRecipe, raw, place)
+        case architecture if architecture in TOYS:
+            return validate(ToyRecipe, raw, place)
+        case architecture:
+            message = f"unknown architecture {architecture!r}; {nearest(str(architecture), ARCHITECTURES)}"
+    raise place.error([Problem("model.architecture", message)])

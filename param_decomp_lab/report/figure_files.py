@@ -12,6 +12,9 @@ CAPTIONS = {
     "ci_histograms": "Causal importances",
     "mean_ci_per_component": "Mean causal importance per component",
     "activation_density": "Activation density",
+    "permuted_ci": "Causal importance of each component for each feature",
+    "uv_matrices": "Vectors of the components",
+    "tms_geometry": "Features and their components",
 }
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.ci import CIConfig, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
 from param_decomp_jax.components import Factors
 from param_decomp_jax.sites import Site, Sites
@@ -28,7 +28,9 @@ SITES = Sites(
 )
 CONFIGS: dict[str, CIConfig] = {
     "mlp": LayerwiseMLP("mlp", (3,)),
+    "vector_mlp": LayerwiseMLP("vector_mlp", (3, 4)),
     "shared_mlp": LayerwiseMLP("shared_mlp", (6, 5)),
+    "global_shared_mlp": GlobalMLP((6, 5)),
     "global_shared_transformer": GlobalTransformer(8, 2, (6,), n_heads=2, max_len=8, rope_base=50.0),
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
@@ -75,15 +77,6 @@ def by_site(arrays: Any) -> Any:
     return ref.tree_map(tiny.array, SITES.unstack(arrays))
 
 
-def schema(config: CIConfig) -> Any:
-    match config:
-        case LayerwiseMLP(kind, _):
-            return {"fn_type": kind}
-        case GlobalTransformer():
-            attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
-            return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
-
-
 def assert_like_reference(
     config: CIConfig, ci: Any, components: Any, inputs: Any, cotangents: Any, tolerance: float
 ) -> None:
@@ -91,12 +84,14 @@ def assert_like_reference(
     trained = ref.tree_map(
         ref.Var, {"ci": tiny.ref_ci(ci, SITES), "components": tiny.ref_components(components, SITES)}
     )
-    want = ref.ci_logits(schema(config), trained["ci"], by_site(inputs), trained["components"])
+    want = ref.ci_logits(tiny.schema_ci(config), trained["ci"], by_site(inputs), trained["components"])
     weights = by_site(cotangents)
     gradients = ref.gradients(sum((z * weights[site]).sum() for site, z in want.items()), trained)
     tiny.assert_alike(ref.tree_map(ref.value, want), by_site(got), tolerance)
     # C5: of the components it is V that `mlp` reads, and no other function reads any.
-    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (schema(config)["fn_type"] == "mlp")
+    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (
+        tiny.schema_ci(config)["fn_type"] == "mlp"
+    )
     tiny.assert_alike(gradients["components"], tiny.ref_components(of_components, SITES), tolerance)
     tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
     assert not any(np.any(x) for x in jax.tree.leaves(of_inputs)), "F5: inputs are constants"
@@ -131,6 +126,23 @@ def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
         assert np.all(change[1] == 0), site
 
 
+def test_the_global_mlp_looks_at_all_sites_and_one_position() -> None:
+    """C4."""
+    lead = LEADS["sequence"]
+    ci, of_components, inputs, zero = (
+        ci_of(CONFIGS["global_shared_mlp"]),
+        components(),
+        inputs_of(lead),
+        cotangents_of(lead),
+    )
+    before, _ = core(ci, of_components, inputs, zero)
+    last = SITES.stacks[-1].name
+    after, _ = core(ci, of_components, {**inputs, last: inputs[last].at[:, 0, -1].add(1.0)}, zero)
+    for site, change in by_site(jax.tree.map(lambda a, b: jnp.abs(a - b).sum(axis=-1), before, after)).items():
+        assert change[0, -1] > 1e-6, site
+        assert np.count_nonzero(change) == 1, site
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_are_wide_under_bf16(config: CIConfig) -> None:
     """N1: products take bf16, logits are fp32."""
@@ -149,7 +161,7 @@ def test_rotary_frequencies_are_no_parameters() -> None:
     # Projection and bias; q, k, v, o and two affine layers for all blocks; an affine head per stack.
     assert len(paths) == stacks + 1 + 4 + 2 * 2 + 2 * stacks
     ends = {path.split(".")[-1] for path in paths if not path.startswith(".project")}
-    assert ends == {"W", "b", "bias", "q", "k", "v", "o"}
+    assert ends == {"W", "b", "q", "k", "v", "o"}
 
 
 def test_sequences_beyond_max_len_are_refused() -> None:
@@ -206,6 +218,7 @@ def test_initial_mlp() -> None:
 def test_initial_layerwise_functions() -> None:
     shared = initialise(LayerwiseMLP("shared_mlp", (70,)), KEY, WIDE)
     scalar = initialise(LayerwiseMLP("mlp", (20,)), KEY, WIDE)
+    vector = initialise(LayerwiseMLP("vector_mlp", (20,)), KEY, WIDE)
     for stack in WIDE.stacks:
         n = stack.n_layers
         assert [layer.W.shape for layer in shared.heads[stack.name]] == [(n, stack.d_in, 70), (n, 70, stack.C)]
@@ -213,23 +226,46 @@ def test_initial_layerwise_functions() -> None:
         shapes = [(n, stack.C, 1, 20), (n, stack.C, 20, 1)]
         assert [layer.W.shape for layer in scalar.heads[stack.name]] == shapes
         assert_mlp(scalar.heads[stack.name], (1, 20))
-        # Every component has its own.
-        assert np.unique(scalar.heads[stack.name][0].W[..., 0, 0]).size == n * stack.C
+        shapes = [(n, stack.C, stack.d_in, 20), (n, stack.C, 20, 1)]
+        assert [layer.W.shape for layer in vector.heads[stack.name]] == shapes
+        assert_mlp(vector.heads[stack.name], (stack.d_in, 20))
+        for own in scalar, vector:  # every component has its own
+            assert np.unique(own.heads[stack.name][0].W[..., 0, 0]).size == n * stack.C
+
+
+def assert_joint(layer: Any, gain: float) -> None:
+    """The fan-in is the width of the concatenation; every site has rows of its own."""
+    width = sum(site.d_in for site in WIDE.all)
+    for stack in WIDE.stacks:
+        assert_normal(layer.rows[stack.name], gain / width**0.5)
+    two = layer.rows[WIDE.stacks[0].name]
+    assert not np.array_equal(two[0], two[1])
+    assert not np.any(layer.b)
+
+
+def test_initial_global_mlp() -> None:
+    """C4: gain √2 into every hidden layer, 1 into the heads."""
+    ci: Any = initialise(GlobalMLP((60, 70, 50)), KEY, WIDE)
+    assert_joint(ci.first, 2**0.5)
+    for layer, fan_in, width in zip(ci.middle, (60, 70), (70, 50), strict=True):
+        assert layer.W.shape == (fan_in, width)
+        assert_normal(layer.W, (2 / fan_in) ** 0.5)
+        assert not np.any(layer.b)
+    for stack in WIDE.stacks:
+        assert ci.heads[stack.name].W.shape == (stack.n_layers, 50, stack.C)
+        assert_mlp((ci.heads[stack.name],), (50,))
 
 
 def test_initial_transformer() -> None:
-    """C4: the projection's fan-in is the width of the concatenation; attention is uniform."""
+    """C4: gain √2 into the projection, 1 into the heads; attention is uniform."""
     d = 64
     config = GlobalTransformer(d_model=d, n_blocks=2, mlp_hidden=(96,), n_heads=4)
     ci: Any = initialise(config, KEY, WIDE)
-    width = 40 + 40 + 24
+    assert_joint(ci.project, 2**0.5)
     for stack in WIDE.stacks:
-        assert_normal(ci.project[stack.name], (2 / width) ** 0.5)
         assert_mlp((ci.heads[stack.name],), (d,))
     a = WIDE.stacks[0].name
     assert not np.array_equal(ci.heads[a].W[0], ci.heads[a].W[1])
-    assert not np.array_equal(ci.project[a][0], ci.project[a][1])
-    assert not np.any(ci.bias)
     assert_mlp(ci.blocks.mlp, (d, 96))
     bound = d**-0.5
     for name in "qkvo":
@@ -243,16 +279,19 @@ def test_initial_transformer() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LayerwiseMLP("shared_mlp", (3,)), GlobalTransformer(4, 1, (), n_heads=1)],
-    ids=lambda config: type(config).__name__,
-)
+    [
+        LayerwiseMLP("shared_mlp", (3,)), LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)),
+        GlobalMLP((4, 3)), GlobalTransformer(4, 1, (), n_heads=1),
+    ],
+    ids=lambda config: getattr(config, "kind", type(config).__name__),
+)  # fmt: skip
 def test_initial_weights_do_not_depend_on_stacking(config: CIConfig) -> None:
     """M4 for the weights: what belongs to one site is its own draw, whatever it is stacked with."""
 
     def of_sites(*layers: int) -> tuple[int, Any]:
         sites = Sites(tuple(Site(f"layers.{n}.a", n, "a", "x", 6, 4, 5) for n in layers))
         ci = tiny.ref_ci(initialise(config, KEY, sites), sites)
-        by_site = ci if isinstance(config, GlobalTransformer) else list(ci.values())
+        by_site = list(ci.values()) if isinstance(config, LayerwiseMLP) else ci
         return len(sites.stacks), by_site
 
     (one, stacked), (two, apart) = of_sites(0, 1), of_sites(0, 2)

@@ -1,7 +1,8 @@
 """A Llama small enough to compile in seconds, and the way from the core's objects to the reference's and back.
 
 Layers 0 and 1 form one segment, layer 2 another (other kinds, and another C for `q_proj`). Sites that share an input
-(`q_proj` and `v_proj` of layer 2) are among them.
+(`q_proj` and `v_proj` of layer 2) are among them. What goes between core and reference serves every target; the toy
+models themselves are in `toys.py`.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from param_decomp_jax import step as step_module
 from param_decomp_jax.adversary import (
@@ -25,8 +27,9 @@ from param_decomp_jax.adversary import (
     SingleSource,
     initial_sources,
 )  # fmt: skip
-from param_decomp_jax.ci import GlobalTransformer, LayerwiseMLP
-from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci.global_mlp import GlobalMLPCI
+from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
@@ -38,7 +41,10 @@ from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
 from param_decomp_jax.step import Gradients, Metrics, Problem, training_step
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, make_sites, module_name, weight_shapes
+from param_decomp_jax.targets.base import choose_sites
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, module_name, weight_shapes
+from param_decomp_jax.targets.resid_mlp import ResidMLP
+from param_decomp_jax.targets.tms import TMS
 from tests import reference as ref
 
 CONFIG = LlamaConfig(
@@ -60,6 +66,7 @@ SHARED = LayerwiseMLP("shared_mlp", (5, 4))
 SCALAR = LayerwiseMLP("mlp", (3,))
 
 Tree = Any
+AnyTarget = Llama | TMS | ResidMLP
 
 
 def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
@@ -77,7 +84,7 @@ def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
 def target(
     config: LlamaConfig = CONFIG, chosen: Mapping[str, int] = CHOSEN, memory: MemoryPolicy = PLAIN, dtype: Any = None
 ) -> Llama:
-    return Llama(config, make_sites(config, chosen), memory, dtype or jnp.float32)
+    return Llama(config, choose_sites(matrices(config), chosen), memory, dtype or jnp.float32)
 
 
 def decomposition(terms: tuple[Term, ...], **changes: Any) -> Decomposition:
@@ -96,7 +103,7 @@ def decomposition(terms: tuple[Term, ...], **changes: Any) -> Decomposition:
     return Decomposition(**{**settings, **changes})
 
 
-def problem(terms: tuple[Term, ...], of_target: Llama | None = None, **changes: Any) -> Problem:
+def problem(terms: tuple[Term, ...], of_target: AnyTarget | None = None, **changes: Any) -> Problem:
     return Problem(decomposition(terms, **changes), of_target or target())
 
 
@@ -198,26 +205,37 @@ def array(x: Any) -> np.ndarray:
 
 
 def ref_components(components: Tree, sites: Sites) -> Tree:
-    V = sites.unstack({name: f.V for name, f in components.items()})
-    U = sites.unstack({name: f.U for name, f in components.items()})
-    return {s: {"V": array(V[s]), "U": array(U[s])} for s in V}
+    """By site. As in the reference's state, a site that is a view of another has no entry (T4)."""
+    rows = zip(sites.all, sites.place, strict=True)
+    return {
+        site.name: {"V": array(components[stack.name].V[row]), "U": array(components[stack.name].U[row])}
+        for site, (stack, row) in rows
+        if stack.name in components
+    }
 
 
 def ref_ci(ci: Any, sites: Sites) -> Tree:
-    def affine(layer: Any, row: int) -> Tree:
+    def affine(layer: Any, row: Any = ...) -> Tree:
         return {"w": array(layer.W[row]), "b": array(layer.b[row])}
 
     rows = list(zip(sites.all, sites.place, strict=True))
+
+    def joint(layer: Any) -> Tree:
+        w = [array(layer.rows[stack.name][row]) for _, (stack, row) in rows]
+        return {"w": np.concatenate(w), "b": array(layer.b)}
+
+    def joint_head() -> Tree:
+        heads = [affine(ci.heads[stack.name], row) for _, (stack, row) in rows]
+        return {k: np.concatenate([head[k] for head in heads], axis=-1) for k in "wb"}
+
     match ci:
-        case SharedMLP() | ScalarMLP():
+        case SharedMLP() | ScalarMLP() | VectorMLP():
             return {site.name: [affine(layer, row) for layer in ci.heads[s.name]] for site, (s, row) in rows}
+        case GlobalMLPCI():
+            return [joint(ci.first), *map(affine, ci.middle), joint_head()]
         case TransformerCI():
-            heads = [affine(ci.heads[stack.name], row) for _, (stack, row) in rows]
             return {
-                "input": {
-                    "w": np.concatenate([array(ci.project[stack.name][row]) for _, (stack, row) in rows]),
-                    "b": array(ci.bias),
-                },
+                "input": joint(ci.project),
                 "blocks": [
                     {
                         **{name: array(getattr(ci.blocks, name)[n]) for name in "qkvo"},
@@ -225,10 +243,7 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
                     }
                     for n in range(ci.config.n_blocks)
                 ],
-                "head": {
-                    "w": np.concatenate([head["w"] for head in heads], axis=-1),
-                    "b": np.concatenate([head["b"] for head in heads], axis=-1),
-                },
+                "head": joint_head(),
             }
     raise TypeError(type(ci))
 
@@ -283,9 +298,27 @@ def ref_gradients(gradients: Gradients, problem: Problem) -> Tree:
     }
 
 
-def ref_target(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
-    """The reference's Llama with the core's weights and site names."""
-    layers = [{k: array(w[n]) for k, w in weights["layers"].items()} for n in range(of.config.n_layers)]
+def ref_target(of: AnyTarget, weights: Tree, inputs: np.ndarray) -> ref.Target:
+    """The reference's network with the core's weights and site names, identities put before what has such a site."""
+    match of:
+        case Llama():
+            plain = ref_llama(of, weights, inputs)
+        case TMS():
+            plain = ref.tms_target({"hidden_layers": [], **ref.tree_map(array, dict(weights))}, array(inputs))
+        case ResidMLP():
+            plain = ref.resid_mlp_target(
+                array(weights["embed"]), by_layer(weights["layers"]), array(inputs), of.config.activation
+            )
+    return ref.with_identity_sites(plain, [site.name for site in of.sites.all])
+
+
+def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    n_layers = len(next(iter(layers.values())))
+    return [{name: array(w[n]) for name, w in layers.items()} for n in range(n_layers)]
+
+
+def ref_llama(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
+    layers = by_layer(weights["layers"])
     embed = array(weights["embed"])
     head = embed.T if of.config.tied else array(weights["head"])
     plain = {"embed": embed, "layers": layers, "final_norm": array(weights["norm"]), "head": head}
@@ -381,25 +414,32 @@ def schema_optimizer(spec: AdamW) -> Tree:
     }
 
 
-def schema(spec: Decomposition) -> Tree:
-    """The `pd` section that says the same as this decomposition."""
+def schema_ci(config: CIConfig) -> Tree:
+    match config:
+        case LayerwiseMLP(kind, _):
+            return {"fn_type": kind}
+        case GlobalMLP():
+            return {"fn_type": "global_shared_mlp"}
+        case GlobalTransformer():
+            attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
+            return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+
+
+def schema(problem: Problem) -> Tree:
+    """The `pd` section that says the same as this problem's decomposition."""
+    spec = problem.decomposition
     stochastic = [
         term.n_samples
         for term in spec.terms
         if isinstance(term, Reconstruction) and isinstance(term.sources, Stochastic) and "Chunk" not in term.name
     ]
     assert len(set(stochastic)) <= 1, "the schema has one n_mask_samples for all stochastic terms"
-    match spec.ci:
-        case LayerwiseMLP(kind, _):
-            ci: Tree = {"fn_type": kind}
-        case GlobalTransformer():
-            attention = {"n_heads": spec.ci.n_heads, "rope_base": spec.ci.rope_base}
-            ci = {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
     return {
         "steps": spec.steps,
         "n_mask_samples": stochastic[0] if stochastic else 1,
         "sigmoid_type": spec.squashing,
-        "ci_config": ci,
+        "ci_config": schema_ci(spec.ci),
+        "tied_weights": problem.target.sites.tied,
         "components_optimizer": schema_optimizer(spec.components_optimizer),
         "ci_fn_optimizer": schema_optimizer(spec.ci_optimizer),
         "loss_metrics": [schema_term(term) for term in spec.terms],
@@ -465,12 +505,19 @@ def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -
     }
 
 
-def ref_step(problem: Problem, state: Tree, weights: Tree, tokens: np.ndarray) -> ref.StepResult:
+def leading_axes(of: AnyTarget, inputs: Any) -> tuple[int, ...]:
+    """Of an activation, for these inputs: token ids have no axis of their own, feature vectors have one."""
+    return inputs.shape if isinstance(of, Llama) else inputs.shape[:-1]
+
+
+def ref_step(problem: Problem, state: Tree, weights: Tree, inputs: np.ndarray) -> ref.StepResult:
     """The reference's step from a reference state, with the draws of the core."""
-    names = [site.name for site in problem.target.sites.all]
-    draws = ref_draws(problem, state["step"], tokens.shape)
-    forward = ref_target(problem.target, weights, tokens)
-    return ref.training_step(forward, ref.kl_error, names, schema(problem.decomposition), state, draws)
+    target = problem.target
+    names = [site.name for site in target.sites.all]
+    draws = ref_draws(problem, state["step"], leading_axes(target, inputs))
+    error = ref.kl_error if isinstance(target, Llama) else ref.mse_error
+    forward = ref_target(target, weights, inputs)
+    return ref.training_step(forward, error, names, schema(problem), state, draws)
 
 
 # ---- comparing (D4) ----
@@ -500,3 +547,42 @@ def assert_alike(want: Tree, got: Tree, tolerance: float) -> float:
     worst = {path: d for path, d in deviations.items() if not d <= tolerance}
     assert not worst, dict(sorted(worst.items(), key=lambda item: -item[1])[:8])
     return max(deviations.values())
+
+
+def assert_step(problem: Problem, got: Outcome, want: ref.StepResult, tolerance: float) -> float:
+    """Total, terms, gradients, their norms and the whole new state of one step; the largest deviation."""
+    metrics = {name.removeprefix("loss/"): float(x) for name, x in got.metrics.items() if name.startswith("loss/")}
+    terms = {name.replace("/frequency", "_frequency"): x for name, x in want.terms.items()}
+    norms = {key: got.metrics[f"grad_norms/summary/{key}"] for key in ("components", "ci_fns")}
+    wanted_norms = {
+        "components": ref.global_norm(want.gradients["components"]),
+        "ci_fns": ref.global_norm(want.gradients["ci"]),
+    }
+    return max(
+        assert_alike({**terms, "total": want.total}, metrics, tolerance),
+        assert_alike(wanted_norms, norms, tolerance),
+        assert_alike(want.gradients, ref_gradients(got.gradients, problem), tolerance),
+        assert_alike(want.state, ref_state(got.state, problem.target.sites), tolerance),
+    )
+
+
+def assert_step_is_the_reference(problem: Problem, weights: Tree, inputs: np.ndarray, exact: bool) -> None:
+    """One step in mid-training, from a state in which everything trained gets a gradient; ``exact``: in float64."""
+    state = ruffled_state(problem, seed=5, leading=leading_axes(problem.target, inputs))
+    want = ref_step(problem, ref_state(state, problem.target.sites), weights, inputs)
+    unmoved = {path for path, gradient in flat(want.gradients).items() if not np.any(gradient)}
+    # Where a sequence has one position, attention has nothing to choose.
+    assert all(path.endswith(("/q", "/k")) for path in unmoved), unmoved
+    with jax.enable_x64(exact):
+        if exact:
+            problem, state, weights = in_float64(problem), to_float64(state), to_float64(weights)
+        got = jit_step(problem, state, weights, jnp.asarray(inputs))
+        print(f"{assert_step(problem, got, want, 1e-9 if exact else 1e-5):.1e}")
+
+
+IN_BOTH = pytest.mark.parametrize("exact", [False, True], ids=["fp32", "float64"])
+"""For steps that are compiled quickly; the others are run in fp32 by the slow tests."""
+
+SLOW_IN_FP32 = pytest.mark.parametrize(
+    "exact", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "float64"]
+)

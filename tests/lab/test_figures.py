@@ -5,10 +5,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib import rcParams
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures import activation_density, ci_histograms, figure_path, mean_ci_per_component, save_figure
+from param_decomp_lab.eval.toy_truth import dense_columns, match_components
+from param_decomp_lab.figures import (
+    activation_density,
+    ci_histograms,
+    figure_path,
+    mean_ci_per_component,
+    n_shown,
+    permuted_ci,
+    save_figure,
+    tms_geometry,
+    uv_matrices,
+)  # fmt: skip
 from param_decomp_lab.figures.grid import n_columns
+from param_decomp_lab.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
+from param_decomp_lab.report.figure_files import CAPTIONS
 
 EDGES = np.linspace(0, 1, 51)
 ATTENTION = [f"self_attn.{kind}_proj" for kind in "qkvo"]
@@ -98,3 +112,123 @@ def test_a_failed_save_leaves_the_old_figure(tmp_path: Path, monkeypatch: pytest
         save_figure(figure, path)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.png"]
+
+
+# The toys' figures
+
+
+def identity(features: int, C: int, *, extra: int = 0) -> np.ndarray:
+    """λ of an identity recovery; ``extra`` further components are a little on for the last feature."""
+    columns = np.random.default_rng(C).permutation(C)
+    matrix = np.full((features, C), 0.02)
+    matrix[np.arange(features), columns[:features]] = 1.0
+    matrix[-1, columns[features : features + extra]] = 0.3
+    return matrix
+
+
+def drawn(axes: Axes) -> np.ndarray:
+    (image,) = axes.images
+    return np.asarray(image.get_array())
+
+
+@pytest.mark.parametrize(
+    ("sites", "features", "C"),
+    [(["linear1", "linear2"], 5, 20), (["linear1", "linear2"], 40, 200), (names(3, ["mlp_in", "mlp_out"]), 102, 500)],
+)
+def test_toy_heat_maps_show_the_matching(sites: list[str], features: int, C: int, tmp_path: Path) -> None:
+    before = dict(rcParams)
+    importances = dict.fromkeys(sites, identity(features, C, extra=3))
+    orders = {site: match_components(matrix).columns for site, matrix in importances.items()}
+    figure = permuted_ci(importances, orders, {sites[0]: "identity: error 3"})
+    panels = figure.axes[: len(sites)]
+    assert len(figure.axes) == len(sites) + 1, "and one colour bar"
+    for axes, site in zip(panels, sites, strict=True):
+        assert site in texts(figure)
+        np.testing.assert_array_equal(drawn(axes)[:, :features] > 0.5, np.eye(features, dtype=bool))
+        assert drawn(axes).shape == (features, features + 3)
+    cut = f"{C - features - 3} further columns below 0.1"
+    assert texts(figure).count(f"identity: error 3 · {cut}") == 1
+    assert texts(figure).count(cut) == len(sites) - 1
+    save_figure(figure, figure_path(tmp_path, "permuted_ci", 1))
+    assert dict(rcParams) == before
+
+
+def test_columns_are_cut_at_the_last_that_is_on() -> None:
+    order = np.arange(20)
+    matrix = np.zeros((5, 20))
+    assert n_shown(matrix, order) == 5, "as many as features, to keep the diagonal"
+    matrix[0, 7] = 0.1
+    assert n_shown(matrix, order) == 5
+    matrix[0, 7] = 0.11
+    assert n_shown(matrix, order) == 8
+    assert n_shown(matrix, order[::-1]) == 13
+    assert n_shown(matrix[:, :3], order[:3]) == 3
+    figure = permuted_ci({"s": np.eye(4)}, {"s": np.arange(4)})
+    assert not any("further" in text for text in texts(figure))
+
+
+def test_vectors_are_drawn_in_the_given_order(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    V, U, order = rng.normal(size=(5, 20)), rng.normal(size=(20, 2)), np.array([7, 3, 11])
+    figure = uv_matrices({"linear1": (V, U), "linear2": (U.T, V.T)}, {"linear1": order, "linear2": np.arange(20)})
+    above, below, *_ = figure.axes
+    np.testing.assert_array_equal(drawn(above), V[:, [7, 3, 11]])
+    np.testing.assert_array_equal(drawn(below), U[[7, 3, 11]].T)
+    assert [label.get_text() for label in below.get_xticklabels()] == ["7", "3", "11"]
+    low, high = above.images[0].get_clim()
+    assert -low == high == np.abs(V[:, order]).max()
+    assert "5 inputs · 2 outputs · C = 20, 17 not drawn" in texts(figure)
+    assert "2 inputs · 5 outputs · C = 20" in texts(figure)
+    assert len(figure.axes) == 8, "two maps a site, a colour bar each"
+    save_figure(figure, tmp_path / "uv.png")
+    save_figure(uv_matrices({"s": (np.zeros((1, 1)), np.zeros((1, 1)))}, {"s": np.arange(1)}), tmp_path / "zero.png")
+
+
+def test_cells_are_whole_pixels_and_lose_nothing() -> None:
+    for rows, columns in (([5], 5), ([5, 2], 20), ([40, 10], 200), ([102], 500), ([1000, 17], 100), ([3], 2000)):
+        for n, size in zip(rows, heat_map_sizes(rows, columns), strict=True):
+            assert 0 < size.width <= MAX_WIDTH
+            assert 0 < size.height <= MAX_HEIGHT
+            assert size.width % -(-columns // size.columns_per_cell) == 0
+            assert size.height % -(-n // size.rows_per_cell) == 0
+    values = np.zeros((1001, 2))
+    values[1000, 0], values[5, 1], values[6, 1] = 0.5, 1.0, -2.0
+    cells = strongest(values, 4)
+    assert cells.shape == (251, 2)
+    assert cells[250, 0] == 0.5
+    assert cells[1].tolist() == [0, -2.0]
+    assert np.count_nonzero(cells) == 2
+
+
+def test_geometry_of_a_tms(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for h, n_axes in ((2, 1), (3, 2)):
+        W = rng.normal(size=(5, h))
+        order = np.array([2, 0, 3, 1, 4])
+        V, U = np.eye(5)[:, order], 0.5 * W[order]
+        figure = tms_geometry(W, V, U)
+        assert len(figure.axes) == n_axes
+        assert any("MMCS 1.000 · ML2R 0.500" in text.get_text() for text in figure.texts)
+        save_figure(figure, tmp_path / f"{h}.png")
+        if h == 2:
+            component = np.argsort(order)
+            assert texts(figure) == [text for j in range(5) for text in (str(j), f"c {component[j]}")]
+            features, versions = (np.stack([arrows.U, arrows.V], 1) for arrows in figure.axes[0].collections)
+            np.testing.assert_allclose(features, W)
+            np.testing.assert_allclose(versions, 0.5 * W)
+        else:
+            ratios = figure.axes[1].collections[0].get_offsets()
+            np.testing.assert_allclose(ratios, np.stack([np.arange(5), np.full(5, 0.5)], 1))
+
+
+def test_toy_figures_are_known_to_the_report() -> None:
+    """Each carries its own title, which is the report's caption."""
+    matrix = identity(5, 20)
+    orders = {"s": dense_columns(matrix)}
+    W = np.random.default_rng(0).normal(size=(5, 2))
+    for name, figure in {
+        "permuted_ci": permuted_ci({"s": matrix}, orders),
+        "uv_matrices": uv_matrices({"s": (matrix, matrix.T)}, orders),
+        "tms_geometry": tms_geometry(W, np.eye(5), W),
+    }.items():
+        assert figure.texts[0].get_text() == CAPTIONS[name]

@@ -1,28 +1,23 @@
-"""From a configuration to what a run works with: target, weights, data, mesh; checked before anything is written."""
+"""A language model to decompose: its folder, its token data, its tokenizer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array
 
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.placement import MeshShape, batch_sharding, from_host, make_mesh, sharding
+from param_decomp_jax.placement import sharding
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.llama import Llama, make_sites, module_names, weight_shapes
-from param_decomp_lab.config import RunConfig, match_sites
+from param_decomp_jax.targets.llama import Llama, matrices, weight_shapes
+from param_decomp_lab.build.built import Built, build_mesh, check_site_patterns
+from param_decomp_lab.build.sites import build_sites
+from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.metric_schema import CI_L0
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.torch_schema import EvalConfig, HubSpec, LanguageModelData, LanguageModelFile
+from param_decomp_lab.config.torch_schema import HubSpec, LanguageModelData, LanguageModelFile
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
+from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
@@ -30,29 +25,13 @@ from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import load_llama
 
 
-@dataclass(frozen=True)
-class Built:
-    """``train``, ``eval``: the batch of a step (or of an evaluation's number) on the mesh; eval is None without one.
-
-    ``text``: turns token ids into text, None where no tokenizer is at hand.
-    """
-
-    problem: Problem
-    weights: Weights
-    mesh: Mesh
-    leading: tuple[int, int]
-    train: Callable[[int], Array]
-    eval: Callable[[int], Array] | None
-    text: TokenText | None
-
-
-def build(config: RunConfig) -> Built:
+def build_language_model(config: RunConfig) -> Built:
     """Target, weights, data and mesh of a language-model run. UserError for whatever does not fit together."""
     torch = config.torch
     assert isinstance(torch, LanguageModelFile)
     folder = target_folder(config)
     architecture = read_config(folder)
-    sites = make_sites(architecture, dict(match_sites(torch.pd.decomposition_targets, module_names(architecture))))
+    sites = build_sites(torch.pd, matrices(architecture))
     spec = decomposition(config)
 
     train, held_out = _data(config)
@@ -65,40 +44,32 @@ def build(config: RunConfig) -> Built:
                 "make the two equal (`pd data tokenize --seq-len`)"
             )
 
-    mesh = _mesh(config)
-    place = _placer(mesh)
-    train_batches = Batches(train, torch.pd.batch_size, torch.pd.seed)
-    eval_batches = None
+    mesh = build_mesh(config)
+    evaluated = None
     if torch.eval is not None and held_out is not None:
-        eval_batches = Batches(held_out, torch.eval.batch_size, torch.pd.seed)
+        evaluated = TokenSource(Batches(held_out, torch.eval.batch_size, torch.pd.seed), mesh)
         wanted = torch.eval.n_steps * torch.eval.batch_size
         if wanted > len(held_out):
             raise UserError(
                 f"{held_out.source} has {len(held_out)} rows, an evaluation reads {wanted} (eval.n_steps x "
                 "eval.batch_size); give more held-out data or evaluate on less"
             )
-        _check_groups(torch.eval, [site.name for site in sites.all])
+        check_site_patterns(torch.eval, sites)
     whole = sharding(mesh)
     shardings = jax.tree.map(lambda _: whole, weight_shapes(architecture), is_leaf=lambda x: isinstance(x, tuple))
     _, weights = load_llama(folder, torch.target.weights_dtype, shardings)
+    leading = torch.pd.batch_size, train.seq_len
     target = Llama(architecture, sites, spec.memory, jnp.dtype(spec.compute_dtype))
     return Built(
         problem=Problem(spec, target),
         weights=weights,
         mesh=mesh,
-        leading=(torch.pd.batch_size, train.seq_len),
-        train=lambda step: place(train_batches[step]),
-        eval=None if eval_batches is None else lambda number: place(eval_batches[number]),
+        batch=jax.ShapeDtypeStruct(leading, jnp.int32),
+        leading=leading,
+        train=TokenSource(Batches(train, torch.pd.batch_size, torch.pd.seed), mesh),
+        eval=evaluated,
         text=_text(config, folder),
     )
-
-
-def _check_groups(settings: EvalConfig, sites: list[str]) -> None:
-    for n, metric in enumerate(settings.metrics):
-        for group, patterns in (metric.groups or {}).items() if isinstance(metric, CI_L0) else ():
-            if not any(matches_module(pattern, site) for pattern in patterns for site in sites):
-                where = f"eval.metrics.{n}.groups.{group}"
-                raise UserError(f"{where}: {', '.join(patterns)} matches none of the sites ({', '.join(sites)})")
 
 
 def target_folder(config: RunConfig) -> Path:
@@ -151,19 +122,3 @@ def _text(config: RunConfig, target: Path) -> TokenText | None:
         return TokenText(folder)
     except UserError:
         return None
-
-
-def _mesh(config: RunConfig) -> Mesh:
-    m = config.wrapper.mesh
-    shape = MeshShape(m.replica, m.fsdp, m.tensor)
-    if shape.n_devices > jax.device_count():
-        raise UserError(
-            f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "
-            f"this machine has {jax.device_count()} ({jax.default_backend()})"
-        )
-    return make_mesh(shape)
-
-
-def _placer(mesh: Mesh) -> Callable[[np.ndarray], Array]:
-    where = batch_sharding(mesh)
-    return lambda tokens: from_host(tokens, where)

@@ -1,0 +1,62 @@
+"""The global CI MLP (C4): one MLP reads the concatenation of every site's clean input."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from param_decomp_jax.ci.affine import (
+    HIDDEN_GAIN,
+    MLP,
+    Affine,
+    JointAffine,
+    gelu,
+    init_affine,
+    init_heads,
+    init_joint_affine,
+)  # fmt: skip
+from param_decomp_jax.sites import Sites
+
+
+@dataclass(frozen=True)
+class GlobalMLP:
+    """``hidden``: widths of the hidden layers, at least one."""
+
+    hidden: tuple[int, ...]
+
+
+class GlobalMLPCI(eqx.Module):
+    """An MLP ``Σ d_in → hidden … → Σ C``, its first layer kept by stack and its last one cut into heads by site."""
+
+    first: JointAffine
+    middle: MLP
+    heads: dict[str, Affine]
+
+    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> Float[Array, "*n d"]:
+        """The last hidden layer, from the clean inputs ``[layers, …, d_in]``."""
+        h = gelu(self.first(inputs, lambda x: x.astype(compute_dtype))).astype(compute_dtype)
+        for layer in self.middle:
+            h = gelu(layer(h)).astype(compute_dtype)
+        return h
+
+    def logits(
+        self, head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+    ) -> Float[Array, "*n C"]:
+        return head(features)
+
+
+def init_global_mlp(config: GlobalMLP, key: PRNGKeyArray, sites: Sites) -> GlobalMLPCI:
+    """Fresh weights (C4)."""
+    to_first, to_middle, to_heads = jax.random.split(key, 3)
+    widths = zip(config.hidden[:-1], config.hidden[1:], strict=True)
+    middle = tuple(
+        init_affine(jax.random.fold_in(to_middle, n), (), d_in, d_out, HIDDEN_GAIN)
+        for n, (d_in, d_out) in enumerate(widths)
+    )
+    return GlobalMLPCI(
+        first=init_joint_affine(to_first, sites, config.hidden[0]),
+        middle=middle,
+        heads=init_heads(to_heads, sites, config.hidden[-1]),
+    )

@@ -1,0 +1,72 @@
+"""What a run works with, and the parts of it that do not depend on the kind of target."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from param_decomp_jax.placement import MeshShape, make_mesh
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.base import Weights
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.metric_schema import CI_L0
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.torch_schema import EvalConfig
+from param_decomp_lab.data.sources import BatchSource
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Built:
+    """``train``, ``eval``: the batch of a step (or of an evaluation's number); eval is None without one.
+
+    ``batch``: shape and dtype of a training batch. ``leading``: its leading axes, those of an activation.
+    ``text``: turns token ids into text, None where there is none or no tokenizer is at hand.
+    """
+
+    problem: Problem
+    weights: Weights
+    mesh: Mesh
+    batch: jax.ShapeDtypeStruct
+    leading: tuple[int, ...]
+    train: BatchSource
+    eval: Callable[[int], Array] | None
+    text: TokenText | None = None
+
+
+def build_mesh(config: RunConfig) -> Mesh:
+    """The configured mesh. UserError when this machine has too few devices."""
+    m = config.wrapper.mesh
+    shape = MeshShape(m.replica, m.fsdp, m.tensor)
+    if shape.n_devices > jax.device_count():
+        raise UserError(
+            f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "
+            f"this machine has {jax.device_count()} ({jax.default_backend()})"
+        )
+    return make_mesh(shape)
+
+
+def check_site_patterns(settings: EvalConfig, sites: Sites) -> None:
+    """UserError for a pattern of `eval.metrics` that names none of the sites."""
+    names = [site.name for site in sites.all]
+    for n, metric in enumerate(settings.metrics):
+        for key, patterns in _patterns(metric):
+            if not any(matches_module(pattern, name) for pattern in patterns for name in names):
+                where = f"eval.metrics.{n}.{key}"
+                raise UserError(f"{where}: {', '.join(patterns)} matches none of the sites ({', '.join(names)})")
+
+
+def _patterns(metric: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """The patterns of a metric by key; of a group it is enough that one of several matches."""
+    if isinstance(metric, CI_L0):
+        return [(f"groups.{group}", patterns) for group, patterns in (metric.groups or {}).items()]
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for key in ("identity_ci", "dense_ci", "identity_patterns", "dense_patterns"):
+        for n, entry in enumerate(getattr(metric, key, None) or ()):
+            found.append((f"{key}.{n}", (entry if isinstance(entry, str) else entry.layer_pattern,)))
+    return found

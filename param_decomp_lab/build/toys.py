@@ -1,0 +1,95 @@
+"""A toy model to decompose: its folder or recipe, and its features drawn on the devices."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from param_decomp_jax.placement import replicate
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets import resid_mlp, tms
+from param_decomp_jax.targets.features import SparseFeatures
+from param_decomp_lab.build.built import Built, build_mesh, check_site_patterns
+from param_decomp_lab.build.sites import build_sites
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import decomposition
+from param_decomp_lab.config.metric_schema import IdentityCIError
+from param_decomp_lab.config.torch_schema import EvalConfig, ToyData, ToyFile
+from param_decomp_lab.data.sources import FeatureSource
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.toys import ensure_target
+from param_decomp_lab.weights.toys import load_toy
+
+TRAIN, EVAL = 0, 1
+"""Purposes of drawn batches: the two never share a draw."""
+
+
+def build_toy(config: RunConfig, console: Console) -> Built:
+    """Target, weights, data and mesh of a toy run; the target is trained first if its recipe has made none yet."""
+    torch, spec = config.torch, decomposition(config)
+    assert isinstance(torch, ToyFile)
+    mesh = build_mesh(config)
+    folder = toy_folder(config, console)
+    architecture, weights = load_toy(folder)
+    dtype = jnp.dtype(spec.compute_dtype)
+    target: tms.TMS | resid_mlp.ResidMLP
+    if isinstance(architecture, tms.TMSConfig):
+        _check_experiment(config, "tms", folder)
+        target = tms.TMS(architecture, build_sites(torch.pd, tms.matrices(architecture)), spec.memory, dtype)
+        low = 0.0
+    else:
+        _check_experiment(config, "resid_mlp", folder)
+        sites = build_sites(torch.pd, resid_mlp.matrices(architecture))
+        target, low = resid_mlp.ResidMLP(architecture, sites, spec.memory, dtype), -1.0
+    if torch.eval is not None:
+        check_site_patterns(torch.eval, target.sites)
+        _check_features(torch.eval, architecture.n_features)
+
+    features = toy_features(torch.data, architecture.n_features, low)
+    size = torch.pd.batch_size
+    evaluated = None
+    if torch.eval is not None:
+        evaluated = FeatureSource(features, torch.eval.batch_size, torch.pd.seed, EVAL, mesh)
+    return Built(
+        problem=Problem(spec, target),
+        weights=replicate(weights, mesh),
+        mesh=mesh,
+        batch=jax.ShapeDtypeStruct((size, architecture.n_features), jnp.float32),
+        leading=(size,),
+        train=FeatureSource(features, size, torch.pd.seed, TRAIN, mesh),
+        eval=evaluated,
+    )
+
+
+def toy_folder(config: RunConfig, console: Console) -> Path:
+    """The folder with the toy's weights: the wrapper's, or that of its recipe, trained now if it is not there."""
+    source = config.wrapper.target
+    if source is None:
+        assert isinstance(config.torch, ToyFile)
+        raise UserError(
+            f"target.run_path: '{config.torch.target.run_path}' is on a tracking server, which is not asked; give "
+            "target: {pretrain: <recipe YAML>} or target: {folder: <path>} in the wrapper"
+        )
+    if source.folder is not None:
+        return source.folder
+    assert source.pretrain is not None
+    return ensure_target(source.pretrain, console)
+
+
+def toy_features(data: ToyData, n_features: int, low: float) -> SparseFeatures:
+    """The inputs that the schema's `data` describes."""
+    return SparseFeatures(n_features, data.feature_probability, low, data.data_generation_type)
+
+
+def _check_experiment(config: RunConfig, found: str, folder: Path) -> None:
+    if config.experiment != found:
+        raise UserError(f"{folder} holds a target of architecture {found}, but the experiment is {config.experiment}")
+
+
+def _check_features(settings: EvalConfig, n_features: int) -> None:
+    for n, metric in enumerate(settings.metrics):
+        for i, pattern in enumerate(metric.identity_ci or () if isinstance(metric, IdentityCIError) else ()):
+            if pattern.n_features != n_features:
+                where = f"eval.metrics.{n}.identity_ci.{i}.n_features"
+                raise UserError(f"{where}: is {pattern.n_features}, but the target has {n_features} features")

@@ -1,0 +1,74 @@
+"""Where a run's batches come from: rows of token data on this host, or features drawn inside the program."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.placement import batch_sharding, from_host, sharding
+from param_decomp_jax.targets.features import SparseFeatures
+from param_decomp_lab.data.batches import Batches
+
+
+class BatchSource(Protocol):
+    """Batches by number, each a pure function of (seed, number)."""
+
+    def __call__(self, number: int) -> Array:
+        """One batch on the mesh."""
+        ...
+
+    def inputs(self, first: int, n: int, size: int) -> Any:
+        """What a program for ``size`` steps is handed for the ``n`` batches from ``first`` on."""
+        ...
+
+    def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
+        """The batch of a step inside the program (`param_decomp_jax.program.BatchOf`)."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Rows of token ids ``[B, T]``, read on the host."""
+
+    batches: Batches
+    mesh: Mesh
+
+    def __call__(self, number: int) -> Int[Array, "B T"]:
+        return from_host(self.batches[number], batch_sharding(self.mesh))
+
+    def inputs(self, first: int, n: int, size: int) -> Int[Array, "size B T"]:
+        rows = [self.batches[number] for number in range(first, first + n)]
+        stacked = np.stack(rows + [np.zeros_like(rows[0])] * (size - n))
+        return from_host(stacked, sharding(self.mesh, None, "batch"))
+
+    def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """Feature vectors ``[size, n_features]``. ``seed`` and ``purpose`` choose the draws."""
+
+    features: SparseFeatures
+    size: int
+    seed: int
+    purpose: int
+    mesh: Mesh
+
+    def __call__(self, number: int) -> Float[Array, "B n"]:
+        drawn: Array = jax.jit(self._draw, out_shardings=batch_sharding(self.mesh))(number)
+        return drawn
+
+    def inputs(self, first: int, n: int, size: int) -> tuple[()]:
+        return ()
+
+    def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
+        return jax.lax.with_sharding_constraint(self._draw(step), batch_sharding(self.mesh))
+
+    def _draw(self, number: int | Int[Array, ""]) -> Array:
+        key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), self.purpose)
+        return self.features.batch(key, jnp.asarray(number, jnp.uint32), self.size)

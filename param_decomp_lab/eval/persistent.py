@@ -1,0 +1,64 @@
+"""Persistent PGD as a metric: an attack of the evaluation's own, which lives from its first batch to its last.
+
+The sources of training belong to the training batches and their shape. A metric starts its own ones afresh at every
+evaluation and treats each batch as training treats a step (A3, A4): warm-up ascents, the error, one more ascent.
+"""
+
+from dataclasses import replace
+
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
+from param_decomp_jax.components import Components
+from param_decomp_jax.masks import Bundle
+from param_decomp_jax.recon import Reconstruction, Scene, persistent_error, reconstruction
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.state import State
+
+Adversaries = dict[str, Adversary]
+
+
+def always_on(term: Reconstruction) -> Reconstruction:
+    """A metric's term: there is nothing to wait for."""
+    assert isinstance(term.sources, PersistentAttack)
+    return replace(term, sources=replace(term.sources, start_frac=0.0))
+
+
+def fresh_adversaries(
+    terms: tuple[Reconstruction, ...], key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
+) -> Adversaries:
+    """Where the attacks of one evaluation begin, by term name."""
+    started = {}
+    for number, term in enumerate(terms):
+        assert isinstance(term.sources, PersistentAttack)
+        started[term.name] = init_adversary(term.sources, jax.random.fold_in(key, number), sites, leading, use_delta)
+    return started
+
+
+def attack_batch(
+    terms: tuple[Reconstruction, ...],
+    adversaries: Adversaries,
+    scene: Scene,
+    components: Components,
+    importances: dict[str, Array],
+    state: State,
+    total: int,
+    key: PRNGKeyArray,
+) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
+    """One batch: the adversaries after it, and each term's error by name."""
+    climb = persistent_error(scene, components, importances)
+    moved, errors = {}, {}
+    for number, term in enumerate(terms):
+        spec = term.sources
+        assert isinstance(spec, PersistentAttack)
+        of_term = jax.random.fold_in(key, number)
+        adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
+
+        def error(raw: Bundle, term: Reconstruction = term, of_term: PRNGKeyArray = of_term) -> Array:
+            assert isinstance(term.sources, PersistentAttack)
+            return reconstruction(term, scene, components, importances, of_term, effective(term.sources, raw))
+
+        errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
+        moved[term.name] = ascend(spec, adversary, gradient, state.step, total)
+    return moved, errors

@@ -1,0 +1,127 @@
+"""The ground truth of toy models (section 11): have the components found the features?
+
+Causal importances come as a matrix ``[features, C]``: row j is λ of one site while feature j alone is on. Everything
+here is NumPy on the host, and nothing depends on the order in which a site keeps its components.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Integer
+from scipy.optimize import linear_sum_assignment
+
+OFF_ABOVE = 0.1
+"""Section 11: a component that should be off for a feature counts as an error above this importance."""
+
+ON_BELOW = 0.9
+"""Section 11: a component that should be on for a feature counts as an error below this importance."""
+
+TIE = 1e-9
+"""Between matchings of equal total the one with fewer errors is taken: each error weighs this much. Over 100 features
+it cannot outweigh a difference of 2e-7 in the total, about the last bit of one fp32 importance."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The matching of components to features with the greatest total importance.
+
+    Feature ``features[i]`` (ascending) has component ``components[i]``; there are min(features, C) pairs, so a site
+    with fewer components than features leaves features out. ``columns`` is every component once: the matched ones in
+    the order of their features, then the rest by decreasing total importance.
+    """
+
+    features: Integer[np.ndarray, "pairs"]
+    components: Integer[np.ndarray, "pairs"]
+    columns: Integer[np.ndarray, "C"]
+
+
+def match_components(importances: Float[np.ndarray, "features C"]) -> Matching:
+    """The Hungarian matching of section 11; ties in the total go to the matching with fewer errors."""
+    assert np.isfinite(importances).all(), "importances are numbers (N3)"
+    fewer_errors = (importances > OFF_ABOVE).astype(np.float64) + ~(importances < ON_BELOW)
+    features, components = linear_sum_assignment(importances.astype(np.float64) + TIE * fewer_errors, maximize=True)
+    by_total = dense_columns(importances)
+    return Matching(features, components, np.concatenate([components, by_total[~np.isin(by_total, components)]]))
+
+
+def identity_ci_error(importances: Float[np.ndarray, "features C"], n_features: int) -> int:
+    """Errors of the ``identity`` pattern of section 11: every feature has a component of its own. 0 is perfect.
+
+    After matching, entries > 0.1 off the diagonal plus entries < 0.9 on it. A component that no feature is matched to
+    lies off the diagonal in every row: it should be off always. A feature without a component (C < ``n_features``) has
+    0 on its diagonal and is one error, as if the site had further components that are never on.
+
+    ``n_features`` is what the configuration says; that the probe has as many rows is for the caller to check.
+    """
+    assert len(importances) == n_features, f"{len(importances)} features were probed, the pattern has {n_features}"
+    matching = match_components(importances)
+    diagonal = np.zeros(importances.shape, dtype=bool)
+    diagonal[matching.features, matching.components] = True
+    wrongly_on = (importances[~diagonal] > OFF_ABOVE).sum()
+    wrongly_off = (importances[diagonal] < ON_BELOW).sum()
+    return int(wrongly_on + wrongly_off) + n_features - len(matching.features)
+
+
+def dense_ci_error(importances: Float[np.ndarray, "features C"], k: int) -> int:
+    """Errors of the ``dense`` pattern of section 11: ``k`` components are used, by any features. 0 is perfect.
+
+    With the columns by decreasing total: those of the first k without an entry >= 0.9, plus all entries > 0.1 in the
+    rest. If k > C, each of the k - C components that do not exist is an error like one that is never on.
+    """
+    by_total = importances[:, dense_columns(importances)]
+    unused = (by_total[:, :k].max(axis=0, initial=0) < ON_BELOW).sum()
+    wrongly_on = (by_total[:, k:] > OFF_ABOVE).sum()
+    return int(unused + wrongly_on) + max(k - importances.shape[1], 0)
+
+
+def dense_columns(importances: Float[np.ndarray, "features C"]) -> Integer[np.ndarray, "C"]:
+    """Components by decreasing total importance; of equal ones first that with more to count if it were not used."""
+    assert np.isfinite(importances).all(), "importances are numbers (N3)"
+    # In one memory layout: NumPy adds a transposed array in another order, which would undo ties.
+    totals = np.ascontiguousarray(importances, dtype=np.float64).sum(axis=0)
+    counted_in_the_rest = (importances > OFF_ABOVE).sum(axis=0)
+    counted_in_front = importances.max(axis=0) < ON_BELOW
+    return np.lexsort((counted_in_front.astype(np.int64) - counted_in_the_rest, -totals))
+
+
+@dataclass(frozen=True)
+class BestVersions:
+    """For each feature j the component whose version ``V[j, c] U[c, :]`` of it points most nearly along ``W[j, :]``.
+
+    ``cosine``: between the two. ``norm_ratio``: length of the version over that of ``W[j, :]``. Both are NaN for a
+    feature that the target does not represent at all: ``W[j, :]`` exactly zero.
+    """
+
+    component: Integer[np.ndarray, "n"]
+    cosine: Float[np.ndarray, "n"]
+    norm_ratio: Float[np.ndarray, "n"]
+
+
+def best_versions(
+    W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]
+) -> BestVersions:
+    """The best component of every feature of a TMS by cosine (section 11); a version that is zero has cosine 0."""
+    W, V, U = (np.asarray(matrix, dtype=np.float64) for matrix in (W, V, U))
+    lengths = np.abs(V) * np.linalg.norm(U, axis=1)
+    target_lengths = np.linalg.norm(W, axis=1)
+    products = lengths * target_lengths[:, None]
+    cosines = np.divide(V * (W @ U.T), products, out=np.zeros_like(V), where=products > 0)
+    component = cosines.argmax(axis=1)
+    feature = np.arange(len(W))
+    represented = target_lengths > 0
+    cosine = np.where(represented, cosines[feature, component], np.nan)
+    norm_ratio = np.full(len(W), np.nan)
+    np.divide(lengths[feature, component], target_lengths, out=norm_ratio, where=represented)
+    return BestVersions(component, cosine, norm_ratio)
+
+
+def mmcs_and_ml2r(
+    W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]
+) -> tuple[float, float]:
+    """Mean max cosine similarity and mean L2 ratio of a TMS's ``linear1`` (section 11); both are 1 at best.
+
+    The means leave out a feature that the target does not represent at all (``W[j, :]`` exactly zero).
+    """
+    best = best_versions(W, V, U)
+    assert not np.isnan(best.cosine).all(), "every row of W is zero"
+    return float(np.nanmean(best.cosine)), float(np.nanmean(best.norm_ratio))

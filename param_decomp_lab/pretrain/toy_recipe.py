@@ -1,0 +1,68 @@
+"""The recipe of a toy target."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from param_decomp_lab.config.strict import Count, Natural, Strict, broken
+from param_decomp_lab.config.torch_schema import ToyData
+from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
+from param_decomp_lab.weights.toys import ResidMLPFields, TMSFields
+
+TOYS = ("tms", "resid_mlp")
+
+
+class TMSRecipe(TMSFields):
+    """``hidden_init``: what the hidden layers are, which are never trained; for a model that has some. ``random``:
+    normal with standard deviation n_hidden^(-1/2). ``tied``: linear2 is the transpose of linear1."""
+
+    hidden_init: Literal["identity", "random"] | None = None
+    tied: bool = True
+
+    @model_validator(mode="after")
+    def _hidden(self) -> Self:
+        if self.n_hidden_layers and self.hidden_init is None:
+            raise broken(("hidden_init", "is required with hidden layers: identity or random"))
+        if not self.n_hidden_layers and self.hidden_init is not None:
+            raise broken(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
+        return self
+
+
+class ResidMLPRecipe(ResidMLPFields):
+    """``d_mlp``: neurons of each layer."""
+
+
+class ToyRecipe(Strict):
+    """``out``: the folder to make, relative to the current folder. ``tries``: how many seeds, from ``seed`` on, are
+    tried until one gives a model in which no feature is lost."""
+
+    model: Annotated[TMSRecipe | ResidMLPRecipe, Field(discriminator="architecture")]
+    data: ToyData
+    out: str
+    steps: Count
+    batch_size: Count
+    optimizer: OptimizerRecipe
+    seed: Natural = 0
+    tries: Count = 10
+    log_every: Count = 100
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _no_folder(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            raise broken(
+                ("", f"a toy draws its data: should be a mapping like {{feature_probability: 0.05}}, not {data!r}")
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _something_active(self) -> Self:
+        if self.data.feature_probability == 0 and self.data.data_generation_type == "at_least_zero_active":
+            raise broken(("data.feature_probability", "must be above 0, or no feature is ever active"))
+        return self
+
+    @classmethod
+    def _refusal(cls, key: str) -> str:
+        if key in ("eval", "layers"):
+            return f"'{key}' is for language models (architecture llama) and has no meaning for a toy; remove it"
+        return super()._refusal(key)
