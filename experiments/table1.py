@@ -192,8 +192,8 @@ def table(out: Path) -> str:
         if done:
             cells[2] = _mean([result.row["eval/tms/mmcs"] for result in done])
             cells[4] = _mean([result.row["eval/tms/ml2r"] for result in done])
-        errors = ", ".join(f"{site} {_errors(done, site)}" for site in experiment.expected)
-        lines.append(f"| {' | '.join([*cells, errors if done else '', _times(done)])} |")
+        errors = ", ".join(f"{site} {_errors(done, site)}" for site in experiment.expected) if done else ""
+        lines.append(f"| {' | '.join([*cells, errors, _times(done)])} |")
     lines += ["", "## Every run", ""]
     lines += [
         "| | seed | step | MMCS | ML2R | expected, errors | as wanted | time |",

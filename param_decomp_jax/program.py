@@ -1,7 +1,7 @@
 """Several training steps as one program, so that a small model is not bound by what starts its steps."""
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets.base import Weights
 
 
+@runtime_checkable
 class BatchOf(Protocol):
     """The batch of a training step, inside the program: taken from what the host handed over, or drawn there."""
 

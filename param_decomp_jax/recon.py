@@ -84,6 +84,17 @@ def n_forwards(term: Reconstruction, n_sites: int) -> int:
     return len(live_sets(term.live, n_sites)) * n_samples(term)
 
 
+def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
+    """Forward and backward passes in which an attack climbs before the term's forwards (A1, A3)."""
+    match term.sources:
+        case FreshAttack(n_steps=n):
+            return n * n_forwards(term, n_sites)
+        case PersistentAttack(n_warmup_steps=n):
+            return n
+        case _:
+            return 0
+
+
 class Scene(NamedTuple):
     """What every masked forward of a batch shares."""
 

@@ -30,7 +30,7 @@ from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import write_examples
 from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder
+from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken
 from param_decomp_lab.sinks import MetricsFile, Terminal, Wandb, brief, read_metrics
 from param_decomp_lab.stop_signal import StopSignal
 
@@ -47,10 +47,7 @@ def train(config: RunConfig, console: Console) -> Path:
     run_id = config.wrapper.run_id or f"p-{secrets.token_hex(4)}"
     config = config.with_run_id(run_id)
     folder = config.wrapper.out_dir / run_id
-    if folder.exists():
-        raise UserError(
-            f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
-        )
+    refuse_taken(folder)
     built = build(config, console)
     make_run_folder(folder, config)
     return _Run(config, built, folder, console).go(resumed=False)

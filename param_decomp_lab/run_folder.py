@@ -17,6 +17,14 @@ from param_decomp_lab.errors import UserError
 CONFIG_FILE = "config.yaml"
 
 
+def refuse_taken(folder: Path) -> None:
+    """UserError when there is a run in ``folder`` already."""
+    if folder.exists():
+        raise UserError(
+            f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
+        )
+
+
 def make_run_folder(folder: Path, config: RunConfig) -> None:
     """Makes the folder with what is known before the first step. UserError where it cannot be written."""
     try:

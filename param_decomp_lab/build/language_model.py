@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from param_decomp_jax.ci import GlobalTransformer
 from param_decomp_jax.placement import sharding
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.llama import Llama, matrices, weight_shapes
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_shapes
 from param_decomp_lab.build.built import Built, build_mesh, check_site_patterns
 from param_decomp_lab.build.sites import build_sites
 from param_decomp_lab.config import RunConfig
@@ -31,11 +31,11 @@ def build_language_model(config: RunConfig) -> Built:
     assert isinstance(torch, LanguageModelFile)
     folder = target_folder(config)
     architecture = read_config(folder)
-    sites = build_sites(torch.pd, matrices(architecture))
-    spec = decomposition(config)
+    problem = language_problem(config, architecture)
+    ci = problem.decomposition.ci
 
     train, held_out = _data(config)
-    longest = spec.ci.max_len if isinstance(spec.ci, GlobalTransformer) else None
+    longest = ci.max_len if isinstance(ci, GlobalTransformer) else None
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
         data.check(architecture.vocab_size, longest)
         if data.seq_len != torch.data.max_seq_len:
@@ -54,14 +54,12 @@ def build_language_model(config: RunConfig) -> Built:
                 f"{held_out.source} has {len(held_out)} rows, an evaluation reads {wanted} (eval.n_steps x "
                 "eval.batch_size); give more held-out data or evaluate on less"
             )
-        check_site_patterns(torch.eval, sites)
     whole = sharding(mesh)
     shardings = jax.tree.map(lambda _: whole, weight_shapes(architecture), is_leaf=lambda x: isinstance(x, tuple))
     _, weights = load_llama(folder, torch.target.weights_dtype, shardings)
     leading = torch.pd.batch_size, train.seq_len
-    target = Llama(architecture, sites, spec.memory, jnp.dtype(spec.compute_dtype))
     return Built(
-        problem=Problem(spec, target),
+        problem=problem,
         weights=weights,
         mesh=mesh,
         batch=jax.ShapeDtypeStruct(leading, jnp.int32),
@@ -70,6 +68,15 @@ def build_language_model(config: RunConfig) -> Built:
         eval=evaluated,
         text=_text(config, folder),
     )
+
+
+def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:
+    """The decomposition of a Llama of this architecture."""
+    torch, spec = config.torch, decomposition(config)
+    sites = build_sites(torch.pd, matrices(architecture))
+    if torch.eval is not None:
+        check_site_patterns(torch.eval, sites)
+    return Problem(spec, Llama(architecture, sites, spec.memory, jnp.dtype(spec.compute_dtype)))
 
 
 def target_folder(config: RunConfig) -> Path:

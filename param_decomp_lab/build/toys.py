@@ -19,7 +19,7 @@ from param_decomp_lab.config.torch_schema import EvalConfig, ToyData, ToyFile
 from param_decomp_lab.data.sources import FeatureSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import ensure_target
-from param_decomp_lab.weights.toys import load_toy
+from param_decomp_lab.weights.toys import ToyConfig, load_toy
 
 TRAIN, EVAL = 0, 1
 """Purposes of drawn batches: the two never share a draw."""
@@ -27,32 +27,20 @@ TRAIN, EVAL = 0, 1
 
 def build_toy(config: RunConfig, console: Console) -> Built:
     """Target, weights, data and mesh of a toy run; the target is trained first if its recipe has made none yet."""
-    torch, spec = config.torch, decomposition(config)
+    torch = config.torch
     assert isinstance(torch, ToyFile)
     mesh = build_mesh(config)
     folder = toy_folder(config, console)
     architecture, weights = load_toy(folder)
-    dtype = jnp.dtype(spec.compute_dtype)
-    target: tms.TMS | resid_mlp.ResidMLP
-    if isinstance(architecture, tms.TMSConfig):
-        _check_experiment(config, "tms", folder)
-        target = tms.TMS(architecture, build_sites(torch.pd, tms.matrices(architecture)), spec.memory, dtype)
-        low = 0.0
-    else:
-        _check_experiment(config, "resid_mlp", folder)
-        sites = build_sites(torch.pd, resid_mlp.matrices(architecture))
-        target, low = resid_mlp.ResidMLP(architecture, sites, spec.memory, dtype), -1.0
-    if torch.eval is not None:
-        check_site_patterns(torch.eval, target.sites)
-        _check_features(torch.eval, architecture.n_features)
-
+    problem = toy_problem(config, architecture, folder)
+    low = 0.0 if isinstance(architecture, tms.TMSConfig) else -1.0
     features = toy_features(torch.data, architecture.n_features, low)
     size = torch.pd.batch_size
     evaluated = None
     if torch.eval is not None:
         evaluated = FeatureSource(features, torch.eval.batch_size, torch.pd.seed, EVAL, mesh)
     return Built(
-        problem=Problem(spec, target),
+        problem=problem,
         weights=replicate(weights, mesh),
         mesh=mesh,
         batch=jax.ShapeDtypeStruct((size, architecture.n_features), jnp.float32),
@@ -60,6 +48,24 @@ def build_toy(config: RunConfig, console: Console) -> Built:
         train=FeatureSource(features, size, torch.pd.seed, TRAIN, mesh),
         eval=evaluated,
     )
+
+
+def toy_problem(config: RunConfig, architecture: ToyConfig, origin: Path) -> Problem:
+    """The decomposition of a toy of this architecture. ``origin``: folder or recipe that it comes from, for errors."""
+    torch, spec = config.torch, decomposition(config)
+    dtype = jnp.dtype(spec.compute_dtype)
+    target: tms.TMS | resid_mlp.ResidMLP
+    if isinstance(architecture, tms.TMSConfig):
+        _check_experiment(config, "tms", origin)
+        target = tms.TMS(architecture, build_sites(torch.pd, tms.matrices(architecture)), spec.memory, dtype)
+    else:
+        _check_experiment(config, "resid_mlp", origin)
+        sites = build_sites(torch.pd, resid_mlp.matrices(architecture))
+        target = resid_mlp.ResidMLP(architecture, sites, spec.memory, dtype)
+    if torch.eval is not None:
+        check_site_patterns(torch.eval, target.sites)
+        _check_features(torch.eval, architecture.n_features)
+    return Problem(spec, target)
 
 
 def toy_folder(config: RunConfig, console: Console) -> Path:
@@ -82,9 +88,9 @@ def toy_features(data: ToyData, n_features: int, low: float) -> SparseFeatures:
     return SparseFeatures(n_features, data.feature_probability, low, data.data_generation_type)
 
 
-def _check_experiment(config: RunConfig, found: str, folder: Path) -> None:
+def _check_experiment(config: RunConfig, found: str, origin: Path) -> None:
     if config.experiment != found:
-        raise UserError(f"{folder} holds a target of architecture {found}, but the experiment is {config.experiment}")
+        raise UserError(f"{origin}: the target's architecture is {found}, but the experiment is {config.experiment}")
 
 
 def _check_features(settings: EvalConfig, n_features: int) -> None:

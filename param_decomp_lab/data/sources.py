@@ -1,7 +1,7 @@
 """Where a run's batches come from: rows of token data on this host, or features drawn inside the program."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """Batches by number, each a pure function of (seed, number)."""
 

@@ -113,6 +113,17 @@ class TokenData:
         return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32).reshape(n_rows, width)
 
 
+def count_rows(source: str | Path) -> tuple[int, int | None]:
+    """Number of rows, and the tokens in each where the type says it, from the shards' footers alone.
+
+    Raises UserError: nothing there, not Parquet, no such column, not integers.
+    """
+    files = [(path, _metadata(path)) for path in _find(str(source))]
+    kind = files[0][1].schema.to_arrow_schema().field(COLUMN).type
+    length = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+    return sum(shard.num_rows for _, shard in files), length
+
+
 def _find(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():

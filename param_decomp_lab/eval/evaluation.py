@@ -107,10 +107,10 @@ class Evaluation:
         scene, site_inputs = clean_pass(problem, weights, inputs)
         logits = ci_logits(state.ci, site_inputs, components, problem.compute_dtype)
         importances = jax.tree.map(squashings(spec.squashing)[0], logits)
-        of_losses, of_ce_kl, of_persistent = jax.random.split(key, 3)
+        of_losses, of_ce_kl = jax.random.split(key)
         _, losses = total_loss(problem, state, scene, components, logits, {}, of_losses)
         adversaries, errors = attack_batch(
-            self._persistent, adversaries, scene, components, importances, state, spec.steps, of_persistent
+            self._persistent, adversaries, scene, components, importances, state, spec.steps, of_losses
         )
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
@@ -140,14 +140,14 @@ class Evaluation:
         """`eval/*` of the state after ``step`` steps, means over the batches. Raises `Abandoned` when told to stop."""
         # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
         key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
-        of_start, of_batches = jax.random.split(key)
+        of_start = jax.random.fold_in(key, self._settings.n_steps)  # the numbers below are the batches'
         partial_state = replace_adversaries(state)
         per_batch = []
         adversaries: Adversaries | None = None
         for number in self._numbers(stop):
             inputs = self._batches(number)
             adversaries = self._start(of_start, inputs) if adversaries is None else adversaries
-            of_batch = jax.random.fold_in(of_batches, number)
+            of_batch = jax.random.fold_in(key, number)
             adversaries, measured = self._fast(partial_state, weights, inputs, of_batch, adversaries)
             per_batch.append(jax.device_get(measured))
         means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)

@@ -18,6 +18,9 @@ from param_decomp_jax.state import State
 
 Adversaries = dict[str, Adversary]
 
+FIRST_NUMBER = 1 << 16
+"""Of the persistent terms among all that draw from a batch's key."""
+
 
 def always_on(term: Reconstruction) -> Reconstruction:
     """A metric's term: there is nothing to wait for."""
@@ -46,13 +49,13 @@ def attack_batch(
     total: int,
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
-    """One batch: the adversaries after it, and each term's error by name."""
+    """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
     climb = persistent_error(scene, components, importances)
     moved, errors = {}, {}
     for number, term in enumerate(terms):
         spec = term.sources
         assert isinstance(spec, PersistentAttack)
-        of_term = jax.random.fold_in(key, number)
+        of_term = jax.random.fold_in(key, FIRST_NUMBER + number)
         adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
 
         def error(raw: Bundle, term: Reconstruction = term, of_term: PRNGKeyArray = of_term) -> Array:

@@ -58,12 +58,26 @@ def ensure_target(recipe_path: str | Path, console: Console) -> Path:
     ``out`` in the recipe is relative to the current folder. Raises UserError: the recipe is wrong or no toy's, its
     ``out`` holds something else, no try represents every feature.
     """
-    recipe = read_recipe(recipe_path)
+    return pretrain_toy(read_toy_recipe(recipe_path), console=console).folder
+
+
+def read_toy_recipe(path: str | Path) -> ToyRecipe:
+    """The recipe in a YAML file. Raises UserError when it is wrong or no toy's."""
+    recipe = read_recipe(path)
     if not isinstance(recipe, ToyRecipe):
         raise UserError(
-            f"{recipe_path}: model.architecture: should be a toy's ({', '.join(TOYS)}), not {recipe.model.architecture}"
+            f"{path}: model.architecture: should be a toy's ({', '.join(TOYS)}), not {recipe.model.architecture}"
         )
-    return pretrain_toy(recipe, console=console).folder
+    return recipe
+
+
+def is_trained(recipe: ToyRecipe) -> bool:
+    """Whether `pretrain_toy` would find its work done. Raises UserError where it would: ``out`` holds something else."""
+    folder = Path(recipe.out)
+    if find_finished(folder, identity(recipe)):
+        return True
+    refuse_existing(folder, marker=SUMMARY_FILE, overwrite=False)
+    return False
 
 
 def pretrain_toy(recipe: ToyRecipe, *, overwrite: bool = False, console: Console | None = None) -> TrainedToy:

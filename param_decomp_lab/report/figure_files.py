@@ -9,12 +9,12 @@ MAX_OLDER_BYTES = 8_000_000
 """Older figures are put into the page until they take this much together; the others are named."""
 
 CAPTIONS = {
+    "permuted_ci": "Causal importance of each component for each feature",
+    "tms_geometry": "Features and their components",
+    "uv_matrices": "Vectors of the components",
     "ci_histograms": "Causal importances",
     "mean_ci_per_component": "Mean causal importance per component",
     "activation_density": "Activation density",
-    "permuted_ci": "Causal importance of each component for each feature",
-    "uv_matrices": "Vectors of the components",
-    "tms_geometry": "Features and their components",
 }
 
 

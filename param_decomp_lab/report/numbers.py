@@ -41,6 +41,24 @@ def percent(share: float | None) -> str:
     return text.replace("-", "−") + "\u00a0%"
 
 
+def amount(count: int) -> str:
+    """A count with three digits: ``9,216``, ``12.3 M``, ``8.03 B``. The space does not break."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:#.3g}".rstrip(".") + f"\u00a0{unit}"
+    return f"{count:,}"
+
+
+def byte_size(n: int) -> str:
+    """``512 B``, ``36.0 KiB``, ``21.5 GiB``. The space does not break."""
+    size, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1000:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f}\u00a0B" if unit == "B" else f"{size:#.3g}".rstrip(".") + f"\u00a0{unit}"
+
+
 def duration(seconds: float) -> str:
     """``42 s``, ``3 min 05 s``, ``7 h 12 min``."""
     if seconds < 60:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.numbers import duration, number, percent
+from param_decomp_lab.report.tables import house_table
 
 MANY_SITES = 24
 """With more sites than this the table shows the widest and the narrowest few."""
@@ -21,12 +21,21 @@ def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str,
     ``sites``: site name -> C, in canonical order.
     """
     series = series_by_key(metrics_rows)
-    tables = [_losses(series), _ce_kl(series), _l0(series, sites)]
+    tables = [_losses(series), _ce_kl(series), _l0(series, sites), _toy(series)]
     return [table for table in tables if table.row_count]
 
 
+def _toy(series: Mapping[str, Series]) -> Table:
+    table = house_table("Toy ground truth", ("", "left"), ("first", "right"), ("last", "right"))
+    for key in (key for key in series if key.startswith(("eval/identity_ci_error/", "eval/tms/"))):
+        words = key.removeprefix("eval/").replace("identity_ci_error/", "errors of ").replace("tms/", "").split(" ")
+        name = " ".join(word.upper() if word in ("mmcs", "ml2r") else word for word in words)
+        table.add_row(name, number(series[key].first), number(series[key].last))
+    return table
+
+
 def _losses(series: Mapping[str, Series]) -> Table:
-    table = _table("Training", ("", "left"), ("first", "right"), ("last", "right"))
+    table = house_table("Training", ("", "left"), ("first", "right"), ("last", "right"))
     prefix = "train/loss/"
     keys = sorted((key for key in series if key.startswith(prefix)), key=lambda key: key == prefix + "total")
     for key in keys:
@@ -47,7 +56,7 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
     short = {"kl": "kl", "ce_difference": "Δ ce", "ce_unrecovered": "not recovered"}
     columns = [(short.get(measure, measure), "right") for measure in measures]
     # Narrow enough for 80 columns: only the KL shows where it began.
-    table = _table("Evaluation by masking (kl: first → last)", ("", "left"), *columns, ("of zero's", "right"))
+    table = house_table("Evaluation by masking (kl: first → last)", ("", "left"), *columns, ("of zero's", "right"))
     zero = kl(series, "zero_masked")
     for row in rows:
         cells = [
@@ -71,7 +80,7 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
 def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
     l0 = l0_table(series, sites)
     title = f"Active components per position (L0, λ > {l0.threshold})" if l0 else ""
-    table = _table(
+    table = house_table(
         title,
         ("site", "left"),
         ("C", "right"),
@@ -111,10 +120,3 @@ def _first_last(values: Series | None) -> Text:
     if len(values.steps) == 1:
         return Text(number(values.last))
     return Text.assemble((f"{number(values.first)} → ", "dim"), number(values.last))
-
-
-def _table(title: str, *columns: tuple[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in columns:
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
-    return table

@@ -108,6 +108,7 @@ def render_report(run_folder: Path) -> str:
         loss_charts=loss_charts,
         folded_charts=_folded_charts(series, x_max),
         ce_kl=ce_kl,
+        toy=any(key.startswith("eval/identity_ci_error/") for key in series),
         measures=[m for m in MEASURES if any(m in row.cells for row in ce_kl)],
         ce_target=next((s for key, s in series.items() if key in ("eval/ce_kl/ce_target", "eval/ce_target")), None),
         attacks=attacks(series),

@@ -99,7 +99,7 @@ def load_toy(folder: str | Path) -> tuple[ToyConfig, Weights]:
     wrong, a tensor is missing, of the wrong shape, or unknown.
     """
     folder = Path(folder)
-    config = _read_config(folder)
+    config = read_toy_config(folder)
     if not (folder / SINGLE_FILE).is_file():
         raise UserError(f"no {SINGLE_FILE} in {folder}: give the folder of a toy, as `pd pretrain` writes it")
     layers: dict[tuple[str, ...], list[np.ndarray]] = {}
@@ -125,8 +125,9 @@ def load_toy(folder: str | Path) -> tuple[ToyConfig, Weights]:
     return config, weights
 
 
-def _read_config(folder: Path) -> ToyConfig:
-    file = folder / CONFIG_FILE
+def read_toy_config(folder: str | Path) -> ToyConfig:
+    """The architecture in ``folder/config.json``. Raises UserError: no such file, or not a toy's."""
+    file = Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"no {CONFIG_FILE} in {folder}: give the folder of a toy, as `pd pretrain` writes it")
     try:

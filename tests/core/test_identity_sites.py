@@ -24,6 +24,7 @@ FAITHFUL = Faithfulness("FaithfulnessLoss", 0.5)
 IMPORTANCE = ImportanceMinimality("ImportanceMinimalityLoss", 0.03, Lp(Anneal(1.5, 1.0), eps=1e-6), beta=0.5)
 HIDDEN_ACTS = Reconstruction("CIHiddenActsReconLoss", 0.9, AllSites(), Everywhere(), Constant(0.0), error="hidden_acts")
 LAYERWISE = Reconstruction("CIMaskedReconLayerwiseLoss", 0.7, EachSite(), Everywhere(), Constant(0.0))
+SUBSET = Reconstruction("CIMaskedReconSubsetLoss", 0.6, AllSites(), UniformKSubset(), Constant(0.0))
 ATTACK = PersistentAttack(AdamAscent(Schedule(0.05), 0.5, 0.99), BroadcastAcrossBatch())
 PERSISTENT = Reconstruction("PersistentPGDReconSubsetLoss", 0.5, AllSites(), UniformKSubset(), ATTACK)
 
@@ -124,10 +125,10 @@ def test_step_of_a_llama(exact: bool) -> None:
 
 @tiny.IN_BOTH
 def test_step_of_a_residual_mlp(exact: bool) -> None:
-    """Layerwise, so that an identity is live alone; C5 with V of the identity."""
+    """Layerwise, so that an identity is live alone; routed without a delta; C5 with V of the identity."""
     config = toys.residual("gelu", "in_bias", "out_bias")
     problem = tiny.problem(
-        (HIDDEN_ACTS, LAYERWISE, IMPORTANCE, FAITHFUL),
+        (HIDDEN_ACTS, LAYERWISE, SUBSET, IMPORTANCE, FAITHFUL),
         toys.target(config, IN_RESIDUAL), ci=LayerwiseMLP("mlp", (3,)), use_delta=False,
     )  # fmt: skip
     tiny.assert_step_is_the_reference(problem, toys.weights(config), toys.features(config), exact)

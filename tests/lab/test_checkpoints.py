@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from rich.console import Console
 
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.state import State, init_state
@@ -17,7 +18,7 @@ from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints, flatten
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.wrapper import Mesh
-from param_decomp_lab.run import compile_step
+from param_decomp_lab.run import compile_steps
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, STEPS, Tiny, pd_here, programs_shared, rows, saved_arrays, saved_steps, template
 
@@ -34,7 +35,9 @@ def _programs_shared(tiny: Tiny) -> Iterator[None]:
 
 def built_on(run: Path, devices: int) -> Built:
     config = RunConfig.from_yaml(run / "config.yaml")
-    return build(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": Mesh(fsdp=devices)})))
+    return build(
+        replace(config, wrapper=config.wrapper.model_copy(update={"mesh": Mesh(fsdp=devices)})), Console(quiet=True)
+    )
 
 
 def initial(built: Built) -> State:
@@ -49,10 +52,10 @@ def buffers(state: State) -> set[int]:
 
 def assert_reused(built: Built, state: State) -> None:
     """The trainer's own step writes the new state where the old one was: no leaf is left out."""
-    step, _ = compile_step(built, state)
+    step, _ = compile_steps(built, state, 1)
     before = buffers(state)
     assert len(before) == len(jax.tree.leaves(state)) * built.mesh.size
-    new, _ = step(state, built.weights, built.train(0))
+    new, _ = step(state, built.weights, built.train.inputs(0, 1, 1), np.int32(1))
     assert [name for name, x in flatten(state).items() if not x.is_deleted()] == []
     assert buffers(new) == before
 
@@ -79,13 +82,13 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
     for name, array in kept.items():
         np.testing.assert_array_equal(np.asarray(here[name.partition("/")[2]]), array)
 
-    step, names = compile_step(built, state)
+    step, names = compile_steps(built, state, 1)
     expected = {row["step"]: row for row in rows(finished)}
 
     def compare(state: State, first: int, stop: int) -> list[int]:
         compared = []
         for number in range(first, stop):
-            state, values = step(state, built.weights, built.train(number))
+            state, (values,) = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
             if number in expected:
                 got = {f"train/{name}": float(value) for name, value in zip(names, np.asarray(values), strict=True)}
                 want = {name: expected[number].get(name, 0.0) for name in got}  # a term that is off is not logged

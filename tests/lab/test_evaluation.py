@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from param_decomp_jax.masks import Stochastic, StochasticSources
 from param_decomp_jax.recon import Reconstruction
@@ -46,7 +47,7 @@ def evaluated(tiny: Tiny) -> Iterator[Evaluated]:
     """A state in mid-training; losses in numbers large enough to compare."""
     config = load_config(tiny.config, ["eval.metrics.0.rounding_threshold=0.3"])
     with programs_shared(tiny):
-        built = build(config)
+        built = build(config, Console(quiet=True))
         assert built.eval is not None
         state = core.ruffled_state(built.problem, leading=built.leading)
         yield Evaluated(config, built, Evaluation(config, built.problem, built.eval), state)
@@ -64,7 +65,7 @@ class Reference:
         self.clean = ref.clean_pass(self.target, self.names)
         self.components = core.ref_components(of.state.components, self.sites)
         ci = core.ref_ci(of.state.ci, self.sites)
-        self.lower, _ = ref.causal_importance(core.schema(self.spec), ci, self.clean.inputs, self.components)
+        self.lower, _ = ref.causal_importance(core.schema(of.built.problem), ci, self.clean.inputs, self.components)
         key = jax.random.fold_in(jax.random.fold_in(self.spec.key("eval"), STEP), number)
         self.of_losses, self.of_ce_kl = jax.random.split(key)
 
@@ -219,7 +220,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
 
 def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> None:
     """The λ beside the tokens, recomputed by the reference from the arrays of the last checkpoint."""
-    built = build(RunConfig.from_yaml(finished / "config.yaml"))
+    built = build(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
     state = Checkpoints(finished).restore(STEPS, template(built))
     assert built.eval is not None
     evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), built, None, state)  # type: ignore[arg-type]

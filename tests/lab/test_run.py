@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
@@ -101,8 +102,8 @@ def test_stop_in_an_evaluation_abandons_and_saves(
     undisturbed = pd_here(*tiny.train(tmp_path, 1, *settings))
     assert undisturbed.status == 0, undisturbed
 
-    def interrupted(config: RunConfig) -> Built:
-        built = build(config)
+    def interrupted(config: RunConfig, console: Console) -> Built:
+        built = build(config, console)
         numbers: list[int] = []
 
         def batches(number: int) -> jax.Array:

@@ -1,0 +1,112 @@
+"""What a run would do, from its configuration alone (`pd check`): no weights, no data rows, no accelerator."""
+
+from functools import partial
+
+import jax
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from param_decomp_jax.state import Decomposition, init_state
+from param_decomp_lab.check.data import check_data
+from param_decomp_lab.check.evaluation import evaluation_table
+from param_decomp_lab.check.schedules import schedules_table
+from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
+from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.check.words import of_architecture, of_ci, shown_path
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import decomposition
+from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.report.numbers import exact
+from param_decomp_lab.run_folder import refuse_taken
+
+__all__ = ["check"]
+
+PLOT_WIDTH = (20, 60)
+"""Columns of a schedule's curve, at least and at most."""
+
+
+def check(config: RunConfig, console: Console) -> None:
+    """Prints what ``config`` would run. UserError where it would not start, or where the target is not known.
+
+    Weights and data that are not on this machine are listed and are no error; what is there has to fit.
+    """
+    if config.wrapper.run_id is not None:
+        refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
+    target, missing = find_target(config), check_data(config)
+    spec, torch = decomposition(config), config.torch
+    console.print(_overview(config, spec, target))
+    n_sites = None
+    if isinstance(target, KnownTarget):
+        sites = target.problem.target.sites
+        n_sites, missing = len(sites), target.missing + missing
+        state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
+        console.print("", sites_table(sites, state))
+        console.print(terms_table(spec.terms, n_sites, spec.steps))
+        console.print(state_table(target, state))
+    else:
+        console.print("", patterns_table(torch.pd))
+        console.print(terms_table(spec.terms, n_sites, spec.steps))
+    console.print(schedules_table(spec, min(PLOT_WIDTH[1], max(PLOT_WIDTH[0], console.width - 50))))
+    if torch.eval is not None:
+        console.print(evaluation_table(torch.eval, torch.pd, n_sites))
+    _notes(config, missing, console)
+    if isinstance(target, UnknownTarget):
+        raise UserError(target.reason)
+
+
+def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget) -> Table:
+    wrapper, torch, pd = config.wrapper, config.torch, config.torch.pd
+    warmup = spec.warmup
+    before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
+    mesh = f"{wrapper.mesh.devices} device{'s'[: wrapper.mesh.devices > 1]}"
+    split = f" (replica {wrapper.mesh.replica} × fsdp {wrapper.mesh.fsdp})" if wrapper.mesh.devices > 1 else ""
+    rows = [
+        ("run", f"{wrapper.run_name}: {_EXPERIMENTS[config.experiment]}"),
+        ("schema file", shown_path(wrapper.torch_config)),
+        ("target", of_architecture(target.architecture) if isinstance(target, KnownTarget) else "not known"),
+        ("", f"from {target.origin}" if isinstance(target, KnownTarget) else ""),
+        ("data", _data(config)),
+        ("training", f"{pd.steps:,} steps of {_batch(config)}{before}"),
+        ("importances", f"{of_ci(spec.ci)}; {spec.squashing}"),
+        ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
+        ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}, memory {wrapper.memory.preset}"),
+        ("figures", "" if torch.eval is None else f"every {torch.eval.slow_every:,} steps"),
+    ]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    for label, value in rows:
+        if value:
+            grid.add_row(label, Text(value))
+    return grid
+
+
+_EXPERIMENTS = {"language_model": "a language model", "tms": "TMS", "resid_mlp": "ResidMLP"}
+
+
+def _data(config: RunConfig) -> str:
+    torch, replaced = config.torch, config.wrapper.data
+    if not isinstance(torch, LanguageModelFile):
+        return f"features with probability {exact(torch.data.feature_probability)}, {torch.data.data_generation_type}"
+    if replaced is not None:
+        return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
+    return f"{torch.data.data_files}, its last rows held out" if torch.eval else str(torch.data.data_files)
+
+
+def _batch(config: RunConfig) -> str:
+    rows = f"{config.torch.pd.batch_size:,} rows"
+    if not isinstance(config.torch, LanguageModelFile):
+        return rows
+    length = config.torch.data.max_seq_len
+    return f"{rows} × {length:,} = {config.torch.pd.batch_size * length:,} tokens"
+
+
+def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
+    notes = [("note", line) for line in config.warnings]
+    if config.ignored:
+        notes.append(("note", f"accepted, without meaning here: {', '.join(config.ignored)}"))
+    notes += [("not on this machine", line) for line in missing]
+    for label, line in notes:
+        console.print(Text.assemble((f"{label}: ", "yellow"), line))

@@ -1,0 +1,68 @@
+"""Everything of a decomposition that changes over training by itself."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.state import Decomposition
+from param_decomp_lab.check.plots import curve
+from param_decomp_lab.report.numbers import exact
+from param_decomp_lab.report.tables import house_table
+
+HEIGHT = 2
+"""Lines of a curve; one that stays where it is takes a single line."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """``begins``: the first step at which it matters."""
+
+    name: str
+    value: Schedule | Anneal
+    begins: int = 0
+
+    def at(self, steps: list[int], total: int) -> list[float]:
+        values = jax.vmap(lambda step: self.value(step, total))(jnp.asarray(steps))
+        return [float(value) for value in np.asarray(values)]
+
+
+def courses(spec: Decomposition) -> list[Course]:
+    """Learning rates, then what the importance terms anneal; an exponent that stays is none of them."""
+    found = [
+        Course("components lr", spec.components_optimizer.schedule),
+        Course("CI function lr", spec.ci_optimizer.schedule),
+    ]
+    for name, (_, attack) in spec.persistent.items():
+        found.append(Course(f"{name} lr", attack.optimizer.schedule, attack.first_step(spec.steps)))
+    for term in spec.terms:
+        match term:
+            case ImportanceMinimality(name=name, penalty=Lp(p)) if p.final != p.start and p.start_frac < 1:
+                found.append(Course(f"{name} p", p))
+            case ImportanceMinimality(name=name, penalty=SmoothL0(gamma)):
+                found.append(Course(f"{name} γ", gamma))
+    return found
+
+
+def schedules_table(spec: Decomposition, width: int) -> Table:
+    """A curve over all of training for each, ``width`` columns wide, between its first and its last value."""
+    title = f"Schedules over {spec.steps:,} steps"
+    table = house_table(title, ("", "wrap"), ("first", "right"), ("", "left"), ("last", "right"))
+    steps = [int(step) for step in np.linspace(0, spec.steps - 1, 2 * width)]
+    for course in courses(spec):
+        values = course.at(steps, spec.steps)
+        shown = [value if step >= course.begins else None for step, value in zip(steps, values, strict=True)]
+        first, last = course.at([min(course.begins, spec.steps - 1), spec.steps - 1], spec.steps)
+        lines = curve(shown, HEIGHT if len(set(values)) > 1 else 1)
+        table.add_row(course.name, exact(_rounded(first)), Text("\n".join(lines), style="cyan"), exact(_rounded(last)))
+    return table
+
+
+def _rounded(value: float) -> float:
+    """Without the digits that fp32 does not have."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,117 @@
+"""What `pd check` prints, table by table."""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import jax
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from param_decomp_jax.losses import Term
+from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.state import State
+from param_decomp_lab.check.target import KnownTarget
+from param_decomp_lab.check.words import of_term
+from param_decomp_lab.config.torch_schema import PDConfig
+from param_decomp_lab.report.numbers import amount, byte_size, exact
+from param_decomp_lab.report.tables import house_table
+
+
+def sites_table(sites: Sites, state: State) -> Table:
+    """Sites in canonical order, alike ones of consecutive layers in one row, with what is trained for them."""
+    columns = (("", "wrap"), ("", "right"), ("d_in × d_out", "right"), ("C", "right"))
+    table = house_table(f"Sites: {len(sites)}", *columns, ("parameters", "right"), ("", "left"))
+    for stack in sites.stacks:
+        trained = state.components.get(stack.name)
+        notes = [f"tied to {sites.views[stack.name]}"] if trained is None else []
+        notes += ["identity"] if stack.kind.endswith(PRE_IDENTITY) else []
+        table.add_row(
+            stack.name,
+            f"{stack.n_layers} ×" if stack.n_layers > 1 else "",
+            f"{stack.d_in} × {stack.d_out}",
+            exact(stack.C),
+            "–" if trained is None else amount(parameters(trained)),
+            ", ".join(notes),
+        )
+    if len(sites.stacks) > 1:
+        table.add_section()
+        total = sum(site.C for site in sites.all)
+        table.add_row("total", "", "", exact(total), amount(parameters(state.components)), "")
+    return table
+
+
+def patterns_table(pd: PDConfig) -> Table:
+    """In place of the sites, where it is not known what the patterns match."""
+    table = house_table("Sites: not known without the target", ("pattern", "wrap"), ("C", "right"), ("", "left"))
+    for target in pd.decomposition_targets:
+        table.add_row(target.module_pattern, exact(target.C), "")
+    for target in pd.identity_decomposition_targets or ():
+        table.add_row(target.module_pattern, exact(target.C), "identity")
+    return table
+
+
+def terms_table(terms: Iterable[Term], n_sites: int | None, steps: int) -> Table:
+    """Terms of the loss, and what each costs in a step. ``n_sites``: None where the target is not known."""
+    columns = (("", "wrap"), ("coeff", "right"), ("forwards", "right"), ("attack passes", "right"))
+    table = house_table("Loss terms", *columns)
+    forwards, ascents = 0, 0
+    for term in terms:
+        cells = ("–", "–")
+        if isinstance(term, Reconstruction):
+            cells = _costs(term, n_sites)
+            if n_sites is not None:
+                forwards += n_forwards(term, n_sites)
+                ascents += n_attack_passes(term, n_sites)
+        table.add_row(titled(term.name, of_term(term, n_sites, steps)), exact(term.coeff), *cells)
+    if n_sites is not None:
+        table.add_section()
+        words = f"{forwards + ascents:,} masked passes, each with its backward, and 1 clean forward"
+        table.add_row(titled("total", words), "", f"{forwards:,}", f"{ascents:,}")
+    return table
+
+
+def _costs(term: Reconstruction, n_sites: int | None) -> tuple[str, str]:
+    """Forwards, and passes of an attack's own; those of one live set where nobody knows how many there are."""
+    unit = ""
+    if n_sites is None:
+        unit = {AllSites: "", EachSite: " per site", Chunks: " per chunk"}[type(term.live)]
+    return tuple(f"{count(term, n_sites or 1):,}{unit}" for count in (n_forwards, n_attack_passes))
+
+
+def titled(name: str, words: str) -> Group:
+    """A name, and below it, set in, what it is."""
+    return Group(name, Padding(Text(words, style="dim"), (0, 0, 0, 2), expand=False))
+
+
+def state_table(target: KnownTarget, state: State) -> Table:
+    """Parameters, and the bytes of the training state on its own: fp32 values and what their optimisers keep (N1)."""
+    columns = (("", "wrap"), ("parameters", "right"), ("values", "right"), ("moments", "right"))
+    table = house_table("Parameters and training state", *columns)
+    parts: list[tuple[str, Any, Any]] = [
+        ("components V, U", state.components, state.components_moments),
+        ("CI function", state.ci, state.ci_moments),
+    ]
+    for name, adversary in state.adversaries.items():
+        parts.append((f"sources of {name}", adversary.raw, (adversary.mean, adversary.square, adversary.count)))
+    for name, values, moments in parts:
+        table.add_row(name, amount(parameters(values)), byte_size(size(values)), byte_size(size(moments)))
+    values, moments = [part[1] for part in parts], [part[2] for part in parts]
+    table.add_section()
+    table.add_row("total", amount(parameters(values)), byte_size(size(values)), byte_size(size(moments)))
+    shapes = jax.tree.leaves(target.weight_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    table.add_row("target, frozen", amount(sum(prod(shape) for shape in shapes)), "", "")
+    return table
+
+
+def parameters(tree: Any) -> int:
+    """Numbers in a tree of arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def size(tree: Any) -> int:
+    """Bytes of a tree of arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,113 @@
+"""The target of a configuration, as far as it is known without its weights: from a config.json, a recipe, or by name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets import llama, resid_mlp, tms
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_lab.build.language_model import language_problem, target_folder
+from param_decomp_lab.build.toys import toy_problem
+from param_decomp_lab.check.words import shown_path
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.torch_schema import HubSpec, LanguageModelFile
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
+from param_decomp_lab.weights.hf_config import CONFIG_FILE, read_config
+from param_decomp_lab.weights.published import PUBLISHED
+from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from param_decomp_lab.weights.toys import ToyConfig, read_toy_config
+
+Architecture = LlamaConfig | TMSConfig | ResidMLPConfig
+
+
+@dataclass(frozen=True)
+class KnownTarget:
+    """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine."""
+
+    architecture: Architecture
+    problem: Problem
+    leading: tuple[int, ...]
+    origin: str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def weight_shapes(self) -> Any:
+        """Shape of every array, in the structure of the weights."""
+        match self.architecture:
+            case LlamaConfig() as config:
+                return llama.weight_shapes(config)
+            case TMSConfig() as config:
+                return tms.weight_shapes(config)
+            case ResidMLPConfig() as config:
+                return resid_mlp.weight_shapes(config)
+
+
+@dataclass(frozen=True)
+class UnknownTarget:
+    """``reason``: why its shapes are not known, and what would help."""
+
+    reason: str
+
+
+def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
+    """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
+    if isinstance(config.torch, LanguageModelFile):
+        return _llama(config, config.torch)
+    return _toy(config)
+
+
+def _llama(config: RunConfig, torch: LanguageModelFile) -> KnownTarget | UnknownTarget:
+    found = _llama_architecture(config, torch)
+    if isinstance(found, UnknownTarget):
+        return found
+    architecture, origin, missing = found
+    leading = torch.pd.batch_size, torch.data.max_seq_len
+    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, missing)
+
+
+def _llama_architecture(
+    config: RunConfig, torch: LanguageModelFile
+) -> tuple[LlamaConfig, str, tuple[str, ...]] | UnknownTarget:
+    spec = torch.target.spec
+    try:
+        folder = target_folder(config)
+        if folder.is_dir():
+            has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+            missing = () if has_weights else (f"the target's weights: no {SINGLE_FILE} in {shown_path(folder)}",)
+            return read_config(folder), shown_path(folder / CONFIG_FILE), missing
+        reason = f"target.folder: {folder} is not there, so the target's shapes are not known; give a folder with a "
+        reason += f"{CONFIG_FILE}"
+    except UserError as error:
+        if isinstance(spec, HubSpec) and Path(spec.model_name).expanduser().is_dir():
+            raise
+        reason = str(error)
+    published = PUBLISHED.get(spec.model_name) if isinstance(spec, HubSpec) else None
+    if published is None or not isinstance(spec, HubSpec):
+        return UnknownTarget(reason)
+    where = "the wrapper's target.folder" if config.wrapper.target is not None else "the local Hugging Face cache"
+    return published, "its published configuration", (f"the target's weights: {spec.model_name} is not in {where}",)
+
+
+def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
+    source = config.wrapper.target
+    assert source is not None
+    architecture: ToyConfig
+    if source.pretrain is not None:
+        recipe = read_toy_recipe(source.pretrain)
+        made = f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
+        architecture, origin = recipe.model.config(), f"{shown_path(source.pretrain)}, {made}"
+        place = source.pretrain
+    else:
+        assert source.folder is not None
+        place = source.folder
+        if not place.is_dir():
+            return UnknownTarget(
+                f"target.folder: {place} is not there; give the folder of a toy, or target: {{pretrain: <recipe YAML>}}"
+            )
+        architecture, origin = read_toy_config(place), shown_path(place / CONFIG_FILE)
+    leading = (config.torch.pd.batch_size,)
+    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin)

@@ -1,0 +1,30 @@
+"""Architectures of published Llamas by hub id, from their public ``config.json``: for `pd check` where no file is."""
+
+from dataclasses import replace
+
+from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
+
+_LLAMA_3_8B = LlamaConfig(
+    vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, d_mlp=14_336,
+    rms_norm_eps=1e-5, rope_theta=500_000.0,
+)  # fmt: skip
+_LLAMA_3_1_8B = replace(_LLAMA_3_8B, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+_LLAMA_3_1_70B = replace(_LLAMA_3_1_8B, d_model=8192, n_layers=80, n_heads=64, d_mlp=28_672)
+_LLAMA_3_2_1B = LlamaConfig(
+    vocab_size=128_256, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_mlp=8192,
+    rms_norm_eps=1e-5, rope_theta=500_000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tied=True,
+)  # fmt: skip
+_LLAMA_3_2_3B = replace(_LLAMA_3_2_1B, d_model=3072, n_layers=28, n_heads=24, head_dim=128)
+
+PUBLISHED: dict[str, LlamaConfig] = {
+    f"meta-llama/{name}{suffix}": config
+    for name, config in {
+        "Meta-Llama-3-8B": _LLAMA_3_8B,
+        "Meta-Llama-3.1-8B": _LLAMA_3_1_8B,
+        "Llama-3.1-8B": _LLAMA_3_1_8B,
+        "Llama-3.1-70B": _LLAMA_3_1_70B,
+        "Llama-3.2-1B": _LLAMA_3_2_1B,
+        "Llama-3.2-3B": _LLAMA_3_2_3B,
+    }.items()
+    for suffix in ("", "-Instruct")
+}
