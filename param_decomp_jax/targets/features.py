@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from param_decomp_jax.draws import uniform
 
@@ -23,7 +23,7 @@ class SparseFeatures:
     low: float = 0.0
     generation: Literal["at_least_zero_active", "exactly_one_active"] = "at_least_zero_active"
 
-    def batch(self, key: PRNGKeyArray, step: int | Int[Array, ""], size: int) -> Float[Array, "size n_features"]:
+    def batch(self, key: PRNGKeyArray, step: int | Integer[Array, ""], size: int) -> Float[Array, "size n_features"]:
         """The batch of a step: a function of (key, step) and nothing else."""
         of_values, of_choice = jax.random.split(jax.random.fold_in(key, step))
         values = self.low + (1 - self.low) * uniform(of_values, (size,), self.n_features)

@@ -17,6 +17,7 @@ from param_decomp_lab.check.words import of_architecture, of_ci, shown_path
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.report.numbers import exact
 from param_decomp_lab.run_folder import refuse_taken
@@ -57,7 +58,7 @@ def check(config: RunConfig, console: Console) -> None:
 
 
 def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget) -> Table:
-    wrapper, torch, pd = config.wrapper, config.torch, config.torch.pd
+    wrapper, pd = config.wrapper, config.torch.pd
     warmup = spec.warmup
     before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
     mesh = f"{wrapper.mesh.devices} device{'s'[: wrapper.mesh.devices > 1]}"
@@ -72,7 +73,7 @@ def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | Unkn
         ("importances", f"{of_ci(spec.ci)}; {spec.squashing}"),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
         ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}, memory {wrapper.memory.preset}"),
-        ("figures", "" if torch.eval is None else f"every {torch.eval.slow_every:,} steps"),
+        ("results", _results(config)),
     ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -101,6 +102,19 @@ def _batch(config: RunConfig) -> str:
         return rows
     length = config.torch.data.max_seq_len
     return f"{rows} × {length:,} = {config.torch.pd.batch_size * length:,} tokens"
+
+
+def _results(config: RunConfig) -> str:
+    cadence, milestones = config.torch.cadence, config.wrapper.milestones
+    saved = [] if cadence.save_every is None else [f"every {cadence.save_every:,} steps"]
+    if isinstance(milestones, MilestonesEvery):
+        saved += [f"for good every {milestones.every:,}"]
+    elif milestones:
+        saved += [f"for good at {', '.join(f'{step:,}' for step in milestones)}"]
+    kept = f" ({cadence.keep_last_n_checkpoints:,} kept)" if cadence.keep_last_n_checkpoints is not None else ""
+    folder = config.wrapper.out_dir / (config.wrapper.run_id or "p-…")
+    wandb = f"; wandb project {config.torch.wandb.project}" if config.torch.wandb is not None else ""
+    return f"{folder}, saved {', '.join([*saved, 'at the end'])}{kept}{wandb}"
 
 
 def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:

@@ -7,7 +7,7 @@ from param_decomp_lab.check.tables import titled
 from param_decomp_lab.check.words import of_term
 from param_decomp_lab.config import term_names
 from param_decomp_lab.config.core_specs import term
-from param_decomp_lab.config.loss_schema import AnyLoss, Loss
+from param_decomp_lab.config.loss_schema import Loss
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
@@ -31,10 +31,9 @@ def evaluation_table(settings: EvalConfig, pd: PDConfig, n_sites: int | None) ->
     """Metrics; ``n_sites``: None where the target is not known."""
     batches = f"{settings.n_steps:,} batch{'es' if settings.n_steps > 1 else ''} of {settings.batch_size:,} rows"
     table = house_table(f"Evaluation: {batches}", ("", "wrap"), ("every", "right"), ("passes", "right"))
-    losses = tuple(metric for metric in settings.metrics if isinstance(metric, Loss))
-    names = dict(zip(map(id, losses), term_names(losses), strict=True))
+    names = iter(term_names(tuple(metric for metric in settings.metrics if isinstance(metric, Loss))))
     for metric in settings.metrics:
-        name = names.get(id(metric), metric.type)
+        name = next(names) if isinstance(metric, Loss) else metric.type
         every = settings.slow_every if isinstance(metric, FIGURES) else settings.every
         passes = ""
         if isinstance(metric, Loss | CIHiddenActsReconLoss):
@@ -58,7 +57,7 @@ def _of_metric(metric: OnlyMeasured) -> str:
             groups = f"; groups {', '.join(metric.groups)}" if metric.groups else ""
             return f"active components per position, λ > {exact(metric.ci_alive_threshold)}{groups}"
         case CIHistograms(n_batches_accum=n):
-            return f"figure, over {'all' if n is None else n} batches"
+            return f"figure, over {'all batches' if n is None else f'{n} batch' + 'es' * (n > 1)}"
         case ComponentActivationDensity():
             return f"figure, λ > {exact(metric.ci_alive_threshold)}"
         case CIMeanPerComponent():

@@ -79,7 +79,8 @@ def _costs(term: Reconstruction, n_sites: int | None) -> tuple[str, str]:
     unit = ""
     if n_sites is None:
         unit = {AllSites: "", EachSite: " per site", Chunks: " per chunk"}[type(term.live)]
-    return tuple(f"{count(term, n_sites or 1):,}{unit}" for count in (n_forwards, n_attack_passes))
+    forwards, ascents = (count(term, n_sites or 1) for count in (n_forwards, n_attack_passes))
+    return f"{forwards:,}{unit}", f"{ascents:,}{unit if ascents else ''}"
 
 
 def titled(name: str, words: str) -> Group:
@@ -88,22 +89,28 @@ def titled(name: str, words: str) -> Group:
 
 
 def state_table(target: KnownTarget, state: State) -> Table:
-    """Parameters, and the bytes of the training state on its own: fp32 values and what their optimisers keep (N1)."""
-    columns = (("", "wrap"), ("parameters", "right"), ("values", "right"), ("moments", "right"))
-    table = house_table("Parameters and training state", *columns)
+    """Parameters, and the bytes of one copy of the training state: values and what their optimisers keep (N1)."""
+    columns = (("", "wrap"), ("parameters", "right"), ("values", "right"), ("moments", "right"), ("both", "right"))
+    table = house_table("Parameters and training state (fp32, without gradients)", *columns)
     parts: list[tuple[str, Any, Any]] = [
         ("components V, U", state.components, state.components_moments),
         ("CI function", state.ci, state.ci_moments),
     ]
     for name, adversary in state.adversaries.items():
         parts.append((f"sources of {name}", adversary.raw, (adversary.mean, adversary.square, adversary.count)))
-    for name, values, moments in parts:
-        table.add_row(name, amount(parameters(values)), byte_size(size(values)), byte_size(size(moments)))
-    values, moments = [part[1] for part in parts], [part[2] for part in parts]
+
+    def row(name: str, values: Any, moments: Any) -> None:
+        sizes = size(values), size(moments), size(values) + size(moments)
+        table.add_row(name, amount(parameters(values)), *map(byte_size, sizes))
+
+    for part in parts:
+        row(*part)
     table.add_section()
-    table.add_row("total", amount(parameters(values)), byte_size(size(values)), byte_size(size(moments)))
+    row("total", [values for _, values, _ in parts], [moments for _, _, moments in parts])
     shapes = jax.tree.leaves(target.weight_shapes, is_leaf=lambda x: isinstance(x, tuple))
-    table.add_row("target, frozen", amount(sum(prod(shape) for shape in shapes)), "", "")
+    n = sum(prod(shape) for shape in shapes)
+    stored = byte_size(n * target.bytes_per_weight) if target.bytes_per_weight else "as stored"
+    table.add_row("target, frozen", amount(n), stored, "", "")
     return table
 
 

@@ -1,4 +1,4 @@
-"""The target of a configuration, as far as it is known without its weights: from a config.json, a recipe, or by name."""
+"""The target of a configuration without its weights: from its config.json, its recipe, or its published name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,14 @@ Architecture = LlamaConfig | TMSConfig | ResidMLPConfig
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine."""
+    """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine.
+    ``bytes_per_weight``: of the frozen weights, None where they stay as they are stored."""
 
     architecture: Architecture
     problem: Problem
     leading: tuple[int, ...]
     origin: str
+    bytes_per_weight: int | None
     missing: tuple[str, ...] = ()
 
     @property
@@ -66,7 +68,8 @@ def _llama(config: RunConfig, torch: LanguageModelFile) -> KnownTarget | Unknown
         return found
     architecture, origin, missing = found
     leading = torch.pd.batch_size, torch.data.max_seq_len
-    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, missing)
+    size = {"bfloat16": 2, "float32": 4, None: None}[torch.target.weights_dtype]
+    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, size, missing)
 
 
 def _llama_architecture(
@@ -79,8 +82,7 @@ def _llama_architecture(
             has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
             missing = () if has_weights else (f"the target's weights: no {SINGLE_FILE} in {shown_path(folder)}",)
             return read_config(folder), shown_path(folder / CONFIG_FILE), missing
-        reason = f"target.folder: {folder} is not there, so the target's shapes are not known; give a folder with a "
-        reason += f"{CONFIG_FILE}"
+        reason = f"target.folder: {folder} is not there; give the folder of a Llama (its {CONFIG_FILE} is enough)"
     except UserError as error:
         if isinstance(spec, HubSpec) and Path(spec.model_name).expanduser().is_dir():
             raise
@@ -98,7 +100,9 @@ def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
     architecture: ToyConfig
     if source.pretrain is not None:
         recipe = read_toy_recipe(source.pretrain)
-        made = f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
+        made = (
+            f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
+        )
         architecture, origin = recipe.model.config(), f"{shown_path(source.pretrain)}, {made}"
         place = source.pretrain
     else:
@@ -110,4 +114,4 @@ def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
             )
         architecture, origin = read_toy_config(place), shown_path(place / CONFIG_FILE)
     leading = (config.torch.pd.batch_size,)
-    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin)
+    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin, bytes_per_weight=4)

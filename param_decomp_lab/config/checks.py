@@ -1,7 +1,6 @@
 """What cannot be seen in one key alone: rules between keys and files, what is not supported yet, and warnings."""
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 
 from param_decomp_lab.config.loss_schema import (
     ImportanceMinimalityLoss,
@@ -13,27 +12,32 @@ from param_decomp_lab.config.loss_schema import (
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
-    CIHiddenActsReconLoss,
     IdentityCIError,
     PermutedCIPlots,
     UVPlots,
 )
+from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.config.strict import Problem, Strict
 from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile, PretrainedSpec, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
-_TMS_MODULES = ("linear1", "linear2", "hidden_layers.*")
+_TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
+    "tms": ("linear1", "linear2", *(f"hidden_layers.{n}" for n in range(10))),
+    "resid_mlp": tuple(f"layers.{n}.{kind}" for n in range(20) for kind in ("mlp_in", "mlp_out")),
+}
+"""Modules that a toy may have; enough of them to tell what a pattern means."""
 _NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
 """Metrics that switch on one feature at a time."""
 
 
-def toy_of(patterns: list[str]) -> Experiment | None:
-    """The toy whose modules the patterns name, if any."""
-    if patterns and all(any(fnmatchcase(pattern, module) for module in _TMS_MODULES) for pattern in patterns):
-        return "tms"
-    if patterns and all(fnmatchcase(pattern, "layers.*.mlp_*") for pattern in patterns):
-        return "resid_mlp"
-    return None
+def toy_of(patterns: Sequence[str]) -> Experiment | None:
+    """The toy whose modules the patterns name; None if they name none, or could be of either."""
+
+    def named(modules: tuple[str, ...]) -> bool:
+        return all(any(matches_module(pattern, module) for module in modules) for pattern in patterns)
+
+    found = [toy for toy, modules in _TOY_MODULES.items() if named(modules)]
+    return found[0] if len(found) == 1 else None
 
 
 def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
@@ -112,7 +116,7 @@ def _takes_roots(loss: Strict) -> bool:
 
 def _one_output(a: Strict, b: Strict) -> bool:
     """Whether two metrics would write the same keys; losses have names of their own."""
-    if type(a) is not type(b) or isinstance(a, Loss | CIHiddenActsReconLoss):
+    if type(a) is not type(b) or isinstance(a, Loss):
         return False
     return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
 

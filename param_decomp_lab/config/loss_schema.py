@@ -1,12 +1,13 @@
 """The LOSS, SCHEDULE and ROUTING tables of the torch schema. A class bears the `type` that it stands for."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, broken
 
-Name = Annotated[str, Field(pattern=r"^[^/\s]+$")]
+Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
+"""A slash would part metric keys and the paths of a checkpoint."""
 
 
 class ScheduleConfig(Strict):
@@ -120,7 +121,8 @@ class ImportanceMinimalityLoss(Loss):
     @model_validator(mode="after")
     def _consistent(self) -> "ImportanceMinimalityLoss":
         problems = []
-        if self.p_anneal_start_frac > self.p_anneal_end_frac:
+        anneals = self.p_anneal_final_p is not None and self.p_anneal_start_frac < 1
+        if anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
             problems.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
         if self.frequency is not None and self.beta != 0:
@@ -128,7 +130,8 @@ class ImportanceMinimalityLoss(Loss):
         if self.penalty == "lp":
             if self.gamma is not None:
                 problems.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
-            if self.eps == 0 and min(self.pnorm, self.p_anneal_final_p or self.pnorm) < 1:
+            final = self.p_anneal_final_p if anneals else None
+            if self.eps == 0 and min(self.pnorm, final or self.pnorm) < 1:
                 problems.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
         elif self.gamma is None:
             problems.append(("gamma", "is required with penalty: smooth_l0"))
@@ -205,7 +208,7 @@ class PersistentPGD(Loss):
     scope: Scope
     use_sigmoid_parameterization: bool = False
     n_warmup_steps: Natural = 0
-    start_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    start_frac: Fraction = 0.0
     n_samples: Count = 1
 
 
@@ -238,6 +241,18 @@ AnyLoss = (
 )
 
 
+REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
+"""Types of the torch project that are refused by name."""
+
+
+def not_refused(raw: Any) -> Any:
+    """An entry as it is given, unless its type is one of `REFUSED`."""
+    if isinstance(raw, dict) and raw.get("type") in REFUSED:
+        instead = "CIHiddenActsReconLoss and StochasticHiddenActsReconLoss measure the sites' outputs"
+        raise broken(("type", f"'{raw['type']}' is not supported; remove this entry ({instead})"))
+    return raw
+
+
 def _with_coefficient(loss: Loss) -> Loss:
     if loss.coeff is None:
         raise broken(("coeff", "is required for a loss"))
@@ -246,4 +261,9 @@ def _with_coefficient(loss: Loss) -> Loss:
     return loss
 
 
-TrainingLoss = Annotated[AnyLoss, Field(discriminator="type"), AfterValidator(_with_coefficient)]
+TrainingLoss = Annotated[
+    AnyLoss,
+    Field(discriminator="type"),
+    AfterValidator(_with_coefficient),
+    BeforeValidator(not_refused),
+]

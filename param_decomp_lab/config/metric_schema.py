@@ -1,10 +1,10 @@
 """The METRIC table of the torch schema: any LOSS without a coefficient, and what is only measured."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from param_decomp_lab.config.loss_schema import AnyLoss, Loss
+from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
 from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, broken
 
 
@@ -77,14 +77,6 @@ OnlyMeasured = (
     | UVPlots
 )
 
-_REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
-
-
-def _not_refused(raw: Any) -> Any:
-    if isinstance(raw, dict) and raw.get("type") in _REFUSED:
-        raise broken(("type", f"'{raw['type']}' is not supported; remove this metric"))
-    return raw
-
 
 def _without_coefficient(metric: Strict) -> Strict:
     if isinstance(metric, Loss) and metric.coeff is not None:
@@ -96,5 +88,5 @@ Metric = Annotated[
     AnyLoss | OnlyMeasured,
     Field(discriminator="type"),
     AfterValidator(_without_coefficient),
-    BeforeValidator(_not_refused),
+    BeforeValidator(not_refused),
 ]

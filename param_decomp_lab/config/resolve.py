@@ -34,8 +34,9 @@ class RunConfig:
     def experiment(self) -> Experiment | Literal["language_model"]:
         if isinstance(self.torch, LanguageModelFile):
             return "language_model"
-        patterns = [target.module_pattern for target in self.torch.pd.decomposition_targets]
-        experiment = self.wrapper.experiment or toy_of(patterns)
+        pd = self.torch.pd
+        targets = (*pd.decomposition_targets, *(pd.identity_decomposition_targets or ()))
+        experiment = self.wrapper.experiment or toy_of([target.module_pattern for target in targets])
         assert experiment is not None
         return experiment
 
@@ -95,13 +96,18 @@ def _schema(wrapper: Wrapper, raw: dict[str, Any], at_torch: Place) -> type[Lang
     target = raw.get("target")
     if isinstance(target, dict) and "spec" in target:
         return LanguageModelFile
-    pd = raw.get("pd")
-    targets = pd.get("decomposition_targets") if isinstance(pd, dict) else None
-    patterns = [str(t.get("module_pattern")) for t in targets or () if isinstance(t, dict)]
-    if wrapper.experiment is None and toy_of(patterns) is None:
+    if wrapper.experiment is None and toy_of(_patterns(raw.get("pd"))) is None:
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
         raise at_torch.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
+
+
+def _patterns(pd: Any) -> list[str]:
+    """Of a `pd` section that nobody has checked yet."""
+    sections = ("decomposition_targets", "identity_decomposition_targets")
+    lists = [pd.get(key) for key in sections] if isinstance(pd, dict) else []
+    entries = [entry for found in lists if isinstance(found, list) for entry in found]
+    return [str(entry.get("module_pattern")) for entry in entries if isinstance(entry, dict)]
 
 
 def _without_meaning(model: BaseModel, above: str = "") -> Iterator[tuple[str, bool]]:

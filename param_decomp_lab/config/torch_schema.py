@@ -106,7 +106,7 @@ class PDConfig(Strict):
     sigmoid_type: SquashingName = "leaky_hard"
     use_delta_component: bool = True
     tied_weights: ListOf[Annotated[tuple[Text, Text], Strictness(False)]] | None = None
-    decomposition_targets: Annotated[ListOf[DecompositionTarget], Field(min_length=1)]
+    decomposition_targets: ListOf[DecompositionTarget]
     identity_decomposition_targets: ListOf[DecompositionTarget] | None = None
     ci_config: Annotated[LayerwiseCI | GlobalCI, Field(discriminator="mode")]
     components_optimizer: OptimizerConfig
@@ -117,6 +117,12 @@ class PDConfig(Strict):
     faithfulness_warmup_lr: NonNegative = 0.001
     faithfulness_warmup_weight_decay: NonNegative = 0.0
     loss_metrics: Annotated[ListOf[TrainingLoss], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _something_to_decompose(self) -> "PDConfig":
+        if not self.decomposition_targets and not self.identity_decomposition_targets:
+            raise broken(("decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets"))
+        return self
 
 
 class RuntimeConfig(Strict):

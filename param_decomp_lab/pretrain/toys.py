@@ -72,7 +72,7 @@ def read_toy_recipe(path: str | Path) -> ToyRecipe:
 
 
 def is_trained(recipe: ToyRecipe) -> bool:
-    """Whether `pretrain_toy` would find its work done. Raises UserError where it would: ``out`` holds something else."""
+    """Whether `pretrain_toy` would find its work done. Raises UserError when ``out`` holds something else."""
     folder = Path(recipe.out)
     if find_finished(folder, identity(recipe)):
         return True

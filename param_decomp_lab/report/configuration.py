@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.report.numbers import exact, number
 
 
@@ -60,8 +60,8 @@ def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
         module, _, suffix = name.partition(".pre_identity")
         is_identity = name.endswith(".pre_identity") and not suffix
         for entry in identities if is_identity else patterns:
-            pattern = str(entry.get("module_pattern", "")).removeprefix("model.")
-            if fnmatchcase(module.removeprefix("model."), pattern) and "C" in entry:
+            pattern = str(entry.get("module_pattern", ""))
+            if matches_module(pattern, module.removeprefix("model.")) and "C" in entry:
                 counts[name] = int(entry["C"])
                 break
     return counts

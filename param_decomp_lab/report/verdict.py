@@ -69,13 +69,13 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
                 good=total == 0,
             )
         )
-    for key, label, rule, limit in (
+    for key, label, rule, tolerance in (
         ("eval/tms/mmcs", "MMCS", "≥ 0.998: components point along the features", 0.002),
         ("eval/tms/ml2r", "ML2R", "within 0.035 of 1: and are as long", 0.035),
     ):
         if key in series:
-            value = series[key].last
-            cards.append(Card(label, f"{value:.4f}", "1 is a perfect recovery", rule, good=abs(value - 1) <= limit))
+            last = series[key].last
+            cards.append(Card(label, f"{last:.4f}", "1 is a perfect recovery", rule, good=abs(last - 1) <= tolerance))
     return cards
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci, layerwise
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
 from param_decomp_jax.components import Factors
 from param_decomp_jax.sites import Site, Sites
@@ -107,6 +107,19 @@ def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
     if len(lead) == 1 or isinstance(config, GlobalTransformer):
         with jax.enable_x64(True):
             assert_like_reference(config, *tiny.to_float64(args), 1e-9)
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 3])
+def test_scalar_mlps_in_blocks(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of as many components as fit and divide C, one at least."""
+    config, lead = CONFIGS["mlp"], LEADS["sequence"]
+    args = (ci_of(config), components(), inputs_of(lead), cotangents_of(lead))
+    monkeypatch.setattr(layerwise, "BLOCK", fitting * 2 * 5 * 3 + 1)
+    core.clear_cache()
+    text = core.lower(*args).as_text()
+    assert text.count("stablehlo.while") > 0
+    assert_like_reference(config, *args, 1e-5)
+    core.clear_cache()
 
 
 def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from param_decomp_lab.cli import app
 from param_decomp_lab.config import load_config
-from param_decomp_lab.config.loss_schema import AnyLoss, Loss
-from param_decomp_lab.config.metric_schema import _REFUSED, OnlyMeasured
+from param_decomp_lab.config.loss_schema import REFUSED, AnyLoss, Loss
+from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.wrapper import Wrapper
@@ -145,7 +145,7 @@ def test_every_loss_and_metric_has_a_row(union: str) -> None:
 def test_what_is_refused_is_named() -> None:
     section = CONFIGURATION.split("## What is refused for now")[1].split("\n## ")[0]
     later = {key for model in MODELS.values() for key in model.later}
-    assert later | set(_REFUSED) <= set(code(section))
+    assert later | set(REFUSED) <= set(code(section))
 
 
 def test_maskings_are_explained() -> None:

@@ -1,0 +1,89 @@
+"""Several steps as one program: how they are grouped changes nothing, and the state's buffers are reused."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.losses import Faithfulness
+from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.program import metric_names, training_steps
+from param_decomp_jax.recon import AllSites, Reconstruction
+from param_decomp_jax.routing import Everywhere, UniformKSubset
+from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.step import training_step
+from tests.core import tiny
+
+ATTACK = PersistentAttack(AdamAscent(Schedule(0.05)), BroadcastAcrossBatch(), n_warmup_steps=1, start_frac=0.5)
+PROBLEM = tiny.problem(
+    (
+        Reconstruction("Stochastic", 1.0, AllSites(), UniformKSubset(), Stochastic()),
+        Reconstruction("Persistent", 0.5, AllSites(), Everywhere(), ATTACK),
+        Faithfulness("Faithful", 1.0),
+    )
+)
+SIZE, N = 4, 9
+
+
+def batches() -> np.ndarray:
+    rng = np.random.default_rng(3)
+    return rng.integers(0, tiny.CONFIG.vocab_size, (N, *tiny.LEADING)).astype(np.int32)
+
+
+def from_host(inputs: Any, row: Any, step: Any) -> Any:
+    return inputs[row]
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    state = tiny.ruffled_state(PROBLEM, step=0)
+    inputs = jnp.zeros((SIZE, *tiny.LEADING), jnp.int32)
+    steps = jax.jit(partial(training_steps, PROBLEM, from_host, SIZE), donate_argnums=0)
+    return steps.lower(state, tiny.weights(), inputs, np.int32(1)).compile()
+
+
+def run(program: Any, groups: list[int]) -> tuple[Any, np.ndarray]:
+    """State and rows after the ``N`` steps, taken in these groups."""
+    state, weights, tokens = tiny.ruffled_state(PROBLEM, step=0), tiny.weights(), batches()
+    done, rows = 0, []
+    for n in groups:
+        inputs = np.zeros((SIZE, *tiny.LEADING), np.int32)
+        inputs[:n] = tokens[done : done + n]
+        state, values = program(state, weights, jnp.asarray(inputs), np.int32(n))
+        assert values.shape[0] == SIZE
+        assert not np.any(values[n:]), "rows of steps that were not taken are empty"
+        rows.append(np.asarray(values[:n]))
+        done += n
+    assert done == N
+    return jax.device_get(state), np.concatenate(rows)
+
+
+def test_grouping_changes_no_bit(program: Any) -> None:
+    one, values = run(program, [1] * N)
+    assert one.step == N
+    for groups in ([4, 4, 1], [2, 3, 4]):
+        other, of_other = run(program, groups)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(values, of_other)
+
+
+def test_rows_bear_the_metrics_of_their_steps(program: Any) -> None:
+    """Against the step alone; the learning rate tells the steps apart."""
+    _, values = run(program, [4, 4, 1])
+    state, weights = tiny.ruffled_state(PROBLEM, step=0), tiny.weights()
+    names = metric_names(PROBLEM, state, weights, jax.ShapeDtypeStruct(tiny.LEADING, jnp.int32))
+    step = jax.jit(partial(training_step, PROBLEM))
+    for row, tokens in zip(values, batches(), strict=True):
+        state, metrics = step(state, weights, jnp.asarray(tokens))
+        assert sorted(metrics) == names
+        np.testing.assert_allclose(row, [metrics[name] for name in names], rtol=1e-5)
+
+
+def test_every_byte_of_the_state_is_aliased(program: Any) -> None:
+    state = tiny.ruffled_state(PROBLEM)
+    assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))

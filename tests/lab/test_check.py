@@ -1,0 +1,204 @@
+"""`pd check`: what it says is what a run would do, it fits the terminal, and its status can be relied on."""
+
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax import recon
+from param_decomp_jax.adversary import FreshAttack, PersistentAttack, SignAscent, SingleSource
+from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.routing import Everywhere
+from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.step import training_step
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_lab.check.plots import curve
+from param_decomp_lab.check.words import of_live
+from param_decomp_lab.weights.hf_config import read_config
+from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.published import PUBLISHED
+from tests.core import tiny as core
+from tests.core import toys
+from tests.lab.tiny_run import ROOT, SITES, Tiny, pd_here
+
+TOYS = sorted((ROOT / "configs" / "toys").glob("*.yaml"))
+EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights, no rows, no training of a target."""
+    for name in ("load_llama", "TokenData"):
+        monkeypatch.setattr(f"param_decomp_lab.build.language_model.{name}", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("param_decomp_lab.build.toys.load_toy", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("param_decomp_lab.pretrain.toys.make_toy", mock.Mock(side_effect=AssertionError))
+
+
+def check(path: Path, *assignments: str, width: int = 120) -> str:
+    """What it prints, with single spaces."""
+    with mock.patch.dict("os.environ", {"COLUMNS": str(width)}):
+        outcome = pd_here("check", path, *(word for assignment in assignments for word in ("--set", assignment)))
+    assert outcome.status == 0, outcome
+    assert max(map(len, outcome.out.splitlines())) <= width
+    assert "…" not in outcome.out.replace("p-…", ""), "something was cut off"
+    return " ".join(outcome.out.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("path", [*TOYS, EXAMPLE], ids=lambda path: path.stem)
+def test_shipped_configurations(path: Path, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing has been trained or downloaded, and without leaving anything behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    said = check(path, width=width)
+    for heading in ("Sites:", "Loss terms", "Parameters and training state", "Schedules over", "Evaluation:"):
+        assert heading in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = check(ROOT / "configs" / "toys" / "tms_5-2-id.yaml")
+    assert "TMS, 5 features in 2, 1 hidden layer" in said
+    assert "to be trained first (10,000 steps)" in said
+    assert "linear1 5 × 2 20 140" in said
+    assert "linear2 2 × 5 20 – tied to linear1" in said
+    assert "StochasticReconLayerwiseLoss 1 3 0" in said
+    assert "total 4 0" in said
+    assert "components lr 0.001" in said
+    assert "accepted, without meaning here: runtime.device" in said
+
+
+def test_language_model(tiny: Tiny) -> None:
+    said = check(tiny.config)
+    for site in ("layers.0-1.mlp.up_proj 2 × 16 × 24 20", "layers.0-1.mlp.down_proj 2 × 24 × 16 12"):
+        assert site in said
+    assert f"Sites: {len(SITES)}" in said
+    assert "ChunkwiseSubsetReconLoss 1 2 0" in said
+    assert "2 chunks of 2 sites live; routed to a uniform k-subset; stochastic continuous sources" in said
+    assert "PersistentPGDReconLoss 0.5 1 1" in said
+    assert "on from step 60" in said
+    assert "total 4 1" in said
+    assert "200 steps of 8 rows × 16 = 128 tokens, after 60 on faithfulness alone" in said
+    assert "PGDReconLoss 50 4" in said  # three ascents and the error itself
+    assert "ImportanceMinimalityLoss p" in said
+    assert "not on this machine" not in said
+
+
+def test_counts_are_those_of_the_state(tiny: Tiny) -> None:
+    """Against arrays of a state that was built."""
+    spec = "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}"
+    said = check(tiny.config, spec)
+    components = sum((16 + 24) * C for C in SITES.values())
+    ci = sum(d_in * 8 + 8 + 8 * C + C for d_in, C in ((16, 20), (24, 12))) * 2
+    assert f"components V, U {components:,} " in said
+    assert f"CI function {ci:,} " in said
+    kept = sum(C + 1 for C in SITES.values())
+    assert f"sources of PersistentPGDReconLoss {16 * kept:,}" in said
+    assert f"sources of PersistentPGDReconSubsetLoss {8 * 16 * kept:,}" in said
+    n_weights = sum(leaf.size for leaf in jax.tree.leaves(core.weights(read_config(tiny.folder / "target"))))
+    assert f"target, frozen {n_weights:,} as stored" in said
+
+
+def test_many_sites_stay_readable() -> None:
+    every = "pd.decomposition_targets=[{module_pattern: 'layers.*.mlp.*_proj', C: 49152}]"
+    said = check(EXAMPLE, every, "eval=null")
+    assert "Sites: 96" in said
+    assert "layers.0-31.mlp.gate_proj 32 × 4096 × 14336 49,152 29.0 B" in said
+
+
+def test_a_target_that_nobody_knows(tiny: Tiny, tmp_path: Path) -> None:
+    """Everything else is said, and the status tells."""
+    outcome = pd_here("check", tiny.config, "--set", f"target.folder={tmp_path / 'nowhere'}")
+    assert outcome.status == 2
+    assert "nowhere is not there; give the folder of a Llama" in outcome.err
+    for text in ("model.layers.*.mlp.up_proj", "1 per chunk", "Schedules over 200 steps", "CEandKLLosses"):
+        assert text in outcome.out
+
+
+def test_an_architecture_is_enough(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copy(tiny.folder / "target" / "config.json", tmp_path)
+    assert "the target's weights: no model.safetensors in" in check(tiny.config, f"target.folder={tmp_path}")
+
+
+def test_published_architectures() -> None:
+    llama = PUBLISHED["meta-llama/Llama-3.1-8B"]
+    assert (llama.n_layers, llama.d_model, llama.rope_theta, llama.tied) == (32, 4096, 500_000.0, False)
+    said = check(EXAMPLE, "target.folder=/nowhere/at/all")
+    assert "meta-llama/Llama-3.1-8B is not in the wrapper's target.folder" in said
+
+
+def test_data_that_is_missing_or_does_not_fit(tiny: Tiny) -> None:
+    assert "not on this machine: data:" in check(tiny.config, "data.train=nowhere")
+    for assignment, reason in (
+        ("data.max_seq_len=8", "rows have 16 tokens, but data.max_seq_len is 8"),
+        ("pd.batch_size=100000", "rows; one batch takes 100000"),
+        ("eval.n_steps=100000", "an evaluation takes 800000"),
+        ("data.eval=data/train", "are the same folder"),
+    ):
+        outcome = pd_here("check", tiny.config, "--set", assignment)
+        assert outcome.status == 2
+        assert reason in outcome.err
+
+
+def test_a_run_that_is_there_already(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "p-00000001").mkdir()
+    sets = (f"out_dir={tmp_path}", "run_id=p-00000001")
+    outcome = pd_here("check", tiny.config, *(word for assignment in sets for word in ("--set", assignment)))
+    assert outcome.status == 2
+    assert "is there already" in outcome.err
+
+
+def test_a_recipe_that_made_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = tmp_path / "runs" / "targets" / "tms_5-2"
+    taken.mkdir(parents=True)
+    (taken / "something").write_text("else")
+    outcome = pd_here("check", ROOT / "configs" / "toys" / "tms_5-2.yaml")
+    assert outcome.status == 2
+    assert "exists and is not empty" in outcome.err
+
+
+# ---- its parts ----
+
+
+def test_passes_are_those_that_are_made() -> None:
+    """Against a step that runs without compiling, where every pass can be counted."""
+    kept = PersistentAttack(SignAscent(Schedule(0.1)), SingleSource(), n_warmup_steps=3)
+    terms = (
+        Reconstruction("a", 1.0, EachSite(), Everywhere(), Stochastic(), 2),
+        Reconstruction("b", 1.0, EachSite(), Everywhere(), FreshAttack("ones", 0.1, 2, "unique_per_datapoint")),
+        Reconstruction("c", 1.0, AllSites(), Everywhere(), kept),
+    )
+    problem = core.problem(terms, toys.target(toys.SPARSE, {"linear1": 3, "linear2": 2}))
+    state = core.ruffled_state(problem, leading=(toys.ROWS,))
+    inputs = jnp.asarray(toys.features(toys.SPARSE))
+    with mock.patch.object(recon, "forward_error", wraps=recon.forward_error) as made, jax.disable_jit():
+        training_step(problem, state, toys.weights(toys.SPARSE), inputs)
+    assert made.call_count == sum(n_forwards(t, 2) + n_attack_passes(t, 2) for t in terms) == 4 + (2 + 4) + (1 + 3)
+
+
+def test_curves() -> None:
+    assert curve([0, 0, 1, 1], 1) == ["⣀⠏"]
+    assert curve([1.0] * 4, 1) == ["⠉⠉"]
+    assert curve([0.0] * 4, 1) == ["⣀⣀"]
+    assert curve([None, None, 2.0, 2.0], 2) == ["⠀⠉", "⠀⠀"]
+    rising = curve(list(np.linspace(0, 1, 20)), 2)
+    assert [len(line) for line in rising] == [10, 10]
+
+
+def test_words_of_chunks() -> None:
+    assert of_live(recon.Chunks(4), 6) == "2 chunks of 4 sites live, the last of 2"
+    assert of_live(recon.Chunks(9), 3) == "1 chunk of 3 sites live"
+    assert of_live(AllSites(), None) == "all sites live"
+
+
+def test_a_llama_without_a_table_entry(tmp_path: Path, tiny: Tiny) -> None:
+    config = LlamaConfig(vocab_size=256, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=12)
+    save_llama(tmp_path / "other", config, core.weights(config))
+    assert "8 × 12" in check(tiny.config, f"target.folder={tmp_path / 'other'}")

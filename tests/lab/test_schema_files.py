@@ -1,0 +1,206 @@
+"""Schema files as users have them: every key, loss, metric and choice of the schema occurs, and every file runs."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.config.loss_schema import AnyLoss
+from param_decomp_lab.config.metric_schema import OnlyMeasured
+from param_decomp_lab.config.strict import NO_MEANING, Strict
+from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
+from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.weights.toys import save_toy
+from tests.core import toys
+from tests.lab.test_docs import models_in
+from tests.lab.tiny_run import ROOT, Outcome, Tiny, pd_here, saved_steps
+
+FILES = Path(__file__).parent / "schema_files"
+NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
+SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "torch_config:" in path.read_text())
+
+
+@pytest.fixture(scope="module")
+def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The files, with the targets and the data that they name, as the current folder."""
+    folder = tmp_path_factory.mktemp("schema")
+    shutil.copytree(FILES, folder, dirs_exist_ok=True)
+    for name, config in (
+        ("tms", TMSConfig(n_features=5, n_hidden=3, n_hidden_layers=2)),
+        ("resid_mlp", ResidMLPConfig(5, 6, 4, 2, "gelu", True, True)),
+    ):
+        save_toy(folder / "targets" / name, config, toys.weights(config))
+    (folder / "targets" / "llama").symlink_to(tiny.folder / "target")
+    (folder / "data").symlink_to(tiny.folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WANDB_MODE", "disabled")
+        yield folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_runs(name: str, place: Path) -> None:
+    """Two steps, an evaluation before and after them, a checkpoint, a report: as `pd check` said it would."""
+    checked = pd_here("check", f"{name}.yaml")
+    assert checked.status == 0, checked
+    run_id = f"p-{NAMES.index(name):08x}"
+    outcome = pd_here("train", f"{name}.yaml", "--set", f"run_id={run_id}")
+    assert outcome.status == 0, outcome
+    run, config = place / "runs" / run_id, load_config(place / f"{name}.yaml")
+    assert saved_steps(run)[-1] == 2
+    assert (run / "report.html").is_file()
+    rows = read_metrics(run)
+    losses = {key for row in rows for key in row if key.startswith("train/loss/")}
+    assert len(losses) >= len(config.torch.pd.loss_metrics) + 1
+    if config.torch.eval is not None and config.torch.eval.metrics:
+        assert {row["step"] for row in rows if any(key.startswith("eval/") for key in row)} >= {0, 2}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert load_config(path).torch.pd.steps > 0
+
+
+# ---- nothing of the schema is left out ----
+
+
+def parts(value: Any) -> Iterator[Strict]:
+    """A configuration and everything in it."""
+    if isinstance(value, Strict):
+        yield value
+        for _, inner in value:
+            yield from parts(inner)
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from parts(inner)
+
+
+def owner(model: type[Strict], key: str) -> str:
+    """The class that brings a key: keys that all losses share count once."""
+    return next(m.__name__ for m in reversed(model.__mro__) if issubclass(m, Strict) and key in m.model_fields)
+
+
+def choices(field: FieldInfo) -> set[Any]:
+    def of(annotation: Any) -> Iterator[Any]:
+        if get_origin(annotation) is Literal:
+            yield from get_args(annotation)
+        else:
+            for part in get_args(annotation):
+                yield from of(part)
+
+    return set(of(field.annotation))
+
+
+def documented() -> set[tuple[str, str, Any]]:
+    """(class, key, choice), for keys without choices (class, key, None)."""
+    found: set[tuple[str, str, Any]] = set()
+    seen: set[type[Strict]] = set()
+    waiting: list[type[Strict]] = [LanguageModelFile, ToyFile]
+    while waiting:
+        model = waiting.pop()
+        if model in seen:
+            continue
+        seen.add(model)
+        for key, field in model.model_fields.items():
+            found |= {(owner(model, key), key, choice) for choice in choices(field) or {None}}
+            waiting += list(models_in(field.annotation))
+    return found
+
+
+def given(configs: list[RunConfig]) -> set[tuple[str, str, Any]]:
+    """As `documented`, of what the files say; a key without choices counts where it differs from its default."""
+    found: set[tuple[str, str, Any]] = set()
+    for part in (part for config in configs for part in parts(config.torch)):
+        for key, field in type(part).model_fields.items():
+            value, name = getattr(part, key), owner(type(part), key)
+            if choices(field):
+                found.add((name, key, value))
+            elif value != field.get_default(call_default_factory=True) or (
+                NO_MEANING in field.metadata and key in part.model_fields_set
+            ):
+                found.add((name, key, None))
+    return found
+
+
+def test_every_key_and_choice_occurs() -> None:
+    configs = [load_config(FILES / f"{name}.yaml") for name in NAMES]
+    assert documented() - given(configs) == set()
+    trained = {loss.type for config in configs for loss in config.torch.pd.loss_metrics}
+    measured = {m.type for config in configs if config.torch.eval for m in config.torch.eval.metrics}
+    losses, metrics = ({model.__name__ for model in get_args(union)} for union in (AnyLoss, OnlyMeasured))
+    assert trained == losses
+    assert measured == losses | metrics
+
+
+# ---- what is refused, with the reason ----
+
+ATTENTION = "n_heads: 2, q_proj_path: a, k_proj_path: b, c_attn_path: null"
+REFUSED = {
+    "attention patterns": (
+        "llama_transformer",
+        f"eval.metrics.0={{type: CIMaskedAttnPatternsReconLoss, {ATTENTION}}}",
+        "eval.metrics.0.type: 'CIMaskedAttnPatternsReconLoss' is not supported; remove this entry",
+    ),
+    "attention patterns, trained": (
+        "llama_transformer",
+        f"pd.loss_metrics.0={{type: StochasticAttnPatternsReconLoss, coeff: 1, {ATTENTION}}}",
+        "pd.loss_metrics.0.type: 'StochasticAttnPatternsReconLoss' is not supported",
+    ),
+    "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text"),
+    "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
+    "another architecture": (
+        "llama_transformer", "target.spec.model_class=transformers.GPT2LMHeadModel", "only LlamaForCausalLM is"
+    ),
+    "a hub id that is not here": (
+        "llama_transformer", "target.spec.model_name=no/model", "target.spec.model_name: 'no/model' is neither"
+    ),
+    "a metric of toys": (
+        "llama_transformer",
+        "eval.metrics=[{type: IdentityCIError, identity_ci: null, dense_ci: [{layer_pattern: '*', k: 1}]}]",
+        "eval.metrics.0.type: IdentityCIError needs a toy",
+    ),
+    "a metric of language models": (
+        "resid_mlp_metrics",
+        "eval.metrics.0={type: CEandKLLosses, rounding_threshold: 0}",
+        "eval.metrics.0.type: CEandKLLosses is for language models",
+    ),
+    "a run on a server": ("tms_stochastic", "target=null", "target: is required: the schema file's run_path (wandb:"),
+    "a toy that is not here": ("tms_stochastic", "target.folder=nowhere", "give the folder of a toy"),
+    "a pattern without a match": (
+        "tms_attacks", "pd.decomposition_targets.0.module_pattern=model.linear3", "'model.linear3' matches no module"
+    ),
+    "a tie of what is no site": ("tms_stochastic", "pd.tied_weights=[[linear1, W]]", "tied_weights.0: 'W' is no site"),
+    "a tie of what is no transpose": (
+        "llama_layerwise",
+        "pd.tied_weights=[[layers.1.mlp.up_proj.pre_identity, layers.1.self_attn.q_proj]]",
+        "tied sites are each other's transpose",
+    ),
+    "the wrong toy": ("tms_attacks", "experiment=resid_mlp", "the target's architecture is tms"),
+    "features that are not there": (
+        "tms_stochastic", "eval.metrics.4.identity_ci.0.n_features=6", "n_features: is 6, but the target has 5 features"
+    ),
+    "an unknown key": ("tms_stochastic", "pd.n_mask_sample=2", "did you mean 'n_mask_samples'"),
+    "a number in quotes": ("tms_stochastic", "pd.steps='2'", "pd.steps: should be a valid integer, not '2'"),
+    "a key of another choice": (
+        "tms_stochastic", "pd.loss_metrics.4.routing={type: uniform_k_subset, p: 0.5}", "routing.p: unknown key 'p'"
+    ),
+    "a slash in a name": ("tms_stochastic", "pd.loss_metrics.0.name=a/b", "pd.loss_metrics.0.name: should match"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_refused_with_the_reason(command: Literal["check", "train"], mistake: str, place: Path) -> None:
+    name, assignment, reason = REFUSED[mistake]
+    before = set((place / "runs").glob("*"))
+    outcome: Outcome = pd_here(command, f"{name}.yaml", "--set", assignment)
+    assert outcome.status == 2, outcome
+    assert outcome.err.startswith("error: ")
+    assert reason in outcome.err
+    assert set((place / "runs").glob("*")) == before
