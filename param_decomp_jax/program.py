@@ -44,6 +44,8 @@ def training_steps(
 
     def one(state: State, row: Int[Array, ""]) -> tuple[State, Float[Array, " metrics"]]:
         state, metrics = training_step(problem, state, weights, batch_of(inputs, row, state.step))
+        # The step is compiled apart from the rows it fills, whose number must not show in the last bit.
+        state, metrics = lax.optimization_barrier((state, metrics))
         return state, jnp.stack([metrics[name] for name in sorted(metrics)])
 
     _, values = jax.eval_shape(one, state, jnp.zeros((), jnp.int32))

@@ -97,6 +97,9 @@ def _schema(wrapper: Wrapper, raw: dict[str, Any], at_torch: Place) -> type[Lang
     if isinstance(target, dict) and "spec" in target:
         return LanguageModelFile
     if wrapper.experiment is None and toy_of(_patterns(raw.get("pd"))) is None:
+        if isinstance(target, dict) and "run_path" in target:
+            advice = "give the wrapper experiment: tms or resid_mlp"
+            raise at_torch.error([Problem("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")])
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
         raise at_torch.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -168,7 +169,13 @@ def test_a_recipe_that_made_something_else(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_passes_are_those_that_are_made() -> None:
-    """Against a step that runs without compiling, where every pass can be counted."""
+    """Against a step whose loops are written out, where every pass can be counted."""
+
+    def written_out(first: int, stop: int, body: Any, carry: Any) -> Any:
+        for n in range(first, stop):
+            carry = body(jnp.asarray(n), carry)
+        return carry
+
     kept = PersistentAttack(SignAscent(Schedule(0.1)), SingleSource(), n_warmup_steps=3)
     terms = (
         Reconstruction("a", 1.0, EachSite(), Everywhere(), Stochastic(), 2),
@@ -178,8 +185,11 @@ def test_passes_are_those_that_are_made() -> None:
     problem = core.problem(terms, toys.target(toys.SPARSE, {"linear1": 3, "linear2": 2}))
     state = core.ruffled_state(problem, leading=(toys.ROWS,))
     inputs = jnp.asarray(toys.features(toys.SPARSE))
-    with mock.patch.object(recon, "forward_error", wraps=recon.forward_error) as made, jax.disable_jit():
-        training_step(problem, state, toys.weights(toys.SPARSE), inputs)
+    with (
+        mock.patch.object(recon, "forward_error", wraps=recon.forward_error) as made,
+        mock.patch.object(jax.lax, "fori_loop", written_out),
+    ):
+        jax.eval_shape(lambda: training_step(problem, state, toys.weights(toys.SPARSE), inputs))
     assert made.call_count == sum(n_forwards(t, 2) + n_attack_passes(t, 2) for t in terms) == 4 + (2 + 4) + (1 + 3)
 
 

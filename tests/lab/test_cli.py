@@ -12,8 +12,9 @@ from param_decomp_lab.cli import app
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
-    (): ("train", "pretrain", "data", "report"),
+    (): ("train", "check", "pretrain", "data", "report"),
     ("train",): ("pd train configs/demo/decompose.yaml", "--set pd.steps=200", "pd train --resume runs/p-1a2b3c4d"),
+    ("check",): ("pd check configs/toys/tms_5-2.yaml", "--set pd.batch_size=32", "status is 0"),
     ("pretrain",): ("pd pretrain configs/demo/pretrain.yaml",),
     ("data",): ("tokenize",),
     ("data", "tokenize"): ("pd data tokenize --stdlib --out data/demo", "--tokenizer meta/tokenizer.json"),

@@ -290,7 +290,14 @@ VALID = [
     "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
     "pd.ci_config={mode: layerwise, fn_type: mlp, hidden_dims: [16]}",
     "pd.ci_config.simple_transformer_ci_cfg.mlp_hidden_dim=null",
+    "pd.ci_config={mode: layerwise, fn_type: vector_mlp, hidden_dims: [4]}",
+    "pd.ci_config={mode: global, fn_type: global_shared_mlp, hidden_dims: [4]}",
+    "pd.loss_metrics.2.start_frac=1",
+    "pd.loss_metrics.0.name=two words",
+    "pd.loss_metrics.0={type: ImportanceMinimalityLoss, coeff: 1, pnorm: 1, beta: 0, p_anneal_end_frac: 0.5}",
     "pd.tied_weights=[]",
+    "pd.tied_weights=[[layers.18.mlp.up_proj, layers.18.mlp.down_proj]]",
+    "pd.identity_decomposition_targets=[{module_pattern: model.layers.*.mlp.up_proj, C: 2}]",
     "pd.components_optimizer.lr_schedule.start_val=1",
     "pd.components_optimizer.betas=[0, 0.99]",
     "target.weights_dtype=float32",
@@ -298,7 +305,10 @@ VALID = [
     "data.revision=main",
     "eval=null",
     "wandb=null",
+    "eval.metrics.0={type: PersistentPGDReconLoss, scope: {type: single_source}, optimizer: {type: sign, "
+    "lr_schedule: {start_val: 0.1}}}",
     "milestones=[0, 10]",
+    "steps_per_dispatch=50",
     "mesh={replica: 2, fsdp: 4}",
     "memory.layers=unroll",
     "run_id=p-0123abcd",
@@ -352,14 +362,15 @@ REFUSED = [
     ("pd.use_delta_component=1", "pd.use_delta_component: should be a valid boolean, not 1"),
     ("pd.seed=-1", "pd.seed: should be greater than or equal to 0"),
     ("pd.decomposition_targets=[]", "pd.decomposition_targets: needs at least 1 item"),
-    ("pd.tied_weights=[[a, b]]", "pd.tied_weights: is not supported yet"),
     ("pd.tied_weights=[[a, b, c]]", "pd.tied_weights.0: takes at most 2"),
-    ("pd.identity_decomposition_targets=[{module_pattern: x, C: 2}]", "pd.identity_decomposition_targets: is not supp"),
     ("pd.components_optimizer.betas=[0.9]", "pd.components_optimizer.betas"),
     ("pd.components_optimizer.betas=[0.9, 1.0]", "pd.components_optimizer.betas.1: should be less than 1"),
     (f"{CI}={{mode: layerwise, fn_type: mlp, hidden_dims: []}}", f"{CI}.hidden_dims: is empty; mlp needs a hidden"),
-    (f"{CI}={{mode: layerwise, fn_type: vector_mlp, hidden_dims: [4]}}", f"{CI}.fn_type: vector_mlp is not supported"),
-    (f"{CI}={{mode: global, fn_type: global_shared_mlp, hidden_dims: [4]}}", f"{CI}.fn_type: global_shared_mlp is not"),
+    (
+        f"{CI}={{mode: layerwise, fn_type: vector_mlp, hidden_dims: []}}",
+        f"{CI}.hidden_dims: is empty; vector_mlp needs",
+    ),
+    (f"{CI}={{mode: layerwise, fn_type: global_shared_mlp, hidden_dims: [4]}}", f"{CI}.fn_type: should be 'mlp', 've"),
     (f"{CI}={{mode: global, fn_type: global_shared_mlp}}", f"{CI}.hidden_dims: is required"),
     (f"{CI}.hidden_dims=[8]", f"{CI}.hidden_dims: has no effect with fn_type: global_shared_transformer"),
     (f"{TRANSFORMER}=null", f"{TRANSFORMER}: is required with fn_type"),
@@ -381,7 +392,12 @@ REFUSED = [
         "eval.metrics.0={type: StochasticAttnPatternsReconLoss, n_heads: 2}",
         "'StochasticAttnPatternsReconLoss' is not su",
     ),
-    ("eval.metrics.0={type: UVPlots, identity_patterns: null, dense_patterns: null}", "UVPlots (for toys) is not supp"),
+    (
+        "eval.metrics.0={type: UVPlots, identity_patterns: null, dense_patterns: null}",
+        "eval.metrics.0.type: UVPlots nee",
+    ),
+    ("pd.loss_metrics.0={type: CI_L0, groups: null}", "pd.loss_metrics.0: unknown 'type' 'CI_L0'; did you mean"),
+    ("pd.loss_metrics.0={type: CIMaskedAttnPatternsReconLoss, coeff: 1}", "pd.loss_metrics.0.type: 'CIMaskedAttnPatt"),
     (
         "target.spec.model_class=transformers.GPT2LMHeadModel",
         "target.spec.model_class: transformers.GPT2LMHeadModel is n",
@@ -405,7 +421,7 @@ REFUSED = [
     ("memory.preset=plain", "memory.preset: is plain, but remat_recon_forwards: true means balanced"),
     ("memory.layer=scan", "memory.layer: unknown key 'layer'; did you mean 'layers'"),
     *((f"memory.{key}=1", f"memory.{key}: '{key}' is not supported yet") for key in sorted(Memory.later)),
-    ("steps_per_dispatch=2", "steps_per_dispatch: is 2; other than 1 is not supported yet"),
+    ("steps_per_dispatch=0", "steps_per_dispatch: should be greater than or equal to 1"),
     ("run_id=p-xyz", "run_id: should match pattern"),
     ("run_name=2024-01-01", "run_name: should be a string"),
     ("experiment=tms", "experiment: is tms, but the schema file has target.spec"),
@@ -438,6 +454,7 @@ REFUSED_AT_ANOTHER_KEY = [
         "pd.components_optimizer.lr_schedule.final_val_frac: is 0",
     ),
     (f"{CI}.fn_type=global_shared_mlp", f"{CI}.hidden_dims: is required"),
+    ("eval.metrics.0={type: CIHiddenActsReconLoss}", "eval.metrics.6.type: CIHiddenActsReconLoss is asked for twice"),
     (
         "data=null",
         "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text, is_tokenized: False; data must be",
@@ -488,23 +505,61 @@ def test_local_parquet_needs_no_replacement(tmp_path: Path) -> None:
             load_config(write(tmp_path, torch={"data": data | wrong}))
 
 
+def toy_file(**pd: Any) -> dict[str, Any]:
+    """The example's schema file with the parts that a toy has of its own."""
+    changed = yaml.safe_load(TORCH.read_text())["pd"] | pd
+    return {"pd": changed, "target": {"run_path": "x"}, "data": {"feature_probability": 0.05}, "eval": None}
+
+
 @pytest.mark.parametrize(
     ("patterns", "wrapper", "toy"),
     [
         (["linear1", "linear2"], "", "tms"),
+        (["linear*"], "", "tms"),
+        (["model.linear1", "hidden_layers.0"], "", "tms"),
         (["layers.*.mlp_in", "layers.*.mlp_out"], "", "resid_mlp"),
-        (["anything"], "experiment: tms", "tms"),
+        (["layers.0.mlp_in"], "", "resid_mlp"),
+        (["*mlp_*"], "", "resid_mlp"),
+        (["*"], "experiment: tms", "tms"),
+        (["anything"], "experiment: resid_mlp", "resid_mlp"),
+        (["*"], "", None),
+        (["linear1", "layers.0.mlp_in"], "", None),
     ],
 )
-def test_toys_are_known_and_not_supported_yet(patterns: list[str], wrapper: str, toy: str, tmp_path: Path) -> None:
-    pd = yaml.safe_load(TORCH.read_text())["pd"]
-    pd["decomposition_targets"] = [{"module_pattern": pattern, "C": 20} for pattern in patterns]
-    torch = {"pd": pd, "target": {"run_path": "x"}, "data": {"feature_probability": 0.05}}
-    path = write(tmp_path, wrapper, torch)
-    with pytest.raises(UserError, match=f"experiment {toy} is not supported yet"):
-        load_config(path)
-    toy_file = validate(ToyFile, yaml.safe_load((tmp_path / "torch.yaml").read_text()), Place("torch.yaml"))
-    assert toy_file.data.data_generation_type == "at_least_zero_active"
+def test_toys_are_known(patterns: list[str], wrapper: str, toy: str | None, tmp_path: Path) -> None:
+    targets = [{"module_pattern": pattern, "C": 20} for pattern in patterns]
+    path = write(tmp_path, f"target: {{folder: x}}\n{wrapper}", toy_file(decomposition_targets=targets))
+    if toy is None:
+        with pytest.raises(
+            UserError, match=r"decomposition_targets: could be of either toy.*experiment: tms or resid_mlp"
+        ):
+            load_config(path)
+        return
+    config = load_config(path)
+    assert config.experiment == toy
+    assert isinstance(config.torch, ToyFile)
+    assert config.torch.data.data_generation_type == "at_least_zero_active"
+    assert any(line.startswith("target.run_path: x is replaced by") for line in config.warnings)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
+
+
+def test_identities_alone_are_something_to_decompose(tmp_path: Path) -> None:
+    identities = [{"module_pattern": "linear2", "C": 20}]
+    pd = {"decomposition_targets": [], "identity_decomposition_targets": identities}
+    assert load_config(write(tmp_path, "target: {folder: x}", toy_file(**pd))).experiment == "tms"
+
+
+def test_toys_have_targets_data_and_metrics_of_their_own(tmp_path: Path) -> None:
+    torch = toy_file(decomposition_targets=[{"module_pattern": "linear1", "C": 20}])
+    with pytest.raises(UserError, match=r"wrapper\.yaml: target: is required: the schema file's run_path \(x\) is not"):
+        load_config(write(tmp_path, "", torch))
+    with pytest.raises(UserError, match=r"wrapper\.yaml: data: is for language models"):
+        load_config(write(tmp_path, "target: {pretrain: x}\ndata: {train: a, eval: b}", torch))
+    metrics = [{"type": "CEandKLLosses", "rounding_threshold": 0}]
+    torch["eval"] = {"batch_size": 8, "n_steps": 1, "every": 1, "slow_every": 1, "metrics": metrics}
+    with pytest.raises(UserError, match=r"eval\.metrics\.0\.type: CEandKLLosses is for language models; remove it"):
+        load_config(write(tmp_path, "target: {pretrain: x}", torch))
 
 
 def test_pretrained_target_with_a_folder() -> None:

@@ -24,6 +24,7 @@ from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.eval.ce_kl import MASKINGS
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
+from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT / "param_decomp_jax", ROOT / "param_decomp_lab")
@@ -60,7 +61,7 @@ def reachable(*roots: type[Strict]) -> dict[str, type[Strict]]:
     return found
 
 
-MODELS = reachable(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe) | {"Loss": Loss}
+MODELS = reachable(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe, ToyRecipe) | {"Loss": Loss}
 LOSS_KEYS = {"type", "coeff", "name"}
 """Documented once, for all losses."""
 

@@ -152,7 +152,7 @@ REFUSED = {
         f"pd.loss_metrics.0={{type: StochasticAttnPatternsReconLoss, coeff: 1, {ATTENTION}}}",
         "pd.loss_metrics.0.type: 'StochasticAttnPatternsReconLoss' is not supported",
     ),
-    "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text"),
+    "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_na"),
     "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
     "another architecture": (
         "llama_transformer", "target.spec.model_class=transformers.GPT2LMHeadModel", "only LlamaForCausalLM is"

@@ -1,0 +1,84 @@
+"""`experiments/table1.py`: one seed of TMS 5-2 for real, and the bookkeeping on made-up runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import table1
+from tests.lab.tiny_run import ROOT
+
+SCRIPT = (sys.executable, "experiments/table1.py")
+
+
+def made_up(out: Path, name: str, seed: int, step: int, **values: float) -> None:
+    """A run as `pd train` leaves it, as far as the table looks."""
+    folder = table1.run_folder(out, name, seed)
+    folder.mkdir(parents=True)
+    row: dict[str, Any] = {"step": step, **{f"eval/{key}": value for key, value in values.items()}}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    folder.with_suffix(".seconds").write_text("90.0")
+
+
+def test_rows_of_made_up_runs(tmp_path: Path) -> None:
+    sites = {"identity_ci_error/linear1": 0, "identity_ci_error/linear2": 0}
+    made_up(tmp_path, "tms_5-2", 0, 10000, **{"tms/mmcs": 0.9999, "tms/ml2r": 0.995}, **sites)
+    made_up(tmp_path, "tms_5-2", 1, 10000, **{"tms/mmcs": 0.9970, "tms/ml2r": 0.995}, **sites)
+    made_up(tmp_path, "tms_5-2", 7, 2500, **{"tms/mmcs": 0.5, "tms/ml2r": 0.1}, **sites)
+    made_up(
+        tmp_path,
+        "resid_mlp1",
+        0,
+        20000,
+        **{f"identity_ci_error/layers.0.{k}": e for k, e in (("mlp_in", 0), ("mlp_out", 2))},
+    )
+    page = table1.table(tmp_path)
+    assert (
+        "| TMS 5-2 | 2 | 0.998 ± 0.002 | 1.000 ± 0.000 | 0.995 ± 0.000 | 0.993 ± 0.002 | linear1 0, linear2 0 |" in page
+    )
+    lines = [line for line in page.splitlines() if line.startswith(("| TMS 5-2 | ", "| ResidMLP-1 | "))][1:]
+    assert [("**no**" in line, "| yes |" in line) for line in lines] == [
+        (False, True), (True, False), (False, False), (False, True),
+    ]  # fmt: skip
+    assert "2,500 of 10,000" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "values", "wanted"),
+    [
+        ("tms_40-10-id", {"tms/mmcs": 1.0, "tms/ml2r": 1.034}, True),
+        ("tms_40-10", {"tms/mmcs": 1.0, "tms/ml2r": 1.034}, False),
+        ("tms_40-10", {"tms/mmcs": 1.0, "tms/ml2r": 1.0, "identity_ci_error/linear2": 1}, False),
+        ("resid_mlp1", {"identity_ci_error/layers.0.mlp_in": 1}, False),
+        ("resid_mlp1", {"identity_ci_error/layers.0.mlp_out": 3}, False),
+    ],
+)
+def test_what_is_promised(experiment: str, values: dict[str, float], wanted: bool) -> None:
+    of = next(e for e in table1.EXPERIMENTS if e.name == experiment)
+    complete = {f"identity_ci_error/{site}": 0.0 for site in of.expected} | values
+    row = {f"eval/{key}": value for key, value in complete.items()}
+    assert table1.as_wanted(of, table1.Result(0, of.steps, row, 1.0)) == wanted
+
+
+def test_an_unknown_experiment_is_named() -> None:
+    done = subprocess.run((*SCRIPT, "--only", "tms_6-2"), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "tms_6-2 unknown; choose from tms_5-2," in done.stderr
+
+
+@pytest.mark.slow
+def test_tms_5_2_is_recovered(tmp_path: Path) -> None:
+    """The published configuration, one seed; stopped on the way, it goes on, and what is finished is not run again."""
+    page = tmp_path / "table1.md"
+    command = (*SCRIPT, "--only", "tms_5-2", "--seeds", "0", "--out", str(tmp_path / "runs"), "--page", str(page))
+    subprocess.run((*command, "--until", "500"), cwd=ROOT, check=True)
+    assert " of 10,000 |" in page.read_text() or "none yet" in page.read_text()
+    subprocess.run(command, cwd=ROOT, check=True)
+    row = next(line for line in page.read_text().splitlines() if line.startswith("| TMS 5-2 | 0 |"))
+    assert "| 10,000 |" in row
+    assert "| yes |" in row
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "compiled" not in again.stdout
