@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.draws import uniform
+from param_decomp_jax.draws import positions, uniform
 from param_decomp_jax.masks import Bundle, Sources
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites, Stack
@@ -118,7 +118,8 @@ def initial_sources(
     def draw(site: int, channel: int, columns: int) -> Array:
         match spec.init:
             case "random":
-                return uniform(jax.random.fold_in(jax.random.fold_in(key, site), channel), lead, columns)
+                of_site = jax.random.fold_in(jax.random.fold_in(key, site), channel)
+                return uniform(of_site, positions(lead), columns)
             case "ones":
                 return jnp.ones((*lead, columns))
             case "zeroes":
@@ -158,7 +159,7 @@ def init_adversary(
 
     def draw(site: int, channel: int, columns: int) -> Array:
         of_site = jax.random.fold_in(jax.random.fold_in(key, site), channel)
-        u = uniform(of_site, source_shape(spec.scope, leading), columns)
+        u = uniform(of_site, positions(source_shape(spec.scope, leading)), columns)
         # Half a step of the 2⁻²⁴ grid keeps the quantile finite at u = 0.
         return jax.scipy.special.ndtri(u + 2.0**-25) if spec.sigmoid else u
 

@@ -1,10 +1,13 @@
 """V and U of every stack, and the masked site (F1, F2)."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.mesh import Axes, described, scatter
 from param_decomp_jax.numerics import matmul, matmul_wide, wide
 from param_decomp_jax.sites import Sites
 
@@ -47,7 +50,8 @@ def with_views(trained: Components, sites: Sites) -> Components:
 
 def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*n d_in d_out"]:
     """Δ = W − V U: what the components do not yet explain, in true fp32 (GPUs would take TF32 by themselves)."""
-    return wide(W) - jnp.matmul(factors.V, factors.U, precision="highest")
+    product = jnp.matmul(factors.V, factors.U, precision="highest")
+    return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
 
 
 def masked_site_with_delta(
@@ -81,13 +85,46 @@ def masked_site(
     Masks and routes come in fp32; g and a are built there and cast for the products (N1). Both products are
     accumulated and added in fp32.
     """
-    g, a = mask, None
-    if delta_mask is not None:
-        g, a = mask - delta_mask[..., None], delta_mask
+    y = through_components(x, V, U, mask, delta_mask, route)
+    rest = past_components(x, W, delta_mask, route)
+    return (y if rest is None else y + rest).astype(x.dtype)
+
+
+def through_components(
+    x: Float[Array, "*n d_in"],
+    V: Float[Array, "d_in C"],
+    U: Float[Array, "C d_out"],
+    mask: Float[Array, "*n C"],
+    delta_mask: Float[Array, "*#n"] | None,
+    route: Float[Array, "*n"] | None,
+) -> Float[Array, "*n d_out"]:
+    """The part ``((xV) ⊙ g) U`` of F2, of these components, in fp32 or wider: it is a sum over components."""
+    g = mask if delta_mask is None else mask - delta_mask[..., None]
     if route is not None:
         g = route[..., None] * g
+    return matmul_wide((matmul_wide(x, V) * g).astype(x.dtype), U)
+
+
+def past_components(
+    x: Float[Array, "*n d_in"],
+    W: Float[Array, "d_in d_out"] | None,
+    delta_mask: Float[Array, "*#n"] | None,
+    route: Float[Array, "*n"] | None,
+) -> Float[Array, "*n d_out"] | None:
+    """The part ``a · xW`` of F2 in fp32 or wider; None where a is 0 everywhere."""
+    if delta_mask is None and route is None:
+        return None
+    a = delta_mask
+    if route is not None:
         a = 1 - route if a is None else 1 - route * (1 - a)
-    y = matmul_wide((matmul_wide(x, V) * g).astype(x.dtype), U)
-    if a is not None:
-        y = y + a[..., None] * (wide(x) if W is None else matmul_wide(x, W))
-    return y.astype(x.dtype)
+    assert a is not None
+    return a[..., None] * (wide(x) if W is None else matmul_wide(x, W))
+
+
+def components_axes(components: Components) -> Any:
+    """Logical axes of every array, in the structure of ``components``: split by component."""
+    return {name: described(factors, V=V_AXES.under(), U=U_AXES.under()) for name, factors in components.items()}
+
+
+V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", None), product=True)
+"""Of one layer's factors."""

@@ -30,18 +30,29 @@ def threefry_2x32(
     return x, y
 
 
-def uniform(key: PRNGKeyArray, leading: tuple[int, ...], columns: int) -> Float[Array, "*leading columns"]:
-    """U[0, 1) in fp32, multiples of 2⁻²⁴: element ``(…, c)`` is a function of the key, its position and ``c`` alone.
-
-    A position is the row-major number of the leading index, so it must be below 2³². A draw ``[batch, seq, C]`` has
-    the same first rows whatever the batch, and the same first columns whatever C.
-    """
-    shape = (*leading, columns)
-    position = jnp.zeros(shape, jnp.uint32)
+def positions(leading: tuple[int, ...]) -> UInt32[Array, "*leading"]:
+    """Row-major numbers of the positions of an activation with these (global) leading axes; they must be below 2³²."""
+    number = jnp.zeros(leading, jnp.uint32)
     for axis, size in enumerate(leading):
-        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(leading))
-    word, _ = threefry_2x32(jax.random.key_data(key), position, column)
+        number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leading, axis)
+    return number
+
+
+def uniform(
+    key: PRNGKeyArray, at: UInt32[Array, "*leading"], columns: int | UInt32[Array, " columns"]
+) -> Float[Array, "*leading columns"]:
+    """U[0, 1) in fp32, multiples of 2⁻²⁴: an element is a function of the key, its position and its column alone.
+
+    ``at``: global numbers of the positions (see `positions`). ``columns``: global numbers of the columns, or how many
+    from 0 on. So a draw ``[batch, seq, C]`` has the same first rows whatever the batch, and a block of it is drawn
+    by the block's numbers.
+    """
+    if isinstance(columns, int):
+        columns = jnp.arange(columns, dtype=jnp.uint32)
+    shape = (*at.shape, *columns.shape)
+    word, _ = threefry_2x32(
+        jax.random.key_data(key), jnp.broadcast_to(at[..., None], shape), jnp.broadcast_to(columns, shape)
+    )
     return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 

@@ -1,12 +1,12 @@
 """Faithfulness and importance minimality (section 6), and the sum type of all terms."""
 
 from dataclasses import dataclass
-from math import prod
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.components import Components, delta
+from param_decomp_jax.components import Components, Factors, delta
+from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.schedules import Anneal, Schedule
 
@@ -56,9 +56,21 @@ class ImportanceMinimality:
 Term = Faithfulness | ImportanceMinimality | Reconstruction
 
 
-def faithfulness(components: Components, weights: dict[str, Float[Array, "layers d_in d_out"]]) -> Float[Array, ""]:
+def faithfulness(
+    components: Components, weights: dict[str, Float[Array, "layers d_in d_out"]], memory: MemoryPolicy
+) -> Float[Array, ""]:
     """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters."""
-    total = sum((jnp.sum(delta(W, components[name]) ** 2) for name, W in weights.items()), start=jnp.zeros(()))
+
+    def add(total: Array, site: tuple[Array, Factors]) -> tuple[Array, None]:
+        W, factors = site
+        return total + jnp.sum(delta(W, factors) ** 2), None
+
+    total = jnp.zeros(())
+    for name, W in weights.items():
+        if memory.recomputes("layers"):
+            total, _ = memory.over_layers(add, total, (W, components[name]))
+        else:
+            total, _ = add(total, (W, components[name]))
     return total / sum(W.size for W in weights.values())
 
 
@@ -73,19 +85,23 @@ def penalty_of(
             return upper**2 / (upper**2 + gamma(step, total).astype(upper.dtype) ** 2)
 
 
+def penalty_sum(
+    penalty: Lp | SmoothL0, upper: Float[Array, "*n C"], step: Int[Array, ""], total: int
+) -> Float[Array, " C"]:
+    """``S_c = Σ ψ(υ_c)`` of L2, over all positions of the global batch."""
+    return jnp.sum(penalty_of(penalty, upper, step, total), axis=tuple(range(upper.ndim - 1)))
+
+
 def importance_minimality(
-    term: ImportanceMinimality, uppers: dict[str, Float[Array, "layers *n C"]], step: Int[Array, ""], total: int
+    term: ImportanceMinimality, sums: dict[str, Float[Array, "layers C"]], n_positions: int
 ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
     """L2 without coefficients: the main value, and the frequency part's (None without one).
 
-    The logarithm is of the sum over the global batch (L3).
+    ``sums``: S_c by stack. The logarithm is of the sum over the global batch (L3).
     """
     main, frequency = jnp.zeros(()), jnp.zeros(())
-    for upper in uppers.values():
-        positions = tuple(range(1, upper.ndim - 1))
-        N = prod(upper.shape[axis] for axis in positions)
-        S = jnp.sum(penalty_of(term.penalty, upper, step, total), axis=positions)  # [layers, C]
-        f = S / N
+    for S in sums.values():
+        f = S / n_positions
         main += jnp.sum(f * (1 + term.beta * jnp.log2(1 + S)))
         if term.frequency is not None:
             frequency += jnp.sum(f * jnp.log2(1 + term.frequency.reference_token_count * f))

@@ -6,9 +6,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.draws import uniform
+from param_decomp_jax.mesh import Axes
 from param_decomp_jax.sites import Stack
 
 
@@ -47,16 +48,22 @@ def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n #C"]
 
 @runtime_checkable
 class SourceKind(Protocol):
-    """Where one forward's sources come from, layer by layer."""
+    """Where one forward's sources come from, layer by layer and component block by component block."""
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
-        """What `at` needs for the layers ``first .. stop - 1``, with a leading layer axis."""
+        """What a site needs in the layers ``first .. stop - 1``, with a leading layer axis."""
         ...
 
-    def at(
-        self, slice_: Any, leading: tuple[int, ...], C: int
-    ) -> tuple[Float[Array, "*#n #C"], Float[Array, "*#n"] | None]:
-        """Component sources and delta of one layer's site (M2: the delta is raw)."""
+    def axes(self, stack: Stack) -> Any:
+        """The logical axes of one layer's slice, in its structure."""
+        ...
+
+    def components(self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"]) -> Float[Array, "*#n #C"]:
+        """Component sources of one layer's site at these positions, for the components of these global numbers."""
+        ...
+
+    def delta(self, slice_: Any, at: UInt32[Array, "*n"]) -> Float[Array, "*#n"] | None:
+        """The raw delta source (M2); None where there is no delta path."""
         ...
 
 
@@ -71,12 +78,21 @@ class StochasticSources:
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
         return jnp.asarray(stack.sites[first - stack.first : stop - stack.first])
 
-    def at(self, slice_: Any, leading: tuple[int, ...], C: int) -> tuple[Array, Array | None]:
-        of_components, of_delta = jax.random.split(jax.random.fold_in(self.key, slice_))
-        source = uniform(of_components, leading, C)
-        if self.kind.sampling == "binomial":
-            source = (source < 0.5).astype(source.dtype)
-        return source, uniform(of_delta, leading, 1)[..., 0] if self.use_delta else None
+    def axes(self, stack: Stack) -> Any:
+        return Axes(())
+
+    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
+        of_components, _ = self._keys(slice_)
+        source = uniform(of_components, at, columns)
+        return (source < 0.5).astype(source.dtype) if self.kind.sampling == "binomial" else source
+
+    def delta(self, slice_: Any, at: Array) -> Array | None:
+        _, of_delta = self._keys(slice_)
+        return uniform(of_delta, at, 1)[..., 0] if self.use_delta else None
+
+    def _keys(self, site: Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+        of_components, of_delta = jax.random.split(jax.random.fold_in(self.key, site))
+        return of_components, of_delta
 
 
 @dataclass(frozen=True)
@@ -88,22 +104,46 @@ class ConstantSources:
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
         return None
 
-    def at(self, slice_: Any, leading: tuple[int, ...], C: int) -> tuple[Array, Array | None]:
-        return jnp.full((1,) * (len(leading) + 1), self.kind.value), None
+    def axes(self, stack: Stack) -> Any:
+        return None
+
+    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
+        return jnp.full((1,) * (at.ndim + 1), self.kind.value)
+
+    def delta(self, slice_: Any, at: Array) -> Array | None:
+        return None
 
 
 @dataclass(frozen=True)
 class GivenSources:
-    """Sources that somebody chose: an adversary, or a test."""
+    """Sources that somebody chose: an adversary, or a test. ``batch``: rows of the global batch."""
 
     bundle: Bundle
+    batch: int
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
         return jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
 
-    def at(self, slice_: Any, leading: tuple[int, ...], C: int) -> tuple[Array, Array | None]:
-        delta = None if slice_.delta is None else tile(slice_.delta, leading[0])
-        return tile(slice_.components, leading[0]), delta
+    def axes(self, stack: Stack) -> Any:
+        return jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch))
+
+    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
+        return tile(slice_.components, at.shape[0])
+
+    def delta(self, slice_: Any, at: Array) -> Array | None:
+        return None if slice_.delta is None else tile(slice_.delta, at.shape[0])
+
+
+def source_axes(sources: Sources, batch: int) -> Any:
+    """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component."""
+    per_row = sources.components.shape[1] == batch
+    lead = (None, "batch" if per_row else None, *(None,) * (sources.components.ndim - 3))
+    columns = "component_in_use" if per_row else "component"
+
+    def of(x: Array) -> Axes:
+        return Axes((*lead, columns) if x.ndim == sources.components.ndim else lead)
+
+    return jax.tree.map(of, sources)
 
 
 def tile(source: Float[Array, "rows *lead"], batch: int) -> Float[Array, "tiled *lead"]:

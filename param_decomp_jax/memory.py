@@ -1,4 +1,4 @@
-"""The memory policy: how a step is laid out in time so that it needs less memory, with the same numbers."""
+"""The memory policy: how a step is laid out in time and space so that it needs less memory, with the same numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,33 +7,127 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from param_decomp_jax.mesh import fitting_blocks
+
+Intermediate = Literal["logits", "layers", "attention", "site_outputs", "ci", "vocabulary"]
+
+INTERMEDIATES: dict[Intermediate, str] = {
+    "logits": "causal importance logits [tokens, C] of every site; recomputed: made where a site is masked (lazy)",
+    "layers": "everything else inside a layer of a masked forward; recomputed: a layer keeps its input alone",
+    "attention": "what attention gives, in a masked forward whose layers are recomputed",
+    "site_outputs": "outputs of the live sites, in a masked forward whose layers are recomputed",
+    "ci": "everything inside the CI function's shared part but its result; recomputed block by block",
+    "vocabulary": "logits over the vocabulary; recomputed: the fused KL, by blocks of tokens",
+}
+"""What a policy saves for the backward pass, sends to the host's pinned memory until then, or recomputes."""
+
+OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs"})
+"""Intermediates that can wait in pinned host memory."""
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
     """Choices that may change memory and time, never a number beyond floating-point reassociation.
 
-    ``layers``: one scanned body for alike layers, or the layers written out one after the other.
-    ``recompute_layers``: a layer of a reconstruction forward keeps only its input and is run again in the backward.
+    ``save``, ``offload``: what is kept of `INTERMEDIATES` on the device and in pinned host memory; the rest is
+    recomputed. ``layers``: one scanned body for alike layers, or the layers written out one after the other.
+    ``layer_group``: layers per outer step of a nested scan that keeps only one input per group (√n checkpointing).
+    ``component_block``: components of a site worked on at once, all devices together; ``token_block``: tokens the
+    fused KL works on at once, all devices together. ``micro_batches``: parts of the batch, one after the other.
     ``donate``: the step reuses the buffers of the state it is given.
     """
 
+    save: frozenset[Intermediate] = frozenset(INTERMEDIATES)
+    offload: frozenset[Intermediate] = frozenset()
     layers: Literal["scan", "unroll"] = "scan"
-    recompute_layers: bool = False
+    layer_group: int | None = None
+    component_block: int | None = None
+    token_block: int | None = None
+    micro_batches: int = 1
     donate: bool = True
 
-    def over_layers(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    def __post_init__(self) -> None:
+        assert not self.save & self.offload, "what is offloaded is not saved on the device"
+        assert self.offload <= OFFLOADABLE, f"cannot be offloaded: {sorted(self.offload - OFFLOADABLE)}"
+
+    def recomputes(self, name: Intermediate) -> bool:
+        return name not in self.save and name not in self.offload
+
+    def over_layers(
+        self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, of: Intermediate = "layers"
+    ) -> tuple[Any, Any]:
         """``lax.scan(body, carry, xs)``, as this policy would have it; one layer alone may change the carry's shape."""
-        if self.recompute_layers:
-            body = jax.checkpoint(body)
         n_layers = jax.tree.leaves(xs)[0].shape[0]
-        if self.layers == "scan" and n_layers > 1:
+        unrolled = self.layers == "unroll" or n_layers == 1
+        group = 1
+        if self.recomputes(of):
+            # In a scan nothing can be merged with what it recomputes: no barriers against that are needed.
+            body = jax.checkpoint(body, policy=self._inside(), prevent_cse=unrolled)
+            if self.layer_group is not None:
+                group = max(n for n in range(1, min(self.layer_group, n_layers) + 1) if n_layers % n == 0)
+        if unrolled:
+            return _unrolled(body, carry, xs, n_layers)
+        if group in (1, n_layers):
             return lax.scan(body, carry, xs)
-        ys = []
-        for row in range(n_layers):
-            carry, y = body(carry, jax.tree.map(lambda x, row=row: x[row], xs))
-            ys.append(y)
-        return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
+        grouped = jax.tree.map(lambda x: x.reshape(n_layers // group, group, *x.shape[1:]), xs)
+        of_group = jax.checkpoint(lambda c, x: lax.scan(body, c, x), prevent_cse=False)
+        carry, ys = lax.scan(of_group, carry, grouped)
+        return carry, jax.tree.map(lambda y: y.reshape(n_layers, *y.shape[2:]), ys)
+
+    def _inside(self) -> Any:
+        """What a recomputed layer keeps nevertheless."""
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted(self.save & OFFLOADABLE),
+            names_which_can_be_offloaded=sorted(self.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def component_blocks(self, C: int) -> int:
+        """Into how many blocks a site with C components is cut."""
+        return fitting_blocks(C, self.component_block, "component")
+
+    def sum_over_blocks(self, of_block: Callable[[Any], Any], blocks: Any, n_blocks: int) -> Any:
+        """``Σ of_block(block)`` over the leading axis of ``blocks``; nothing is kept of one of several blocks.
+
+        The sum is added outside of what is recomputed, so no partial sum is kept either.
+        """
+        if n_blocks == 1:
+            return of_block(jax.tree.map(lambda x: x[0], blocks))
+        recomputed = jax.checkpoint(of_block, prevent_cse=False)
+        first = jax.tree.map(lambda x: x[0], blocks)
+        start = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(of_block, first))
+
+        def add(total: Any, block: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, recomputed(block)), None
+
+        return lax.scan(add, start, blocks)[0]
+
+
+def named(x: Array, name: Intermediate) -> Array:
+    """Marks an intermediate for the policy."""
+    return checkpoint_name(x, name)
+
+
+def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, n_layers: int) -> tuple[Any, Any]:
+    ys = []
+    for row in range(n_layers):
+        carry, y = body(carry, jax.tree.map(lambda x, row=row: x[row], xs))
+        ys.append(y)
+    return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
 
 
 PLAIN = MemoryPolicy()
+"""Everything saved, no blocks, nothing fused: the readable reference."""
+
+BALANCED = MemoryPolicy(save=frozenset({"attention", "site_outputs"}), token_block=1 << 15)
+"""Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
+
+LEAN = MemoryPolicy(save=frozenset(), component_block=1 << 13, token_block=1 << 15)
+"""As little as possible is kept."""
+
+PUBLISHED = MemoryPolicy(save=frozenset({"logits", "ci", "vocabulary"}), layers="unroll", donate=False)
+"""The published step: layers unrolled and recomputed, every site's tensors alive together, no donation."""

@@ -1,85 +1,79 @@
-"""The mesh, the one table from logical axes to mesh axes, and global arrays from host arrays."""
+"""Where a run's arrays lie: shardings of its state and weights, and global arrays from host arrays."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import optax
+from jax.sharding import Mesh, NamedSharding
 
-from param_decomp_jax.adversary import PerBatchPerPosition, RepeatAcrossBatch
+from param_decomp_jax.adversary import Adversary
+from param_decomp_jax.components import Components, components_axes
+from param_decomp_jax.masks import source_axes
+from param_decomp_jax.mesh import Axes, is_axes, sharding, whole
+from param_decomp_jax.optim import AdamW, transformation
 from param_decomp_jax.state import Decomposition, State
 
-AXES = ("replica", "fsdp", "tensor")
-
-RULES: dict[str, tuple[str, ...]] = {"batch": ("replica", "fsdp")}
-"""Logical axis to mesh axes. A logical axis that is not here is not split; changing strategy is changing this table."""
+WHOLE = Axes(())
 
 
-@dataclass(frozen=True)
-class MeshShape:
-    """Sizes of the three mesh axes; their product is the number of devices."""
-
-    replica: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-
-    @property
-    def n_devices(self) -> int:
-        return self.replica * self.fsdp * self.tensor
-
-    @property
-    def batch_parts(self) -> int:
-        """Into how many parts a batch is split."""
-        return self.replica * self.fsdp
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Rows of a batch of this shape over the devices."""
+    return sharding(mesh, shape, ("batch",))
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over the first ``shape.n_devices`` devices."""
-    devices = list(jax.devices() if devices is None else devices)[: shape.n_devices]
-    assert len(devices) == shape.n_devices, f"{shape} needs {shape.n_devices} devices, there are {len(devices)}"
-    return Mesh(np.array(devices).reshape(shape.replica, shape.fsdp, shape.tensor), AXES)
+def state_axes(decomposition: Decomposition, state: State) -> State:
+    """Logical axes of every array of ``state`` (arrays or shapes), in its structure.
+
+    Moments lie with what they are moments of; persistent sources with the batch where every row has its own (D2).
+    """
+    components, ci = components_axes(state.components), state.ci.axes()
+
+    def moments(spec: AdamW, of: Any, axes: Any) -> Any:
+        return moments_axes(transformation(spec, decomposition.steps), of, axes)
+
+    def adversary(of: Adversary) -> Any:
+        def bundle(sources: Any) -> Any:
+            return {name: source_axes(s, decomposition.batch_size) for name, s in sources.items()}
+
+        axes: Any = jax.tree.map(lambda _: WHOLE, of)
+        return _replaced(
+            axes, raw=bundle(of.raw), mean=of.mean and bundle(of.mean), square=of.square and bundle(of.square)
+        )
+
+    axes: Any = jax.tree.map(lambda _: WHOLE, state)
+    return _replaced(
+        axes,
+        components=components,
+        ci=ci,
+        components_moments=moments(decomposition.components_optimizer, state.components_moments, components),
+        ci_moments=moments(decomposition.ci_optimizer, state.ci_moments, ci),
+        adversaries={name: adversary(a) for name, a in state.adversaries.items()},
+    )
 
 
-def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
-    """Sharding of an array whose leading axes have these logical names; mesh axes of size 1 are dropped."""
-
-    def physical(name: str | None) -> tuple[str, ...] | None:
-        axes = tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape[axis] > 1)
-        return axes or None
-
-    parts = [physical(name) for name in logical]
-    return NamedSharding(mesh, PartitionSpec(*parts) if any(parts) else PartitionSpec())
+def moments_axes(optimizer: optax.GradientTransformation, moments: Any, of_parameters: Any) -> Any:
+    """Logical axes of an optimiser's state, from those of its parameters."""
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, axes: axes, moments, of_parameters, transform_non_params=lambda _: WHOLE, is_leaf=is_axes
+    )
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the devices."""
-    return sharding(mesh, "batch")
+def moments_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
+    """Shardings of the state of an optimiser of components, in its structure."""
+    moments = jax.eval_shape(optimizer.init, components)
+    return shardings(mesh, moments_axes(optimizer, moments, components_axes(components)), moments)
 
 
 def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> State:
-    """Shardings in the structure of ``state`` (arrays or shapes): whole, but sources per row with the batch (D2)."""
-    whole = sharding(mesh)
-    shardings = jax.tree.map(lambda _: whole, state)
+    """Shardings in the structure of ``state`` (arrays or shapes)."""
+    return shardings(mesh, state_axes(decomposition, state), state)
 
-    def of_sources(x: Any) -> NamedSharding:
-        return whole if x.ndim == 0 else sharding(mesh, None, "batch")
 
-    for name, (_, attack) in decomposition.persistent.items():
-        parts = batch_sharding(mesh)
-        match attack.scope:
-            case PerBatchPerPosition():
-                split = True
-            case RepeatAcrossBatch(n):
-                split = n % parts.num_devices == 0
-            case _:
-                split = False
-        if split:
-            placed = jax.tree.map(of_sources, state.adversaries[name])
-            shardings = eqx.tree_at(lambda s, name=name: s.adversaries[name], shardings, placed)
-    return shardings
+def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
+    """A sharding for every array (or shape) of a tree, from the description of its axes."""
+    return jax.tree.map(lambda a, x: sharding(mesh, x.shape, a.names), axes, arrays, is_leaf=is_axes)
 
 
 def from_host(array: np.ndarray, where: NamedSharding) -> jax.Array:
@@ -90,4 +84,12 @@ def from_host(array: np.ndarray, where: NamedSharding) -> jax.Array:
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Every array of ``tree`` (host or device, whole in every process) on every device of the mesh."""
-    return jax.tree.map(lambda x: from_host(np.asarray(x), sharding(mesh)), tree)
+    return jax.tree.map(lambda x: from_host(np.asarray(x), whole(mesh)), tree)
+
+
+def _replaced(module: Any, **fields: Any) -> Any:
+    """``module`` with other fields, unchecked: what goes in describes arrays and is none."""
+    new = object.__new__(type(module))
+    for name in module.__dataclass_fields__:
+        object.__setattr__(new, name, fields.get(name, getattr(module, name)))
+    return new

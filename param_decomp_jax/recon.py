@@ -1,15 +1,17 @@
 """Reconstruction (section 5): which sites are live x how positions are routed x where the sources come from."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
-from param_decomp_jax.components import Components, masked_site
+from param_decomp_jax.ci import Judge, SiteInputs
+from param_decomp_jax.components import Components
+from param_decomp_jax.masked import MaskedLinears, Stream, apart
 from param_decomp_jax.masks import (
     Bundle,
     Constant,
@@ -18,11 +20,10 @@ from param_decomp_jax.masks import (
     SourceKind,
     Stochastic,
     StochasticSources,
-    interpolate,
 )  # fmt: skip
-from param_decomp_jax.numerics import matmul, wide
+from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
-from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.base import Forward, Target, Weights
 from param_decomp_jax.targets.plain_linears import RESIDUAL, output_record
 
@@ -48,6 +49,9 @@ LiveSets = AllSites | EachSite | Chunks
 SourceSpec = Stochastic | Constant | FreshAttack | PersistentAttack
 
 
+ErrorKind = Literal["output", "hidden_acts"]
+
+
 @dataclass(frozen=True)
 class Reconstruction:
     """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``)."""
@@ -58,7 +62,7 @@ class Reconstruction:
     routing: Routing
     sources: SourceSpec
     n_samples: int = 1
-    error: Literal["output", "hidden_acts"] = "output"
+    error: ErrorKind = "output"
 
 
 def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
@@ -95,139 +99,71 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
             return 0
 
 
-class Scene(NamedTuple):
-    """What every masked forward of a batch shares."""
+@dataclass(frozen=True)
+class Scene:
+    """What every masked forward of a batch shares.
+
+    ``site_inputs``: clean inputs of the sites by stack. ``at``: global numbers of the positions (M4).
+    """
 
     target: Target
     weights: Weights
     inputs: Array
     clean: Forward
-    leading: tuple[int, ...]
+    site_inputs: SiteInputs
+    at: UInt32[Array, "*leading"]
+    batch: int
     use_delta: bool
 
-
-@dataclass
-class MaskedLayer:
-    """One layer of a masked pass: live kinds get the masked product, the others ``xW`` (F3)."""
-
-    live: dict[str, dict[str, Any]]
-    sources: SourceKind
-    records_outputs: frozenset[str]
-    records: dict[str, Array] = field(default_factory=dict)
-
-    def enter(self, x: Float[Array, "*n d"]) -> None:
-        pass
-
-    def __call__(
-        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
-    ) -> Float[Array, "*n d_out"]:
-        return self._site(kind, self._site(kind + PRE_IDENTITY, x, None), W)
-
-    def _site(self, kind: str, x: Float[Array, "*n d_in"], W: Array | None) -> Float[Array, "*n d_out"]:
-        """The product of one matrix; W None is the identity."""
-        if kind in self.live:
-            site = self.live[kind]
-            importance = site["importance"]
-            source, delta = self.sources.at(site["source"], x.shape[:-1], importance.shape[-1])
-            mask = interpolate(importance, source)
-            y = masked_site(x, W, site["V"], site["U"], mask, delta, site["route"])
-        else:
-            y = x if W is None else matmul(x, W)
-        if kind in self.records_outputs:
-            self.records[output_record(kind)] = y
-        return y
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading axes of an activation, global."""
+        return self.at.shape
 
 
-@dataclass(frozen=True)
-class MaskedLinears:
-    """A pass in which the sites ``live`` (canonical numbers) are masked.
-
-    ``importances``: λ by stack, ``[layers, …, C]``. ``routes``: ``[…, live sites]`` or None (everywhere).
-    """
-
-    sites: Sites
-    live: tuple[int, ...]
-    components: Components
-    importances: dict[str, Array]
-    sources: SourceKind
-    routes: Float[Array, "*n live"] | None
-    record_outputs: bool = False
-
-    def _live_stacks(self, layer: int) -> tuple[Stack, ...]:
-        live = set(self.live)
-        return tuple(
-            stack for stack in self.sites.stacks if layer in stack.layers and stack.sites[layer - stack.first] in live
-        )
-
-    def cuts(self) -> frozenset[int]:
-        """Where the set of live stacks changes, and, if outputs are recorded, the edges of the segments."""
-        layers = [layer for segment in self.sites.segments for layer in (*range(segment.first, segment.stop + 1),)]
-        edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
-        return frozenset(
-            layer
-            for layer in layers
-            if (self.record_outputs and layer in edges) or self._live_stacks(layer) != self._live_stacks(layer - 1)
-        )
-
-    def slices(self, first: int, stop: int) -> Any:
-        def of_stack(stack: Stack) -> dict[str, Any]:
-            rows = slice(first - stack.first, stop - stack.first)
-            slots = [self.live.index(n) for n in stack.sites[rows]]
-            return {
-                "V": self.components[stack.name].V[rows],
-                "U": self.components[stack.name].U[rows],
-                "importance": self.importances[stack.name][rows],
-                "route": None if self.routes is None else jnp.stack([self.routes[..., slot] for slot in slots]),
-                "source": self.sources.slices(stack, first, stop),
-            }
-
-        return {stack.kind: of_stack(stack) for stack in self._live_stacks(first)}
-
-    def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
-        recorded = frozenset(s.kind for s in self.sites.stacks if first in s.layers) if self.record_outputs else ()
-        return MaskedLayer(slice_, self.sources, frozenset(recorded))
-
-
-def clean_residual(scene: Scene, live: tuple[int, ...]) -> tuple[int, Array]:
-    """F6: where a forward with these live sites leaves the clean pass, and the clean residual there."""
+def clean_residual(scene: Scene, live: tuple[int, ...]) -> Array:
+    """F6: the clean residual where a forward with these live sites leaves the clean pass, at its first live layer."""
     layer = scene.target.sites.all[live[0]].layer
     records = scene.clean.records
     first = max(start for start in records if start <= layer)
-    return layer, records[first][RESIDUAL][layer - first]
+    return records[first][RESIDUAL][layer - first]
 
 
 def run_masked(
-    scene: Scene,
-    live: tuple[int, ...],
-    components: Components,
-    importances: dict[str, Array],
-    sources: SourceKind,
-    routes: Array | None = None,
-    record_outputs: bool = False,
-) -> Forward:
-    """One masked forward, begun at its first live layer (F6) unless outputs are recorded at every site."""
-    if routes is not None:
-        routes = routes.astype(jnp.float32)
-    linears = MaskedLinears(scene.target.sites, live, components, importances, sources, routes, record_outputs)
-    start = None if record_outputs else clean_residual(scene, live)
-    return scene.target.forward(scene.weights, scene.inputs, linears, start)
+    scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], record_outputs: bool = False
+) -> list[Forward]:
+    """The masked forwards of these streams, begun at their first live layers (F6); in the order given."""
+    order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
+    ordered = tuple(streams[i] for i in order)
+    residuals = tuple(clean_residual(scene, stream.live) for stream in ordered)
+    target = scene.target
+    linears = MaskedLinears(
+        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs
+    )
+    together = target.forward(scene.weights, scene.inputs, linears, linears.start())
+    outputs = apart(together.output, len(ordered))
+    records: list[dict[int, dict[str, Array]]] = [{} for _ in ordered]
+    for first, of_layers in together.records.items():
+        for name, rows in of_layers.items():
+            by_layer = jnp.swapaxes(rows, 0, 1)
+            for i, record in enumerate(apart(by_layer, linears.present(first))):
+                records[i].setdefault(first, {})[name] = jnp.swapaxes(record, 0, 1)
+    found = {i: Forward(outputs[n], records[n]) for n, i in enumerate(order)}
+    return [found[i] for i in range(len(streams))]
 
 
-def forward_error(
-    scene: Scene,
-    live: tuple[int, ...],
-    components: Components,
-    importances: dict[str, Array],
-    sources: SourceKind,
-    routes: Array | None,
-    error: Literal["output", "hidden_acts"] = "output",
-) -> Float[Array, ""]:
-    """The reconstruction error of one masked forward (R1, or R2's exception)."""
-    hidden = error == "hidden_acts"
-    masked = run_masked(scene, live, components, importances, sources, routes, record_outputs=hidden)
-    if hidden:
-        return hidden_acts_error(scene.target.sites, scene.clean, masked)
-    return scene.target.error(scene.weights, scene.clean.output, masked.output)
+def errors(
+    scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], kinds: Sequence[ErrorKind]
+) -> Float[Array, " streams"]:
+    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together."""
+    forwards = run_masked(scene, components, judge, streams, record_outputs="hidden_acts" in kinds)
+
+    def error(kind: ErrorKind, masked: Forward) -> Float[Array, ""]:
+        if kind == "hidden_acts":
+            return hidden_acts_error(scene.target.sites, scene.clean, masked)
+        return scene.target.error(scene.weights, scene.clean.output, masked.output)
+
+    return jnp.stack([error(kind, masked) for kind, masked in zip(kinds, forwards, strict=True)])
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:
@@ -249,20 +185,32 @@ def reconstruction(
     term: Reconstruction,
     scene: Scene,
     components: Components,
-    importances: dict[str, Array],
+    judge: Judge,
     key: PRNGKeyArray,
     bundle: Bundle | None = None,
 ) -> Float[Array, ""]:
     """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
-    sites = scene.target.sites
-    errors: list[Array] = []
-    for live in live_sets(term.live, len(sites)):
+    found = streams(term, scene, components, judge, key, bundle)
+    return jnp.mean(errors(scene, components, judge, found, [term.error] * len(found)))
+
+
+def streams(
+    term: Reconstruction,
+    scene: Scene,
+    components: Components,
+    judge: Judge,
+    key: PRNGKeyArray,
+    bundle: Bundle | None = None,
+) -> list[Stream]:
+    """The forwards of a term. ``bundle``: sources of a persistent term. A fresh attack is carried out here."""
+    found: list[Stream] = []
+    for live in live_sets(term.live, len(scene.target.sites)):
         for _ in range(n_samples(term)):
-            of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(errors)))
-            routes = draw_routes(term.routing, of_routes, scene.leading, len(live))
-            sources = _sources(term, scene, live, components, importances, routes, of_sources, bundle)
-            errors.append(forward_error(scene, live, components, importances, sources, routes, term.error))
-    return jnp.mean(jnp.stack(errors))
+            of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(found)))
+            routes = draw_routes(term.routing, of_routes, scene.at, len(live))
+            sources = _sources(term, scene, live, components, judge, routes, of_sources, bundle)
+            found.append(Stream(live, sources, routes))
+    return found
 
 
 def _sources(
@@ -270,7 +218,7 @@ def _sources(
     scene: Scene,
     live: tuple[int, ...],
     components: Components,
-    importances: dict[str, Array],
+    judge: Judge,
     routes: Array | None,
     key: PRNGKeyArray,
     bundle: Bundle | None,
@@ -282,21 +230,32 @@ def _sources(
             return ConstantSources(kind)
         case PersistentAttack():
             assert bundle is not None
-            return GivenSources(bundle)
+            return GivenSources(bundle, scene.batch)
         case FreshAttack() as kind:
-            held = jax.lax.stop_gradient((components, importances))
-
-            def error(bundle: Bundle) -> Array:
-                return forward_error(scene, live, *held, GivenSources(bundle), routes, term.error)
-
+            error = attacked_error(scene, components, judge, live, routes, term.error)
             start = initial_sources(kind, key, scene.target.sites, live, scene.leading, scene.use_delta)
-            return GivenSources(attack(kind, error, start))
+            return GivenSources(attack(kind, error, start), scene.batch)
 
 
-def persistent_error(
-    scene: Scene, components: Components, importances: dict[str, Array]
-) -> Callable[[Bundle], Float[Array, ""]]:
+def persistent_error(scene: Scene, components: Components, judge: Judge) -> Callable[[Bundle], Float[Array, ""]]:
     """What the warm-up ascents climb (A3): all sites live, routed everywhere, components and λ held."""
-    held = jax.lax.stop_gradient((components, importances))
-    everything = tuple(range(len(scene.target.sites)))
-    return lambda bundle: forward_error(scene, everything, *held, GivenSources(bundle), None)
+    return attacked_error(scene, components, judge, tuple(range(len(scene.target.sites))), None, "output")
+
+
+def attacked_error(
+    scene: Scene,
+    components: Components,
+    judge: Judge,
+    live: tuple[int, ...],
+    routes: Array | None,
+    kind: ErrorKind,
+) -> Callable[[Bundle], Float[Array, ""]]:
+    """The error of one forward as a function of its sources, components and λ held."""
+    components = jax.lax.stop_gradient(components)
+    judge = replace(judge, judgement=jax.lax.stop_gradient(judge.judgement))
+
+    def error(bundle: Bundle) -> Float[Array, ""]:
+        stream = Stream(live, GivenSources(bundle, scene.batch), routes)
+        return errors(scene, components, judge, [stream], [kind])[0]
+
+    return error

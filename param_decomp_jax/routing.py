@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.draws import uniform
 
@@ -37,14 +37,17 @@ def uniform_k_subset(size: Float[Array, "*n"], scores: Float[Array, "*n sites"])
 
 
 def draw_routes(
-    routing: Routing, key: PRNGKeyArray, leading: tuple[int, ...], n_live: int
+    routing: Routing, key: PRNGKeyArray, at: UInt32[Array, "*leading"], n_live: int
 ) -> Bool[Array, "*leading n_live"] | None:
-    """Routes of one forward for its live sites in canonical order; None where every position is masked."""
+    """Routes of one forward for its live sites in canonical order; None where every position is masked.
+
+    ``at``: global numbers of the positions (M4).
+    """
     match routing:
         case Everywhere():
             return None
         case UniformKSubset():
-            draws = uniform(key, leading, 1 + n_live)
+            draws = uniform(key, at, 1 + n_live)
             return uniform_k_subset(draws[..., 0], draws[..., 1:])
         case StaticProbability(p):
-            return uniform(key, leading, n_live) < p
+            return uniform(key, at, n_live) < p

@@ -1,6 +1,8 @@
 """The training step (section 8)."""
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -9,18 +11,29 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, warm_up
-from param_decomp_jax.ci import ci_logits, squashings
+from param_decomp_jax.ci import Judge, Judgement, judge, per_component, squashings
+from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.components import Components, with_views
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, faithfulness, importance_minimality
+from param_decomp_jax.draws import positions
+from param_decomp_jax.losses import (
+    Faithfulness,
+    ImportanceMinimality,
+    Lp,
+    SmoothL0,
+    faithfulness,
+    importance_minimality,
+    penalty_sum,
+)
+from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle
+from param_decomp_jax.mesh import constrain
 from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
-from param_decomp_jax.recon import Reconstruction, Scene, persistent_error, reconstruction
+from param_decomp_jax.recon import Reconstruction, Scene, errors, persistent_error, streams
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.plain_linears import PlainLinears
 
 Metrics = dict[str, Float[Array, ""]]
-Logits = dict[str, Float[Array, "layers *n C"]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,8 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     spec = problem.decomposition
     key = jax.random.fold_in(spec.key("train"), state.step)
 
-    scene, site_inputs = clean_pass(problem, weights, inputs)
-    adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, site_inputs, key)
+    scene = clean_pass(problem, weights, inputs)
+    adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, key)
     components, components_moments, components_norm = descend(
         spec.components_optimizer, spec.steps, state.components, gradients.components, state.components_moments
     )
@@ -71,16 +84,18 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
 
 
-def clean_pass(problem: Problem, weights: Weights, inputs: Array) -> tuple[Scene, dict[str, Array]]:
-    """F4, F5: the forward with no live site, and by stack the clean inputs ``[layers, …, d_in]`` of the sites."""
-    target = problem.target
-    hidden_acts = any(isinstance(t, Reconstruction) and t.error == "hidden_acts" for t in problem.decomposition.terms)
-    return run_clean(target, weights, inputs, problem.decomposition.use_delta, outputs=hidden_acts)
+def clean_pass(problem: Problem, weights: Weights, inputs: Array) -> Scene:
+    """F4, F5: the forward with no live site, and what the sites read in it."""
+    return run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, keeps_outputs(problem))
 
 
-def run_clean(
-    target: Target, weights: Weights, inputs: Array, use_delta: bool, outputs: bool
-) -> tuple[Scene, dict[str, Array]]:
+def keeps_outputs(problem: Problem) -> bool:
+    """Whether a term compares the outputs of sites (R2's exception)."""
+    terms = problem.decomposition.terms
+    return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
+
+
+def run_clean(target: Target, weights: Weights, inputs: Array, use_delta: bool, outputs: bool) -> Scene:
     """`clean_pass` with everything named; ``outputs`` keeps the sites' outputs too."""
     linears = PlainLinears(target.sites, outputs)
     clean = jax.lax.stop_gradient(target.forward(weights, inputs, linears))
@@ -90,25 +105,29 @@ def run_clean(
         for stack in segment.stacks
     }
     leading = next(iter(site_inputs.values())).shape[1:-1]
-    return Scene(target, weights, inputs, clean, leading, use_delta), site_inputs
+    at = constrain(positions(leading), "batch")
+    return Scene(target, weights, inputs, clean, site_inputs, at, leading[0], use_delta)
+
+
+def read(problem: Problem, ci: CIFunction, judgement: Judgement, scene: Scene) -> Judge:
+    """How the losses read what the CI function said: as λ."""
+    lower, _ = squashings(problem.decomposition.squashing)
+    return Judge.of(ci, judgement, lower, scene.site_inputs, problem.compute_dtype)
 
 
 def losses_and_ascents(
-    problem: Problem, state: State, scene: Scene, site_inputs: dict[str, Array], key: PRNGKeyArray
+    problem: Problem, state: State, scene: Scene, key: PRNGKeyArray
 ) -> tuple[dict[str, Adversary], Gradients, Metrics]:
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
-    spec = problem.decomposition
-    lower, _ = squashings(spec.squashing)
+    spec, sites = problem.decomposition, problem.target.sites
 
-    sites = problem.target.sites
+    def judged(components: Components, ci: Any) -> Judgement:
+        return judge(ci, scene.site_inputs, with_views(components, sites), problem.compute_dtype, problem.target.memory)
 
-    def judge(components: Components, ci: Any) -> Logits:
-        return ci_logits(ci, site_inputs, with_views(components, sites), problem.compute_dtype)
+    # The CI function is run once; its backward waits until the losses have said what they want of the judgement.
+    judgement, judge_backward = jax.vjp(judged, state.components, state.ci)
 
-    # The CI function is run once; its backward waits until the losses have said what they want of the logits.
-    logits, judge_backward = jax.vjp(judge, state.components, state.ci)
-
-    climb = persistent_error(scene, with_views(state.components, sites), jax.tree.map(lower, logits))
+    climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
     adversaries = {
         name: when_on(
             spec, attack, state, lambda a, attack=attack: warm_up(attack, a, climb, state.step, spec.steps), adversary
@@ -117,14 +136,15 @@ def losses_and_ascents(
         for attack in (spec.persistent[name][1],)
     }
 
-    def total(components: Components, logits: Logits, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        return total_loss(problem, state, scene, with_views(components, sites), logits, raw, key)
+    def total(components: Components, judgement: Judgement, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
+        judge = read(problem, state.ci, judgement, scene)
+        return total_loss(problem, state, scene, with_views(components, sites), judge, raw, key)
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
-    (_, metrics), (direct, to_logits, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
-        state.components, logits, raw
+    (_, metrics), (direct, to_judgement, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
+        state.components, judgement, raw
     )
-    through_ci, to_ci = judge_backward(to_logits)  # C5: a scalar CI function reads V
+    through_ci, to_ci = judge_backward(to_judgement)  # C5: a scalar CI function reads V
     gradients = Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources)
 
     for name, (term, attack) in spec.persistent.items():
@@ -145,40 +165,76 @@ def total_loss(
     state: State,
     scene: Scene,
     components: Components,
-    logits: Logits,
+    judge: Judge,
     raw: dict[str, Bundle],
     key: PRNGKeyArray,
 ) -> tuple[Float[Array, ""], Metrics]:
     """``Σ coeff · term`` (point 4), and every term by name without its coefficient. ``components``: of every stack."""
     spec = problem.decomposition
-    lower, upper = squashings(spec.squashing)
-    importances = jax.tree.map(lower, logits)
+    _, upper = squashings(spec.squashing)
+    sites, memory = problem.target.sites, problem.target.memory
+    reconstructions = reconstruction_values(spec, state, scene, components, judge, raw, key)
     total, metrics = jnp.zeros(()), {}
-    for number, term in enumerate(spec.terms):
-        of_term = jax.random.fold_in(key, number)
+    for term in spec.terms:
         match term:
             case Faithfulness():
-                value = faithfulness(components, scene.target.site_weights(scene.weights))
+                value = faithfulness(components, scene.target.site_weights(scene.weights), memory)
             case ImportanceMinimality():
-                value, frequency = importance_minimality(term, jax.tree.map(upper, logits), state.step, spec.steps)
+
+                def penalties(logits: Array, penalty: Lp | SmoothL0 = term.penalty) -> Array:
+                    return penalty_sum(penalty, upper(logits), state.step, spec.steps)
+
+                sums = per_component(judge, components, sites, memory, penalties)
+                value, frequency = importance_minimality(term, sums, scene.at.size)
                 if term.frequency is not None and frequency is not None:
                     metrics[f"loss/{term.name}_frequency"] = frequency
                     total += term.frequency.coeff * frequency
-            case Reconstruction(sources=PersistentAttack() as attack):
-                bundle = effective(attack, raw[term.name])
-                value = when_on(
-                    spec, attack, state,
-                    lambda _, term=term, of_term=of_term, bundle=bundle: reconstruction(
-                        term, scene, components, importances, of_term, bundle
-                    ),
-                    jnp.zeros(()),
-                )  # fmt: skip
             case Reconstruction():
-                value = reconstruction(term, scene, components, importances, of_term)
+                value = reconstructions[term.name]
         metrics[f"loss/{term.name}"] = value
         total += term.coeff * value
     metrics["loss/total"] = total
     return total, metrics
+
+
+def reconstruction_values(
+    spec: Decomposition,
+    state: State,
+    scene: Scene,
+    components: Components,
+    judge: Judge,
+    raw: dict[str, Bundle],
+    key: PRNGKeyArray,
+) -> dict[str, Float[Array, ""]]:
+    """Every reconstruction term by name, without coefficients, their forwards run together; 0 for one that is off."""
+    terms = [(number, term) for number, term in enumerate(spec.terms) if isinstance(term, Reconstruction)]
+    attacks = {name: attack for name, (_, attack) in spec.persistent.items()}
+    first_steps = {term.name: attacks[term.name].first_step(spec.steps) for _, term in terms if term.name in attacks}
+
+    def values(from_step: int) -> dict[str, Array]:
+        """With the terms on that are on from this step on."""
+        on = [(number, term) for number, term in terms if first_steps.get(term.name, 0) <= from_step]
+        if not on:
+            return {term.name: jnp.zeros(()) for _, term in terms}
+        found: list[list[Stream]] = []
+        for number, term in on:
+            bundle = effective(attacks[term.name], raw[term.name]) if term.name in attacks else None
+            found.append(streams(term, scene, components, judge, jax.random.fold_in(key, number), bundle))
+        kinds = [term.error for (_, term), of_term in zip(on, found, strict=True) for _ in of_term]
+        by_stream = errors(scene, components, judge, [s for of_term in found for s in of_term], kinds)
+        by_term = jnp.split(by_stream, list(accumulate(len(of_term) for of_term in found))[:-1])
+        means = {term.name: jnp.mean(e) for (_, term), e in zip(on, by_term, strict=True)}
+        return {term.name: means.get(term.name, jnp.zeros(())) for _, term in terms}
+
+    if not terms:
+        return {}
+    # A6: off means not computed. What is on changes at few steps, each with a program of its own.
+    stages = sorted({0, *first_steps.values()})
+    if len(stages) == 1:
+        return values(0)
+    stage = sum((state.step >= first).astype(jnp.int32) for first in stages[1:])
+    found: dict[str, Array] = jax.lax.switch(stage, [partial(values, first) for first in stages])
+    return found
 
 
 def when_on(spec: Decomposition, attack: PersistentAttack, state: State, then: Any, otherwise: Any) -> Any:
@@ -202,7 +258,8 @@ def warmup_step(
     """T3: one step on faithfulness alone, before training; gives components, moments and the loss before the step."""
 
     def error(components: Components) -> Array:
-        return faithfulness(with_views(components, problem.target.sites), problem.target.site_weights(weights))
+        factors = with_views(components, problem.target.sites)
+        return faithfulness(factors, problem.target.site_weights(weights), problem.target.memory)
 
     loss, gradient = jax.value_and_grad(error)(components)
     updates, moments = warmup_transformation(problem).update(gradient, moments, components)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.placement import sharding, state_shardings
+from param_decomp_jax.mesh import whole
+from param_decomp_jax.placement import moments_shardings, state_shardings
 from param_decomp_jax.program import metric_names, training_steps
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
@@ -83,7 +84,7 @@ class _Run:
         self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone)
 
     def go(self, resumed: bool) -> Path:
-        with self.stop.listening():
+        with self.stop.listening(), jax.set_mesh(self.built.mesh):
             state = self._restored() if resumed else self._warmed_up(self._initial())
             first = int(state.step)
             self.metrics = MetricsFile(self.folder, first)
@@ -130,10 +131,16 @@ class _Run:
         if total == 0:
             return state
         components, loss = state.components, jnp.zeros(())
-        # All placed alike from the first dispatch on: else the second one is another program to compile.
-        whole = sharding(self.built.mesh)
-        moments = jax.jit(warmup_transformation(self.built.problem).init, out_shardings=whole)(components)
-        steps = jax.jit(partial(_warmup_steps, self.built.problem), donate_argnums=(0, 1), out_shardings=whole)
+        # Placed alike from the first dispatch on: else the second one is another program to compile.
+        optimizer = warmup_transformation(self.built.problem)
+        placed = jax.tree.map(lambda x: x.sharding, components)
+        of_moments = moments_shardings(self.built.mesh, optimizer, components)
+        moments = jax.jit(optimizer.init, out_shardings=of_moments)(components)
+        steps = jax.jit(
+            partial(_warmup_steps, self.built.problem),
+            donate_argnums=(0, 1),
+            out_shardings=(placed, of_moments, whole(self.built.mesh)),
+        )
         with Terminal(self.console, "faithfulness warm-up", total) as bar:
             for done in range(0, total, WARMUP_CHUNK):
                 if self.stop():
@@ -239,7 +246,7 @@ def compile_steps(built: Built, state: State, size: int) -> tuple[Any, list[str]
     """
     names = metric_names(built.problem, state, built.weights, built.batch)
     steps = partial(training_steps, built.problem, built.train.batch_of, size)
-    outputs = (jax.tree.map(lambda x: x.sharding, state), sharding(built.mesh))
+    outputs = (jax.tree.map(lambda x: x.sharding, state), whole(built.mesh))
     donated = (0,) if built.problem.decomposition.memory.donate else ()
     jitted = jax.jit(steps, donate_argnums=donated, out_shardings=outputs)
     inputs = built.train.inputs(0, 1, size)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes, described, gather
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -24,6 +27,11 @@ class Affine(eqx.Module):
     def __call__(self, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_out"]:
         """Product with inputs in the dtype of ``x``, result in fp32 or wider."""
         return matmul_wide(x, self.W) + self.b
+
+    def axes(self, *names: str | None, columns: str | None) -> Any:
+        """Description of an affine map whose leading axes have these ``names`` and whose outputs are ``columns``."""
+        inputs = (None,) * (self.W.ndim - len(names) - 1)
+        return described(self, W=Axes((*names, *inputs, columns), product=True), b=Axes((*names, columns)))
 
 
 def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int, gain: float) -> Affine:
@@ -42,19 +50,36 @@ class JointAffine(eqx.Module):
     b: Float[Array, " d_out"]
 
     def __call__(
-        self, inputs: dict[str, Array], prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]]
+        self,
+        inputs: dict[str, Array],
+        prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]],
+        memory: MemoryPolicy,
     ) -> Float[Array, "*n d_out"]:
         """Of every stack's inputs ``[layers, …, d_in]``, each first put through ``prepare``; in fp32 or wider."""
         h = self.b
         for name, x in inputs.items():
 
-            def add(h: Array, of_site: tuple[Array, Array]) -> tuple[Array, None]:
-                x, W = of_site
-                return h + matmul_wide(prepare(x), W), None
+            def of_site(x: Array, W: Array) -> Array:
+                x = prepare(x)
+                return matmul_wide(x, gather(W, _ROWS, x.dtype))
+
+            if memory.recomputes("ci"):
+                of_site = jax.checkpoint(of_site)
+
+            def add(h: Array, site: tuple[Array, Array], of_site: Callable[..., Array] = of_site) -> tuple[Array, None]:
+                # Outside of what is recomputed, so that no partial sum is kept.
+                return h + of_site(*site), None
 
             start = jnp.broadcast_to(h, (*x.shape[1:-1], self.b.shape[0]))
             h, _ = jax.lax.scan(add, start, (x, self.rows[name]))
         return h
+
+    def axes(self) -> Any:
+        """The rows of every site are split by output."""
+        return described(self, rows={name: _ROWS.under() for name in self.rows}, b=Axes((None,)))
+
+
+_ROWS = Axes((None, "split"), product=True)
 
 
 def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffine:

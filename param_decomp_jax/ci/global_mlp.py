@@ -17,6 +17,8 @@ from param_decomp_jax.ci.affine import (
     init_heads,
     init_joint_affine,
 )  # fmt: skip
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import constrain, described, gather_tree
 from param_decomp_jax.sites import Sites
 
 
@@ -34,17 +36,27 @@ class GlobalMLPCI(eqx.Module):
     middle: MLP
     heads: dict[str, Affine]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> Float[Array, "*n d"]:
+    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> Float[Array, "*n d"]:
         """The last hidden layer, from the clean inputs ``[layers, …, d_in]``."""
-        h = gelu(self.first(inputs, lambda x: x.astype(compute_dtype))).astype(compute_dtype)
+        h = gelu(self.first(inputs, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
         for layer in self.middle:
-            h = gelu(layer(h)).astype(compute_dtype)
-        return h
+            h = gelu(gather_tree(layer, layer.axes(columns="split"), compute_dtype)(h)).astype(compute_dtype)
+        return constrain(h, "batch")
 
+    @staticmethod
     def logits(
-        self, head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
         return head(features)
+
+    def axes(self) -> Any:
+        """Every matrix is split by output, the heads by component."""
+        return described(
+            self,
+            first=self.first.axes(),
+            middle=tuple(layer.axes(columns="split") for layer in self.middle),
+            heads={name: head.axes(None, columns="component") for name, head in self.heads.items()},
+        )
 
 
 def init_global_mlp(config: GlobalMLP, key: PRNGKeyArray, sites: Sites) -> GlobalMLPCI:

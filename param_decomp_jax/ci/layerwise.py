@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import described
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -32,13 +34,23 @@ class SharedMLP(eqx.Module):
 
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
+    @staticmethod
     def logits(
-        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
         return apply_mlp(head, x)
+
+    def axes(self) -> Any:
+        """Hidden layers are split by unit, the last one by component."""
+
+        def of(mlp: MLP) -> Any:
+            *hidden, last = mlp
+            return (*(layer.axes(None, columns="split") for layer in hidden), last.axes(None, columns="component"))
+
+        return described(self, heads={name: of(head) for name, head in self.heads.items()})
 
 
 class ScalarMLP(eqx.Module):
@@ -49,11 +61,12 @@ class ScalarMLP(eqx.Module):
 
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
+    @staticmethod
     def logits(
-        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
         scalars = jnp.moveaxis(matmul_wide(x, V).astype(x.dtype), -1, 0)[..., None]  # [C, ..., 1]
         C, n_hidden = scalars.shape[0], max(layer.b.shape[-1] for layer in head)
@@ -68,20 +81,33 @@ class ScalarMLP(eqx.Module):
             z = jax.lax.map(of_block, blocks).reshape(scalars.shape)
         return jnp.moveaxis(z[..., 0], 0, -1)
 
+    def axes(self) -> Any:
+        """Every component has its own."""
+        return described(self, heads=_of_components(self.heads))
+
 
 class VectorMLP(eqx.Module):
     """Every component has its own MLP ``d_in → hidden … → 1``."""
 
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
+    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
+    @staticmethod
     def logits(
-        self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
         per_component = jax.vmap(apply_mlp, in_axes=(0, None), out_axes=-2)
         return per_component(head, x)[..., 0]
+
+    def axes(self) -> Any:
+        """Every component has its own."""
+        return described(self, heads=_of_components(self.heads))
+
+
+def _of_components(heads: dict[str, MLP]) -> Any:
+    return {name: tuple(layer.axes(None, "component", columns=None) for layer in head) for name, head in heads.items()}
 
 
 LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP

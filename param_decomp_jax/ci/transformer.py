@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
 from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
 from param_decomp_jax.numerics import matmul, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
@@ -39,6 +41,12 @@ class Block(eqx.Module):
     o: Float[Array, "*blocks d d"]
     mlp: MLP
 
+    def axes(self) -> Any:
+        """Of one block: every matrix is split by output."""
+        matrix = Axes((None, "split"), product=True)
+        mlp = tuple(layer.axes(None, columns="split") for layer in self.mlp)
+        return described(self, q=matrix, k=matrix, v=matrix, o=matrix, mlp=jax.tree.map(Axes.below, mlp))
+
 
 class TransformerCI(eqx.Module):
     """``project``: from the concatenation of all sites' inputs, each RMS-normalised, to ``d_model``."""
@@ -48,17 +56,24 @@ class TransformerCI(eqx.Module):
     heads: dict[str, Affine]
     config: GlobalTransformer = eqx.field(static=True)
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> Float[Array, "*batch T d"]:
+    def features(
+        self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy
+    ) -> Float[Array, "*batch T d"]:
         """The last hidden state, from the clean inputs ``[layers, B, T, d_in]`` (or ``[layers, B, d_in]``)."""
-        h = self.project(inputs, lambda x: rms_norm(x.astype(compute_dtype), EPS))
+        h = self.project(inputs, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
         no_sequence = h.ndim == 2
         h = h[:, None] if no_sequence else h
         assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"
-        h, _ = jax.lax.scan(lambda h, block: (self._block(h, block), None), h.astype(compute_dtype), self.blocks)
+
+        def block(h: Array, w: Block) -> tuple[Array, None]:
+            return constrain(self._block(h, w), "batch"), None
+
+        h, _ = memory.over_layers(block, constrain(h.astype(compute_dtype), "batch"), self.blocks, "ci")
         return h[:, 0] if no_sequence else h
 
     def _block(self, h: Float[Array, "B T d"], w: Block) -> Float[Array, "B T d"]:
         B, T, d = h.shape
+        w = gather_tree(w, self.blocks.axes(), h.dtype)
         turning = frequencies(d // self.config.n_heads, self.config.rope_base)
 
         def heads(y: Array) -> Array:
@@ -70,10 +85,20 @@ class TransformerCI(eqx.Module):
         h = h + matmul(attended.reshape(B, T, d), w.o)
         return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 
+    @staticmethod
     def logits(
-        self, head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
+        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
     ) -> Float[Array, "*n C"]:
         return head(features)
+
+    def axes(self) -> Any:
+        """Every matrix is split by output, the heads by component."""
+        return described(
+            self,
+            project=self.project.axes(),
+            blocks=jax.tree.map(Axes.under, self.blocks.axes()),
+            heads={name: head.axes(None, columns="component") for name, head in self.heads.items()},
+        )
 
 
 def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites) -> TransformerCI:

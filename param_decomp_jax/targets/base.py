@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes
 from param_decomp_jax.sites import PRE_IDENTITY, Site, Sites, Stack
 
 Weights = Any
@@ -42,6 +43,10 @@ class Linears(Protocol):
     """
 
     def cuts(self) -> frozenset[int]: ...
+
+    def join(self, layer: int, x: Any) -> Any:
+        """What goes into the run of layers that begins at ``layer``, given what came out of the one before."""
+        ...
 
     def slices(self, first: int, stop: int) -> Any: ...
 
@@ -78,6 +83,15 @@ class Target(Protocol):
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""
         ...
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """Logical axes of every array (or shape) of the weights, in their structure."""
+        ...
+
+
+def split_matrices(weights: Weights) -> Any:
+    """Logical axes of weights whose arrays of two or more axes are matrices: each is split by its last axis."""
+    return jax.tree.map(lambda w: Axes((*(None,) * (len(w.shape) - 1), "split" if len(w.shape) > 1 else None)), weights)
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,7 @@ def run_layers(
             x = layer(x, frozen, linear)
             return x, linear.records
 
+        x = linears.join(a, x)
         frozen = jax.tree.map(lambda w, a=a, b=b: w[a - origin : b - origin], weights)
         x, records[a] = memory.over_layers(body, x, (frozen, linears.slices(a, b)))
     return x, records

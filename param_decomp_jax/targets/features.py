@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from param_decomp_jax.draws import uniform
+from param_decomp_jax.draws import positions, uniform
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,12 @@ class SparseFeatures:
     def batch(self, key: PRNGKeyArray, step: int | Integer[Array, ""], size: int) -> Float[Array, "size n_features"]:
         """The batch of a step: a function of (key, step) and nothing else."""
         of_values, of_choice = jax.random.split(jax.random.fold_in(key, step))
-        values = self.low + (1 - self.low) * uniform(of_values, (size,), self.n_features)
+        rows = positions((size,))
+        values = self.low + (1 - self.low) * uniform(of_values, rows, self.n_features)
         match self.generation:
             case "at_least_zero_active":
-                active = uniform(of_choice, (size,), self.n_features) < self.probability
+                active = uniform(of_choice, rows, self.n_features) < self.probability
             case "exactly_one_active":
-                chosen = (uniform(of_choice, (size,), 1) * self.n_features).astype(jnp.int32)
+                chosen = (uniform(of_choice, rows, 1) * self.n_features).astype(jnp.int32)
                 active = jnp.minimum(chosen, self.n_features - 1) == jnp.arange(self.n_features)
         return jnp.where(active, values, 0.0)

@@ -7,6 +7,7 @@ hidden state; the head belongs to the error, which may then take it in blocks of
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.fused_kl import fused_kl
+from param_decomp_jax.memory import PLAIN, MemoryPolicy, named
+from param_decomp_jax.mesh import Axes, constrain, fitting_blocks, gather
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
@@ -28,7 +31,7 @@ from param_decomp_jax.targets.base import (
     run_layers,
     site_weights,
 )  # fmt: skip
-from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The seven matrices of a layer, in order of application."""
@@ -107,6 +110,15 @@ def weight_shapes(config: LlamaConfig) -> dict[str, Any]:
     return shapes
 
 
+def weight_axes(config: LlamaConfig) -> dict[str, Any]:
+    """Logical axes of every array, in the structure of the weights: matrices are split by output."""
+
+    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
+        return Axes((None,) * len(shape)) if "norm" in path[-1].key else Axes((*(None,) * (len(shape) - 1), "split"))
+
+    return jax.tree_util.tree_map_with_path(of, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+
+
 def init_weights(key: PRNGKeyArray, config: LlamaConfig) -> Weights:
     """Random fp32 weights: N(0, 0.02²), a layer's output matrices scaled by 1/√(2·n_layers), norms 1."""
     flat, structure = jax.tree_util.tree_flatten_with_path(
@@ -148,9 +160,14 @@ class Llama:
         self, weights: Weights, inputs: Int[Array, "B T"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
         """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
-        first, x = start if start is not None else (0, weights["embed"][inputs].astype(self.compute_dtype))
+        first, x = start if start is not None else (0, self._embed(weights, inputs))
         x, records = run_layers(self._layer, x, weights["layers"], linears, first, self.config.n_layers, self.memory)
         return Forward(x, records)
+
+    def _embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        # Each device looks up its own columns for the whole batch; rows move, the table does not.
+        columns = constrain(weights["embed"], None, "split")[gather(tokens, Axes(("batch_everywhere",)), tokens.dtype)]
+        return constrain(constrain(columns, None, None, "split").astype(self.compute_dtype), "batch")
 
     def _layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
         config = self.config
@@ -161,7 +178,7 @@ class Llama:
         v = linear("v_proj", h, w["v_proj"]).reshape(B, T, config.n_kv_heads, config.head_dim)
         turning = rotary_frequencies(config)
         q, k = rotate(q, turning), rotate(k, turning)
-        attended = attend(q, k, v, causal=True).reshape(B, T, -1)
+        attended = named(attend(q, k, v, causal=True), "attention").reshape(B, T, -1)
         x = x + linear("o_proj", attended, w["o_proj"])
         h = rms_norm(x, config.rms_norm_eps, w["post_norm"])
         hidden = jax.nn.silu(linear("gate_proj", h, w["gate_proj"])) * linear("up_proj", h, w["up_proj"])
@@ -169,17 +186,33 @@ class Llama:
 
     def logits(self, weights: Weights, hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
         """Next-token logits in fp32 (at least) from the forward's output."""
-        head = weights["embed"].T if self.config.tied else weights["head"]
-        return matmul_wide(rms_norm(hidden, self.config.rms_norm_eps, weights["norm"]), head)
+        return self._head(self._gathered_head(weights, hidden.dtype), weights["norm"], hidden)
 
-    def error(self, weights: Weights, clean: Float[Array, "*n d"], masked: Float[Array, "*n d"]) -> Float[Array, ""]:
+    def _gathered_head(self, weights: Weights, dtype: Any) -> Float[Array, "d vocab"]:
+        if self.config.tied:
+            return gather(weights["embed"], FROZEN, dtype).T
+        return gather(weights["head"], FROZEN, dtype)
+
+    def _head(self, head: Float[Array, "d vocab"], norm: Float[Array, " d"], hidden: Float[Array, "*n d"]) -> Array:
+        return matmul_wide(rms_norm(hidden, self.config.rms_norm_eps, norm), head)
+
+    def error(self, weights: Weights, clean: Float[Array, "B T d"], masked: Float[Array, "B T d"]) -> Float[Array, ""]:
         """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
+        if self.memory.recomputes("vocabulary"):
+            head = self._gathered_head(weights, masked.dtype)
+            B, T, _ = masked.shape
+            block = None if self.memory.token_block is None else max(1, self.memory.token_block // B)
+            return fused_kl(partial(self._head, head, weights["norm"]), clean, masked, fitting_blocks(T, block, "seq"))
         return jnp.mean(kl_divergence(self.logits(weights, clean), self.logits(weights, masked)))
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """`weight_axes` of the configuration."""
+        return weight_axes(self.config)
 
 
 def language_logits(

@@ -5,8 +5,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import matmul
 from param_decomp_jax.sites import PRE_IDENTITY, Sites
+
+FROZEN = Axes((None, "split"), product=True)
+"""Of one layer's frozen matrix at rest: split by output."""
 
 RESIDUAL = "residual"
 """Record name of a layer's input."""
@@ -32,7 +36,7 @@ class PlainLayer:
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "*n d_out"]:
-        y = matmul(x, W)
+        y = constrain(matmul(x, gather(W, FROZEN, x.dtype)), "batch")
         for site, output in ((kind + PRE_IDENTITY, x), (kind, y)):
             if site in self.reads:
                 self.records[self.reads[site]] = x
@@ -53,6 +57,9 @@ class PlainLinears:
 
     def cuts(self) -> frozenset[int]:
         return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
+
+    def join(self, layer: int, x: Any) -> Any:
+        return x
 
     def slices(self, first: int, stop: int) -> Any:
         return None

@@ -22,6 +22,7 @@ from param_decomp_jax.targets.base import (
     Weights,
     run_layers,
     site_weights,
+    split_matrices,
 )  # fmt: skip
 
 KINDS = ("mlp_in", "mlp_out")
@@ -101,3 +102,7 @@ class ResidMLP:
         """W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """Every matrix is split by output."""
+        return split_matrices(weights)

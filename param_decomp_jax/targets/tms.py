@@ -22,6 +22,7 @@ from param_decomp_jax.targets.base import (
     Weights,
     run_layers,
     site_weights,
+    split_matrices,
 )  # fmt: skip
 
 FIRST, HIDDEN, LAST = "linear1", "hidden", "linear2"
@@ -105,3 +106,7 @@ class TMS:
             return weights[stack.kind][None]
 
         return site_weights(self.sites, matrix)
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """Every matrix is split by output."""
+        return split_matrices(weights)

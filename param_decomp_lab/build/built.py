@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from param_decomp_jax.placement import MeshShape, make_mesh
+from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights

@@ -1,14 +1,16 @@
 """A language model to decompose: its folder, its token data, its tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.placement import sharding
+from param_decomp_jax.placement import shardings
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_shapes
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_axes, weight_shapes
 from param_decomp_lab.build.built import Built, build_mesh, check_site_patterns
 from param_decomp_lab.build.sites import build_sites
 from param_decomp_lab.config import RunConfig
@@ -54,9 +56,7 @@ def build_language_model(config: RunConfig) -> Built:
                 f"{held_out.source} has {len(held_out)} rows, an evaluation reads {wanted} (eval.n_steps x "
                 "eval.batch_size); give more held-out data or evaluate on less"
             )
-    whole = sharding(mesh)
-    shardings = jax.tree.map(lambda _: whole, weight_shapes(architecture), is_leaf=lambda x: isinstance(x, tuple))
-    _, weights = load_llama(folder, torch.target.weights_dtype, shardings)
+    _, weights = load_llama(folder, torch.target.weights_dtype, weight_shardings(mesh, architecture))
     leading = torch.pd.batch_size, train.seq_len
     return Built(
         problem=problem,
@@ -68,6 +68,16 @@ def build_language_model(config: RunConfig) -> Built:
         eval=evaluated,
         text=_text(config, folder),
     )
+
+
+def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
+    """Where every array of a Llama's weights lies, in their structure."""
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        weight_shapes(architecture),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return shardings(mesh, weight_axes(architecture), shapes)
 
 
 def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:

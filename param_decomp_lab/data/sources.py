@@ -6,10 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.placement import batch_sharding, from_host, sharding
+from param_decomp_jax.mesh import sharding
+from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
 
@@ -39,12 +40,13 @@ class TokenSource:
     mesh: Mesh
 
     def __call__(self, number: int) -> Int[Array, "B T"]:
-        return from_host(self.batches[number], batch_sharding(self.mesh))
+        rows = self.batches[number]
+        return from_host(rows, batch_sharding(self.mesh, rows.shape))
 
     def inputs(self, first: int, n: int, size: int) -> Int[Array, "size B T"]:
         rows = [self.batches[number] for number in range(first, first + n)]
         stacked = np.stack(rows + [np.zeros_like(rows[0])] * (size - n))
-        return from_host(stacked, sharding(self.mesh, None, "batch"))
+        return from_host(stacked, sharding(self.mesh, stacked.shape, (None, "batch")))
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
         return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)
@@ -61,14 +63,18 @@ class FeatureSource:
     mesh: Mesh
 
     def __call__(self, number: int) -> Float[Array, "B n"]:
-        drawn: Array = jax.jit(self._draw, out_shardings=batch_sharding(self.mesh))(number)
+        drawn: Array = jax.jit(self._draw, out_shardings=self._placed)(number)
         return drawn
 
     def inputs(self, first: int, n: int, size: int) -> tuple[()]:
         return ()
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        return jax.lax.with_sharding_constraint(self._draw(step), batch_sharding(self.mesh))
+        return jax.lax.with_sharding_constraint(self._draw(step), self._placed)
+
+    @property
+    def _placed(self) -> NamedSharding:
+        return batch_sharding(self.mesh, (self.size, self.features.n_features))
 
     def _draw(self, number: int | Int[Array, ""]) -> Array:
         key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), self.purpose)

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from param_decomp_jax.ci import Judge
+from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.components import Components
+from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
 from param_decomp_jax.numerics import kl_divergence
 from param_decomp_jax.recon import Scene, run_masked
@@ -26,7 +29,7 @@ def ce_and_kl(
     target: Llama,
     scene: Scene,
     components: Components,
-    importances: dict[str, Float[Array, "layers B T C"]],
+    judge: Judge,
     key: PRNGKeyArray,
     sampling: Stochastic,
     rounding_threshold: float,
@@ -37,21 +40,24 @@ def ce_and_kl(
     """
     live = tuple(range(len(target.sites)))
     of_stochastic, of_random = jax.random.split(key)
-    nothing = jax.tree.map(jnp.zeros_like, importances)
-    rounded = jax.tree.map(lambda x: (x > rounding_threshold).astype(x.dtype), importances)
+    lower = judge.squash
     on, off = ConstantSources(Constant(1.0)), ConstantSources(Constant(0.0))
-    sources: dict[str, tuple[dict[str, Array], SourceKind]] = {
-        "unmasked": (nothing, on),
-        "ci_masked": (importances, off),
-        "rounded_masked": (rounded, off),
-        "stoch_masked": (importances, StochasticSources(sampling, of_stochastic, scene.use_delta)),
-        "random_masked": (nothing, StochasticSources(replace(sampling, sampling="continuous"), of_random, False)),
-        "zero_masked": (nothing, off),
+    maskings: dict[str, tuple[Squash, SourceKind]] = {
+        "unmasked": (jnp.zeros_like, on),
+        "ci_masked": (lower, off),
+        "rounded_masked": (lambda z: (lower(z) > rounding_threshold).astype(z.dtype), off),
+        "stoch_masked": (lower, StochasticSources(sampling, of_stochastic, scene.use_delta)),
+        "random_masked": (
+            jnp.zeros_like,
+            StochasticSources(replace(sampling, sampling="continuous"), of_random, False),
+        ),
+        "zero_masked": (jnp.zeros_like, off),
     }
     clean = target.logits(scene.weights, scene.clean.output)
     measured = {"ce_target": next_token_ce(clean, scene.inputs)}
     for masking in MASKINGS:
-        masked = run_masked(scene, live, components, *sources[masking])
+        squash, sources = maskings[masking]
+        [masked] = run_masked(scene, components, replace(judge, squash=squash), [Stream(live, sources)])
         logits = target.logits(scene.weights, masked.output)
         measured[f"kl_{masking}"] = jnp.mean(kl_divergence(clean, logits))
         measured[f"ce_{masking}"] = next_token_ce(logits, scene.inputs)

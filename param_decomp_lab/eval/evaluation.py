@@ -11,12 +11,11 @@ from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
 from param_decomp_jax.adversary import PersistentAttack
-from param_decomp_jax.ci import ci_logits, squashings
 from param_decomp_jax.components import with_views
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, clean_pass, total_loss
+from param_decomp_jax.step import Problem, keeps_outputs, total_loss
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_jax.targets.resid_mlp import ResidMLP
@@ -34,7 +33,7 @@ from param_decomp_lab.config.metric_schema import (
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
-from param_decomp_lab.eval.importance import Statistics, batch_statistics, lower_importances, mean_l0
+from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_l0, read_batch
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
@@ -94,7 +93,9 @@ class Evaluation:
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
 
         def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
-            return batch_statistics(lower_importances(problem, components, ci, weights, inputs), threshold)
+            components = with_views(components, target.sites)
+            _, judge = read_batch(problem, components, ci, weights, inputs)
+            return batch_statistics(problem, components, judge, threshold)
 
         self._statistics = jax.jit(statistics)
 
@@ -104,20 +105,18 @@ class Evaluation:
         problem, metrics = self._problem, self._metrics
         spec = problem.decomposition
         components = with_views(state.components, problem.target.sites)
-        scene, site_inputs = clean_pass(problem, weights, inputs)
-        logits = ci_logits(state.ci, site_inputs, components, problem.compute_dtype)
-        importances = jax.tree.map(squashings(spec.squashing)[0], logits)
+        scene, judge = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
         of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem, state, scene, components, logits, {}, of_losses)
+        _, losses = total_loss(problem, state, scene, components, judge, {}, of_losses)
         adversaries, errors = attack_batch(
-            self._persistent, adversaries, scene, components, importances, state, spec.steps, of_losses
+            self._persistent, adversaries, scene, components, judge, state, spec.steps, of_losses
         )
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Llama), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(target, scene, components, importances, of_ce_kl, self._sampling, threshold)
-        measured["l0"] = [mean_l0(importances, l0.ci_alive_threshold) for l0 in metrics.l0]
+            measured["ce_kl"] = ce_and_kl(target, scene, components, judge, of_ce_kl, self._sampling, threshold)
+        measured["l0"] = mean_l0(problem, components, judge, [l0.ci_alive_threshold for l0 in metrics.l0])
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:

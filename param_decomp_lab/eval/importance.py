@@ -1,6 +1,7 @@
 """What causal importances look like: per batch on the device, and as figures."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,52 +9,76 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ci_logits, squashings
+from param_decomp_jax.ci import Judge, Logits, judge, per_component, squashings
 from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.sites import Sites
-from param_decomp_jax.step import Problem, run_clean
+from param_decomp_jax.recon import Scene
+from param_decomp_jax.step import Problem, read, run_clean
 from param_decomp_jax.targets.base import Weights
 
 BINS = 100
 
 
-def lower_importances(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
-) -> dict[str, Float[Array, "layers *n C"]]:
-    """λ of every site on one batch, by stack."""
-    lower, _ = squashings(problem.decomposition.squashing)
-    return jax.tree.map(lower, importance_logits(problem, components, ci, weights, inputs))
+def read_batch(
+    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, outputs: bool = False
+) -> tuple[Scene, Judge]:
+    """The clean pass of a batch and how its importances are read, as λ. ``outputs`` keeps the sites' outputs too."""
+    scene = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs)
+    judgement = judge(ci, scene.site_inputs, components, problem.compute_dtype, problem.target.memory)
+    return scene, read(problem, ci, judgement, scene)
 
 
 def importance_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
-    """What λ is squashed from: beyond 0 and 1 it still tells a strong case from a weak one."""
-    _, site_inputs = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
-    return ci_logits(ci, site_inputs, with_views(components, problem.target.sites), problem.compute_dtype)
+    """What λ is squashed from, of every site, by stack: beyond 0 and 1 it still tells a strong case from a weak one.
+
+    All of it at once, whatever the memory policy says: for batches of a few positions.
+    """
+    components = with_views(components, problem.target.sites)
+    memory = replace(problem.target.memory, save=problem.target.memory.save | {"logits"})
+    scene = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
+    judgement = judge(ci, scene.site_inputs, components, problem.compute_dtype, memory)
+    assert isinstance(judgement, Logits)
+    return judgement.by_stack
 
 
-def mean_l0(importances: dict[str, Array], threshold: float) -> dict[str, Float[Array, " layers"]]:
-    """By stack and layer: mean number of components with λ above the threshold, per position."""
-
-    def of_stack(x: Array) -> Array:
-        return jnp.mean(jnp.sum(x > threshold, axis=-1), axis=tuple(range(1, x.ndim - 1)))
-
-    return {name: of_stack(x) for name, x in importances.items()}
+def lower_importances(
+    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
+) -> dict[str, Float[Array, "layers *n C"]]:
+    """λ of every site on one batch, by stack, as `importance_logits`."""
+    lower, _ = squashings(problem.decomposition.squashing)
+    return jax.tree.map(lower, importance_logits(problem, components, ci, weights, inputs))
 
 
 def batch_statistics(
-    importances: dict[str, Array], threshold: float
+    problem: Problem, components: Components, judge: Judge, threshold: float
 ) -> dict[str, tuple[Int[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
     """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold."""
 
-    def of_layer(x: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
-        flat = x.reshape(-1, x.shape[-1])
+    def of_components(logits: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
+        flat = judge.squash(logits).reshape(-1, logits.shape[-1])
         bins = jnp.clip((flat * BINS).astype(jnp.int32), 0, BINS - 1)
-        counts = jnp.bincount(bins.ravel(), length=BINS)
+        counts = jax.vmap(lambda column: jnp.bincount(column, length=BINS), in_axes=1)(bins)
         return counts, jnp.mean(flat, axis=0), jnp.mean(flat > threshold, axis=0)
 
-    return {name: jax.lax.map(of_layer, x) for name, x in importances.items()}
+    found = per_component(judge, components, problem.target.sites, problem.target.memory, of_components)
+    return {name: (jnp.sum(counts, axis=1), *rest) for name, (counts, *rest) in found.items()}
+
+
+def mean_l0(
+    problem: Problem, components: Components, judge: Judge, thresholds: Sequence[float]
+) -> list[dict[str, Float[Array, " layers"]]]:
+    """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
+
+    def alive(logits: Float[Array, "*n C"]) -> Float[Array, "C thresholds"]:
+        lower = judge.squash(logits)
+        return jnp.stack([jnp.mean(lower > t, axis=tuple(range(lower.ndim - 1))) for t in thresholds], axis=-1)
+
+    if not thresholds:
+        return []
+    found = per_component(judge, components, problem.target.sites, problem.target.memory, alive)
+    return [{name: jnp.sum(x[..., n], axis=1) for name, x in found.items()} for n in range(len(thresholds))]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
+from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import Components
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.recon import Reconstruction, Scene, persistent_error, reconstruction
@@ -44,13 +45,13 @@ def attack_batch(
     adversaries: Adversaries,
     scene: Scene,
     components: Components,
-    importances: dict[str, Array],
+    judge: Judge,
     state: State,
     total: int,
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
     """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
-    climb = persistent_error(scene, components, importances)
+    climb = persistent_error(scene, components, judge)
     moved, errors = {}, {}
     for number, term in enumerate(terms):
         spec = term.sources
@@ -60,7 +61,7 @@ def attack_batch(
 
         def error(raw: Bundle, term: Reconstruction = term, of_term: PRNGKeyArray = of_term) -> Array:
             assert isinstance(term.sources, PersistentAttack)
-            return reconstruction(term, scene, components, importances, of_term, effective(term.sources, raw))
+            return reconstruction(term, scene, components, judge, of_term, effective(term.sources, raw))
 
         errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
         moved[term.name] = ascend(spec, adversary, gradient, state.step, total)

@@ -11,7 +11,8 @@ from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PerBatc
 from param_decomp_jax.ci import LayerwiseMLP
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.placement import MeshShape, batch_sharding, from_host, make_mesh, replicate, state_shardings
+from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.placement import batch_sharding, from_host, replicate, state_shardings
 from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule

@@ -31,9 +31,11 @@ from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, Layerwis
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.transformer import TransformerCI
+from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import indices
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
 from param_decomp_jax.routing import draw_routes
@@ -456,16 +458,22 @@ def term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[int,
         for _ in range(n_samples(term)):
             of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(draws)))
             draw: Tree = {"sources": None}
-            routes = draw_routes(term.routing, of_routes, leading, len(live))
+            routes = draw_routes(term.routing, of_routes, positions(leading), len(live))
             draw["routes"] = None if routes is None else jnp.moveaxis(routes, -1, 0)
             match term.sources:
                 case Stochastic() as kind:
                     drawn = StochasticSources(kind, of_sources, use_delta)
-                    draw["sources"] = [drawn.at(jnp.asarray(n), leading, sites.all[n].C) for n in live]
+                    draw["sources"] = [drawn_at(drawn, n, leading, sites.all[n].C) for n in live]
                 case FreshAttack() as kind:
                     draw["sources"] = initial_sources(kind, of_sources, sites, live, leading, use_delta)
             draws.append(draw)
     return draws
+
+
+def drawn_at(sources: StochasticSources, site: int, leading: tuple[int, ...], C: int) -> tuple[Any, Any]:
+    """Component sources and delta of one site."""
+    at, number = positions(leading), jnp.asarray(site)
+    return sources.components(number, at, indices(C)), sources.delta(number, at)
 
 
 _jit_term_draws = jax.jit(term_draws, static_argnums=(0, 2, 3, 4))

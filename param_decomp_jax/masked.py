@@ -1,0 +1,232 @@
+"""Masked forwards of one batch, run together: where sections 2, 3 and 4 meet, inside one layer.
+
+All masked forwards of a step go through the layers in step with each other, as *streams*: a layer sees their rows side
+by side. So a site's causal importance is computed once for all of them, and the gradients that they send to it are
+added *before* they pass the squashing, whose leak (C1) is not linear; that holds however little of it is kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, UInt32
+
+from param_decomp_jax.ci import Judge
+from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
+from param_decomp_jax.masks import SourceKind, interpolate
+from param_decomp_jax.memory import MemoryPolicy, named
+from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather, gather_tree, indices, with_block
+from param_decomp_jax.numerics import matmul, wide
+from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.targets.plain_linears import FROZEN, output_record
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One masked forward: the sites that are live in it (canonical numbers), their sources, their routes.
+
+    ``routes``: ``[…, live sites]``, or None (everywhere).
+    """
+
+    live: tuple[int, ...]
+    sources: SourceKind
+    routes: Bool[Array, "*n live"] | None = None
+
+
+class LiveSite(NamedTuple):
+    """What a site that is live in some streams needs in one layer, or stacked over layers.
+
+    ``column``: global numbers of its components. ``judged`` is a slice of the pass's `Judge`. ``sources`` and
+    ``routes`` are by stream, slices of the streams' own.
+    """
+
+    V: Any
+    U: Any
+    judged: Any
+    column: Any
+    sources: dict[int, Any]
+    routes: dict[int, Any]
+
+
+def side_by_side(streams: Sequence[Float[Array, "B *n"]]) -> Float[Array, "rows *n"]:
+    """Row b of stream i at ``b · streams + i``: rows stay on the device that has the batch row."""
+    if len(streams) == 1:
+        return streams[0]
+    stacked = jnp.stack(streams, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def apart(rows: Float[Array, "rows *n"], n_streams: int) -> list[Float[Array, "B *n"]]:
+    """The inverse of `side_by_side`."""
+    if n_streams == 1:
+        return [rows]
+    stacked = rows.reshape(-1, n_streams, *rows.shape[1:])
+    return [stacked[:, i] for i in range(n_streams)]
+
+
+@dataclass
+class MaskedLayer:
+    """One layer of all streams present: live kinds get the masked product, the others ``xW`` (F3)."""
+
+    live: dict[str, LiveSite]
+    of: "MaskedLinears"
+    stacks: dict[str, Stack]
+    n_streams: int
+    records_outputs: frozenset[str]
+    records: dict[str, Array] = field(default_factory=dict)
+
+    def enter(self, x: Float[Array, "rows *n d"]) -> None:
+        pass
+
+    def __call__(
+        self, kind: str, x: Float[Array, "rows *n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "rows *n d_out"]:
+        return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
+
+    def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
+        """The product of one matrix; W None is the identity."""
+        W = None if W is None else gather(W, FROZEN, x.dtype)
+        if kind in self.live:
+            y = named(self._masked(self.live[kind], self.stacks[kind], x, W), "site_outputs")
+        else:
+            y = x if W is None else matmul(x, W)
+        y = constrain(y, "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
+
+    def _masked(
+        self, site: LiveSite, stack: Stack, rows: Float[Array, "rows *n d_in"], W: Array | None
+    ) -> Float[Array, "rows *n d_out"]:
+        """F2 with the mask of M1, block by block of the site's components: the product is a sum over them."""
+        of, axes, streams = self.of, self.of.site_axes(stack, tuple(site.sources)), self.of.streams
+        xs = dict(enumerate(apart(rows, self.n_streams)))
+        deltas = {i: streams[i].sources.delta(source, of.at) for i, source in site.sources.items()}
+        n_blocks = of.memory.component_blocks(stack.C)
+        # Wide where blocks add up their gradients.
+        into = {i: wide(xs[i]) if n_blocks > 1 else xs[i] for i in site.sources}
+
+        def through(block: LiveSite) -> dict[int, Float[Array, "B *n d_out"]]:
+            part: LiveSite = gather_tree(with_block(site, block), axes, rows.dtype)
+            importance = of.judge.importance(part.judged, part.V)
+
+            def of_stream(i: int) -> Float[Array, "B *n d_out"]:
+                mask = interpolate(importance, streams[i].sources.components(part.sources[i], of.at, part.column))
+                y = through_components(into[i].astype(rows.dtype), part.V, part.U, mask, deltas[i], part.routes[i])
+                return constrain(y, "batch")
+
+            return {i: of_stream(i) for i in part.sources}
+
+        ys = of.memory.sum_over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
+        for i, x in xs.items():
+            past = past_components(x, W, deltas[i], site.routes[i]) if i in ys else _unmasked(x, W)
+            if past is not None:
+                ys[i] = ys[i] + past if i in ys else past
+        return side_by_side([ys[i].astype(rows.dtype) for i in range(self.n_streams)])
+
+
+def _unmasked(x: Float[Array, "B *n d_in"], W: Array | None) -> Float[Array, "B *n d_out"]:
+    return x if W is None else matmul(x, W)
+
+
+@dataclass(frozen=True)
+class MaskedLinears:
+    """A pass of ``streams``, sorted by their first live layer: each joins the others there, from the clean pass (F6).
+
+    ``at``: global numbers of the positions. ``residuals``: of each stream, the clean residual at its first live layer.
+    """
+
+    sites: Sites
+    streams: tuple[Stream, ...]
+    residuals: tuple[Float[Array, "B *n d"], ...]
+    components: Components
+    judge: Judge
+    at: UInt32[Array, "*leading"]
+    memory: MemoryPolicy
+    record_outputs: bool = False
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First live layer of each stream."""
+        return tuple(self.sites.all[stream.live[0]].layer for stream in self.streams)
+
+    def start(self) -> tuple[int, Array]:
+        """Layer and rows that the pass begins with."""
+        first = min(self.starts)
+        return first, side_by_side(self._joining(first))
+
+    def join(self, layer: int, x: Float[Array, "rows *n d"]) -> Float[Array, "more *n d"]:
+        """``x`` with the rows of the streams that join before this layer."""
+        joining, present = self._joining(layer), self.present(layer - 1)
+        if not joining or present == 0:
+            return x
+        return constrain(side_by_side([*apart(x, present), *joining]), "batch")
+
+    def _joining(self, layer: int) -> list[Array]:
+        return [x for x, start in zip(self.residuals, self.starts, strict=True) if start == layer]
+
+    def present(self, layer: int) -> int:
+        """How many streams run through this layer."""
+        return sum(start <= layer for start in self.starts)
+
+    def _live(self, layer: int) -> dict[Stack, tuple[int, ...]]:
+        """Of the stacks with a site in this layer: the numbers of the streams in which it is live, if any."""
+        found = {}
+        for stack in self.sites.stacks:
+            if layer in stack.layers:
+                site = stack.sites[layer - stack.first]
+                streams = tuple(i for i, stream in enumerate(self.streams) if site in stream.live)
+                if streams:
+                    found[stack] = streams
+        return found
+
+    def cuts(self) -> frozenset[int]:
+        """Where another stream joins or other sites are live; where outputs are recorded, the edges of segments too."""
+        edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
+        layers = range(min(edges), max(edges) + 1)
+        return frozenset(
+            layer
+            for layer in layers
+            if layer in self.starts
+            or (self.record_outputs and layer in edges)
+            or self._live(layer) != self._live(layer - 1)
+        )
+
+    def slices(self, first: int, stop: int) -> Any:
+        def of_stack(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
+            rows = slice(first - stack.first, stop - stack.first)
+            return LiveSite(
+                V=self.components[stack.name].V[rows],
+                U=self.components[stack.name].U[rows],
+                judged=self.judge.slices(stack, first, stop),
+                column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
+                sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
+                routes={i: _routes(self.streams[i], stack.sites[rows]) for i in streams},
+            )
+
+        return {stack.kind: of_stack(stack, streams) for stack, streams in self._live(first).items()}
+
+    def site_axes(self, stack: Stack, streams: Sequence[int]) -> LiveSite:
+        """Logical axes of one layer's `LiveSite`."""
+        return LiveSite(
+            V=V_AXES,
+            U=U_AXES,
+            judged=self.judge.axes(stack),
+            column=Axes(("component_in_use",)),
+            sources={i: self.streams[i].sources.axes(stack) for i in streams},
+            routes={i: None if self.streams[i].routes is None else Axes(("batch",)) for i in streams},
+        )
+
+    def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
+        here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
+        recorded = frozenset(here) if self.record_outputs else frozenset[str]()
+        return MaskedLayer(slice_, self, here, self.present(first), recorded)
+
+
+def _routes(stream: Stream, sites: Sequence[int]) -> Float[Array, "layers *n"] | None:
+    if stream.routes is None:
+        return None
+    routes = stream.routes.astype(jnp.float32)
+    return jnp.stack([routes[..., stream.live.index(site)] for site in sites])

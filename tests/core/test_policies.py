@@ -1,0 +1,73 @@
+"""D4 for the memory policy: every lever on against off, and the presets against `PLAIN`, whole steps with gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.step import Problem
+from tests.core import tiny
+from tests.core.test_step import CASES
+
+TRANSFORMER, SHARED, SCALAR, NO_DELTA = CASES
+SMALL = {"component_block": 2, "token_block": 8}
+EVERYTHING = frozenset(INTERMEDIATES)
+POLICIES: dict[str, MemoryPolicy] = {
+    "lean": dataclasses.replace(LEAN, **SMALL),
+    "balanced": dataclasses.replace(BALANCED, **SMALL),
+    "published": PUBLISHED,
+    "unroll": MemoryPolicy(layers="unroll"),
+    "lazy logits": MemoryPolicy(save=EVERYTHING - {"logits"}),
+    "lazy logits in blocks": MemoryPolicy(save=EVERYTHING - {"logits"}, component_block=2),
+    "blocks": MemoryPolicy(component_block=2),
+    "recomputed layers": MemoryPolicy(save=EVERYTHING - {"layers"}),
+    "recomputed layers in groups": MemoryPolicy(save=EVERYTHING - {"layers"}, layer_group=2),
+    "offloaded outputs": MemoryPolicy(
+        save=EVERYTHING - {"layers", "site_outputs"}, offload=frozenset({"site_outputs"})
+    ),
+    "recomputed ci": MemoryPolicy(save=EVERYTHING - {"ci"}),
+    "fused kl": MemoryPolicy(save=EVERYTHING - {"vocabulary"}, token_block=8),
+    "micro-batches": MemoryPolicy(micro_batches=2),
+}
+
+
+def under(problem: Problem, policy: MemoryPolicy) -> Problem:
+    spec = dataclasses.replace(problem.decomposition, memory=policy)
+    return Problem(spec, dataclasses.replace(problem.target, memory=policy))
+
+
+@functools.cache
+def outcome(case: str, policy: MemoryPolicy, exact: bool) -> Any:
+    """State, metrics and gradients of a step, by path, as NumPy arrays."""
+    problem, state, weights = under(CASES[case], policy), tiny.ruffled_state(CASES[case]), tiny.weights()
+    with jax.enable_x64(exact):
+        if exact:
+            problem, state, weights = tiny.in_float64(problem), tiny.to_float64(state), tiny.to_float64(weights)
+        got = tiny.jit_step(problem, state, weights, jnp.asarray(tiny.TOKENS))
+        leaves = jax.tree_util.tree_leaves_with_path(got)
+        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def assert_same(case: str, name: str, exact: bool) -> None:
+    want, got = outcome(case, PLAIN, exact), outcome(case, POLICIES[name], exact)
+    assert want.keys() == got.keys()
+    deviations = {path: tiny.deviation(want[path], got[path]) for path in want}
+    worst = max(deviations, key=lambda path: deviations[path])
+    print(f"{case}, {name}: {deviations[worst]:.1e} at {worst}")
+    assert deviations[worst] <= (1e-9 if exact else 2e-5), (worst, deviations[worst])
+
+
+FAST = [(TRANSFORMER, "lean", False), (TRANSFORMER, "lean", True), (SCALAR, "lean", True)]
+ALL = [(case, name, exact) for case in CASES for name in POLICIES for exact in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "exact"), [pytest.param(*of, marks=[] if of in FAST else pytest.mark.slow) for of in ALL]
+)
+def test_a_policy_changes_no_number(case: str, name: str, exact: bool) -> None:
+    assert_same(case, name, exact)
