@@ -42,9 +42,10 @@ from param_decomp_jax.aot.topology import target_configs
 from param_decomp_jax.ci import GlobalTransformer
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.mesh import MeshShape, whole
 from param_decomp_jax.optim import AdamW
-from param_decomp_jax.placement import MeshShape, batch_sharding, sharding, state_shardings
+from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
@@ -65,8 +66,9 @@ SMALL, SMALL_CI = LlamaConfig(4096, 512, 8, 8, 2, 64, 1024), GlobalTransformer(5
 
 POLICIES: Mapping[str, MemoryPolicy] = {
     "plain": PLAIN,
-    "recompute": MemoryPolicy(recompute_layers=True),
-    "unroll": MemoryPolicy("unroll", recompute_layers=True),
+    "balanced": BALANCED,
+    "lean": LEAN,
+    "published": PUBLISHED,
 }
 
 
@@ -94,7 +96,10 @@ class Row:
 MIDDLE, EVERY = range(18, 27), range(32)
 NODE, EIGHT_NODES = MeshShape(fsdp=8), MeshShape(fsdp=64)
 ROWS = (
-    *(Row(policy, NODE, 16, range(3, 6), 3, 1536, 512, SMALL, SMALL_CI) for policy in ("plain", "recompute", "unroll")),
+    *(
+        Row(policy, NODE, 16, range(3, 6), 3, 1536, 512, SMALL, SMALL_CI)
+        for policy in ("plain", "balanced", "lean", "published")
+    ),
     Row("lean", EIGHT_NODES, 64, MIDDLE, goal_gib=18),
     Row("lean", EIGHT_NODES, 1024, MIDDLE, goal_gib=60),
     Row("lean", NODE, 8, MIDDLE, goal_gib=100),
@@ -134,22 +139,34 @@ def problem_of(row: Row, policy: MemoryPolicy) -> Problem:
     return Problem(decomposition, Llama(row.model, choose_sites(matrices(row.model), chosen), policy, jnp.bfloat16))
 
 
+def weights_of(model: LlamaConfig) -> Any:
+    """Shapes of the frozen weights, in bf16."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        weight_shapes(model),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes with shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
 def step_of(problem: Problem, row: Row, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step and its arguments, abstract, placed on the mesh as a run places them."""
     spec, sites = problem.decomposition, problem.target.sites
     state = jax.eval_shape(lambda: init_state(spec, sites, (row.batch, row.seq)))
     places = state_shardings(mesh, spec, state)
-    state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
-    weights = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding(mesh)),
-        weight_shapes(row.model),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    tokens = jax.ShapeDtypeStruct((row.batch, row.seq), jnp.int32, sharding=batch_sharding(mesh))
+    state = placed(state, places)
+    weights = weights_of(row.model)
+    weights = placed(weights, shardings(mesh, problem.target.weight_axes(weights), weights))
+    tokens = jax.ShapeDtypeStruct((row.batch, row.seq), jnp.int32)
+    tokens = placed(tokens, batch_sharding(mesh, tokens.shape))
     step = jax.jit(
         partial(training_step, problem),
         donate_argnums=(0,) if spec.memory.donate else (),
-        out_shardings=(places, sharding(mesh)),
+        out_shardings=(places, whole(mesh)),
     )
     return step, (state, weights, tokens)
 
@@ -158,11 +175,7 @@ def flops_of(row: Row, policy: MemoryPolicy) -> Flops:
     """Of the whole step. Traced with no mesh in sight: the same arithmetic, as far as it is not in a `shard_map`."""
     problem = problem_of(row, policy)
     shapes = jax.eval_shape(lambda: init_state(problem.decomposition, problem.target.sites, (row.batch, row.seq)))
-    weights = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-        weight_shapes(row.model),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    weights = weights_of(row.model)
     tokens = jax.ShapeDtypeStruct((row.batch, row.seq), jnp.int32)
     return matmul_flops(jax.make_jaxpr(partial(training_step, problem))(shapes, weights, tokens))
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from param_decomp_jax.attention import Attention
 from param_decomp_jax.mesh import fitting_blocks
 
 Intermediate = Literal["logits", "layers", "attention", "site_outputs", "ci", "vocabulary"]
@@ -36,7 +37,8 @@ class MemoryPolicy:
     recomputed. ``layers``: one scanned body for alike layers, or the layers written out one after the other.
     ``layer_group``: layers per outer step of a nested scan that keeps only one input per group (√n checkpointing).
     ``component_block``: components of a site worked on at once, all devices together; ``token_block``: tokens the
-    fused KL works on at once, all devices together. ``micro_batches``: parts of the batch, one after the other.
+    fused KL works on at once, all devices together. ``attention``: see `attention.py`. ``micro_batches``: parts of the
+    batch, one after the other.
     ``donate``: the step reuses the buffers of the state it is given.
     """
 
@@ -46,6 +48,7 @@ class MemoryPolicy:
     layer_group: int | None = None
     component_block: int | None = None
     token_block: int | None = None
+    attention: Attention = "plain"
     micro_batches: int = 1
     donate: bool = True
 
@@ -123,10 +126,10 @@ def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 PLAIN = MemoryPolicy()
 """Everything saved, no blocks, nothing fused: the readable reference."""
 
-BALANCED = MemoryPolicy(save=frozenset({"attention", "site_outputs"}), token_block=1 << 15)
+BALANCED = MemoryPolicy(save=frozenset({"attention", "site_outputs"}), token_block=1 << 15, attention="flash")
 """Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
 
-LEAN = MemoryPolicy(save=frozenset(), component_block=1 << 13, token_block=1 << 15)
+LEAN = MemoryPolicy(save=frozenset(), component_block=1 << 13, token_block=1 << 15, attention="flash")
 """As little as possible is kept."""
 
 PUBLISHED = MemoryPolicy(save=frozenset({"logits", "ci", "vocabulary"}), layers="unroll", donate=False)

@@ -12,7 +12,6 @@ from param_decomp_jax.adversary import Adversary
 from param_decomp_jax.components import Components, components_axes
 from param_decomp_jax.masks import source_axes
 from param_decomp_jax.mesh import Axes, is_axes, sharding, whole
-from param_decomp_jax.optim import AdamW, transformation
 from param_decomp_jax.state import Decomposition, State
 
 WHOLE = Axes(())
@@ -30,9 +29,6 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
     """
     components, ci = components_axes(state.components), state.ci.axes()
 
-    def moments(spec: AdamW, of: Any, axes: Any) -> Any:
-        return moments_axes(transformation(spec, decomposition.steps), of, axes)
-
     def adversary(of: Adversary) -> Any:
         def bundle(sources: Any) -> Any:
             return {name: source_axes(s, decomposition.batch_size) for name, s in sources.items()}
@@ -47,23 +43,32 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
         axes,
         components=components,
         ci=ci,
-        components_moments=moments(decomposition.components_optimizer, state.components_moments, components),
-        ci_moments=moments(decomposition.ci_optimizer, state.ci_moments, ci),
+        components_moments=moments_axes(state.components_moments, state.components, components),
+        ci_moments=moments_axes(state.ci_moments, state.ci, ci),
         adversaries={name: adversary(a) for name, a in state.adversaries.items()},
     )
 
 
-def moments_axes(optimizer: optax.GradientTransformation, moments: Any, of_parameters: Any) -> Any:
-    """Logical axes of an optimiser's state, from those of its parameters."""
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, axes: axes, moments, of_parameters, transform_non_params=lambda _: WHOLE, is_leaf=is_axes
-    )
+def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
+    """Logical axes of an optimiser's state: what in it has the parameters' structure lies like them."""
+    structure = jax.tree.structure(parameters)
+
+    def alike(part: Any) -> bool:
+        return bool(jax.tree.structure(part) == structure)
+
+    def of(part: Any) -> Any:
+        if not alike(part):
+            return WHOLE
+        # A factored moment (Adafactor's) has fewer axes than its parameter.
+        return jax.tree.map(lambda a, p, x: a if x.shape == p.shape else WHOLE, axes, parameters, part, is_leaf=is_axes)
+
+    return jax.tree.map(of, moments, is_leaf=alike)
 
 
 def moments_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
     """Shardings of the state of an optimiser of components, in its structure."""
     moments = jax.eval_shape(optimizer.init, components)
-    return shardings(mesh, moments_axes(optimizer, moments, components_axes(components)), moments)
+    return shardings(mesh, moments_axes(moments, components, components_axes(components)), moments)
 
 
 def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> State:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, with_memory
-from param_decomp_jax.placement import MeshShape, make_mesh
+from param_decomp_jax.mesh import MeshShape, make_mesh
 
 Options = Mapping[str, str | int | bool]
 

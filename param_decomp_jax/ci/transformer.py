@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.attention import attend
+from param_decomp_jax.attention import Attention, attend
 from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
@@ -66,12 +66,12 @@ class TransformerCI(eqx.Module):
         assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"
 
         def block(h: Array, w: Block) -> tuple[Array, None]:
-            return constrain(self._block(h, w), "batch"), None
+            return constrain(self._block(h, w, memory.attention), "batch"), None
 
         h, _ = memory.over_layers(block, constrain(h.astype(compute_dtype), "batch"), self.blocks, "ci")
         return h[:, 0] if no_sequence else h
 
-    def _block(self, h: Float[Array, "B T d"], w: Block) -> Float[Array, "B T d"]:
+    def _block(self, h: Float[Array, "B T d"], w: Block, attention: Attention) -> Float[Array, "B T d"]:
         B, T, d = h.shape
         w = gather_tree(w, self.blocks.axes(), h.dtype)
         turning = frequencies(d // self.config.n_heads, self.config.rope_base)
@@ -81,7 +81,7 @@ class TransformerCI(eqx.Module):
 
         y = rms_norm(h, EPS)
         q, k = rotate(heads(matmul(y, w.q)), turning), rotate(heads(matmul(y, w.k)), turning)
-        attended = attend(q, k, heads(matmul(y, w.v)), causal=False)
+        attended = attend(q, k, heads(matmul(y, w.v)), False, attention)
         h = h + matmul(attended.reshape(B, T, d), w.o)
         return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 

@@ -178,7 +178,7 @@ class Llama:
         v = linear("v_proj", h, w["v_proj"]).reshape(B, T, config.n_kv_heads, config.head_dim)
         turning = rotary_frequencies(config)
         q, k = rotate(q, turning), rotate(k, turning)
-        attended = named(attend(q, k, v, causal=True), "attention").reshape(B, T, -1)
+        attended = named(attend(q, k, v, True, self.memory.attention), "attention").reshape(B, T, -1)
         x = x + linear("o_proj", attended, w["o_proj"])
         h = rms_norm(x, config.rms_norm_eps, w["post_norm"])
         hidden = jax.nn.silu(linear("gate_proj", h, w["gate_proj"])) * linear("up_proj", h, w["up_proj"])

@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from param_decomp_jax.attention import attend, blocked, plain
-from param_decomp_jax.placement import MeshShape, make_mesh
+from param_decomp_jax.mesh import MeshShape, make_mesh
 
 TOLERANCE = {np.float32: 2e-5, np.float64: 1e-12}
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from param_decomp_jax.aot.flops import Flops, matmul_flops
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.placement import MeshShape, make_mesh
+from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.llama import KINDS
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from tests.core import tiny
