@@ -6,10 +6,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
-from param_decomp_jax.ci import Judge, SiteInputs
+from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import Components
 from param_decomp_jax.masked import MaskedLinears, Stream, apart
 from param_decomp_jax.masks import (
@@ -21,11 +21,13 @@ from param_decomp_jax.masks import (
     Stochastic,
     StochasticSources,
 )  # fmt: skip
+from param_decomp_jax.micro_batches import mean_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites
-from param_decomp_jax.targets.base import Forward, Target, Weights
-from param_decomp_jax.targets.plain_linears import RESIDUAL, output_record
+from param_decomp_jax.targets.base import Forward
+from param_decomp_jax.targets.plain_linears import output_record
 
 
 @dataclass(frozen=True)
@@ -99,43 +101,13 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
             return 0
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What every masked forward of a batch shares.
-
-    ``site_inputs``: clean inputs of the sites by stack. ``at``: global numbers of the positions (M4).
-    """
-
-    target: Target
-    weights: Weights
-    inputs: Array
-    clean: Forward
-    site_inputs: SiteInputs
-    at: UInt32[Array, "*leading"]
-    batch: int
-    use_delta: bool
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Leading axes of an activation, global."""
-        return self.at.shape
-
-
-def clean_residual(scene: Scene, live: tuple[int, ...]) -> Array:
-    """F6: the clean residual where a forward with these live sites leaves the clean pass, at its first live layer."""
-    layer = scene.target.sites.all[live[0]].layer
-    records = scene.clean.records
-    first = max(start for start in records if start <= layer)
-    return records[first][RESIDUAL][layer - first]
-
-
 def run_masked(
     scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], record_outputs: bool = False
 ) -> list[Forward]:
     """The masked forwards of these streams, begun at their first live layers (F6); in the order given."""
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
-    residuals = tuple(clean_residual(scene, stream.live) for stream in ordered)
+    residuals = tuple(scene.residual(stream.live) for stream in ordered)
     target = scene.target
     linears = MaskedLinears(
         target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs
@@ -156,14 +128,19 @@ def errors(
     scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], kinds: Sequence[ErrorKind]
 ) -> Float[Array, " streams"]:
     """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together."""
-    forwards = run_masked(scene, components, judge, streams, record_outputs="hidden_acts" in kinds)
 
-    def error(kind: ErrorKind, masked: Forward) -> Float[Array, ""]:
-        if kind == "hidden_acts":
-            return hidden_acts_error(scene.target.sites, scene.clean, masked)
-        return scene.target.error(scene.weights, scene.clean.output, masked.output)
+    def of_batch(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> Float[Array, " streams"]:
+        forwards = run_masked(scene, components, judge, streams, record_outputs="hidden_acts" in kinds)
 
-    return jnp.stack([error(kind, masked) for kind, masked in zip(kinds, forwards, strict=True)])
+        outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
+        of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
+        return jnp.stack([
+            hidden_acts_error(scene.target.sites, scene.clean, masked) if kind == "hidden_acts" else next(of_outputs)
+            for masked, kind in zip(forwards, kinds, strict=True)
+        ])  # fmt: skip
+
+    n = scene.target.memory.micro_batches
+    return of_batch(scene, judge, streams) if n == 1 else mean_over_parts(of_batch, scene, judge, streams, n)
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:

@@ -28,7 +28,8 @@ from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.mesh import constrain
 from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
-from param_decomp_jax.recon import Reconstruction, Scene, errors, persistent_error, streams
+from param_decomp_jax.recon import Reconstruction, errors, persistent_error, streams
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.plain_linears import PlainLinears

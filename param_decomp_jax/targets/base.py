@@ -76,8 +76,8 @@ class Target(Protocol):
         """One pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
         ...
 
-    def error(self, weights: Weights, clean: Any, masked: Any) -> Float[Array, ""]:
-        """R1: distance of a masked output from the clean one, a mean over the global batch."""
+    def errors(self, weights: Weights, clean: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
+        """R1: distance of each masked output from the clean one, a mean over the global batch."""
         ...
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:

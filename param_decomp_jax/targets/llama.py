@@ -5,7 +5,7 @@ hidden state; the head belongs to the error, which may then take it in blocks of
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -196,14 +196,17 @@ class Llama:
     def _head(self, head: Float[Array, "d vocab"], norm: Float[Array, " d"], hidden: Float[Array, "*n d"]) -> Array:
         return matmul_wide(rms_norm(hidden, self.config.rms_norm_eps, norm), head)
 
-    def error(self, weights: Weights, clean: Float[Array, "B T d"], masked: Float[Array, "B T d"]) -> Float[Array, ""]:
+    def errors(
+        self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]
+    ) -> Float[Array, " streams"]:
         """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
+        head = partial(self._head, self._gathered_head(weights, clean.dtype), weights["norm"])
         if self.memory.recomputes("vocabulary"):
-            head = self._gathered_head(weights, masked.dtype)
-            B, T, _ = masked.shape
+            B, T, _ = clean.shape
             block = None if self.memory.token_block is None else max(1, self.memory.token_block // B)
-            return fused_kl(partial(self._head, head, weights["norm"]), clean, masked, fitting_blocks(T, block, "seq"))
-        return jnp.mean(kl_divergence(self.logits(weights, clean), self.logits(weights, masked)))
+            return fused_kl(head, clean, masked, fitting_blocks(T, block, "seq"))
+        logits = head(clean)
+        return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""

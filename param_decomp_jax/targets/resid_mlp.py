@@ -3,7 +3,7 @@
 ``r = x W_E``, per layer ``r ← r + act(r W_in + b_in) W_out + b_out``, ``out = r W_Eᵀ``; rows of W_E have unit norm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,9 +94,11 @@ class ResidMLP:
             y = y + w["out_bias"].astype(y.dtype)
         return x + y
 
-    def error(self, weights: Weights, clean: Float[Array, "B n"], masked: Float[Array, "B n"]) -> Float[Array, ""]:
+    def errors(
+        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
+    ) -> Float[Array, " streams"]:
         """R1: mean squared error over all elements."""
-        return mean_squared_error(clean, masked)
+        return jnp.stack([mean_squared_error(clean, x) for x in masked])
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""

@@ -3,7 +3,7 @@
 ``out = ReLU(h W₂ + b)`` with ``h = x W₁`` passed through fixed square layers, if there are any.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,11 @@ class TMS:
                 records |= of_part
         return Forward(jax.nn.relu(x + weights["bias"].astype(x.dtype)), records)
 
-    def error(self, weights: Weights, clean: Float[Array, "B n"], masked: Float[Array, "B n"]) -> Float[Array, ""]:
+    def errors(
+        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
+    ) -> Float[Array, " streams"]:
         """R1: mean squared error over all elements."""
-        return mean_squared_error(clean, masked)
+        return jnp.stack([mean_squared_error(clean, x) for x in masked])
 
     def site_weights(self, weights: Mapping[str, Array]) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""

@@ -13,7 +13,8 @@ from param_decomp_jax.components import Components
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
 from param_decomp_jax.numerics import kl_divergence
-from param_decomp_jax.recon import Scene, run_masked
+from param_decomp_jax.recon import run_masked
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.targets.llama import Llama
 
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import Judge, Logits, judge, per_component, squashings
 from param_decomp_jax.components import Components, with_views
-from param_decomp_jax.recon import Scene
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem, read, run_clean
 from param_decomp_jax.targets.base import Weights

@@ -13,7 +13,8 @@ from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effe
 from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import Components
 from param_decomp_jax.masks import Bundle
-from param_decomp_jax.recon import Reconstruction, Scene, persistent_error, reconstruction
+from param_decomp_jax.recon import Reconstruction, persistent_error, reconstruction
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import State
 
