@@ -5,11 +5,12 @@ by side. So a site's causal importance is computed once for all of them, and the
 added *before* they pass the squashing, whose leak (C1) is not linear; that holds however little of it is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
@@ -17,10 +18,24 @@ from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
 from param_decomp_jax.masks import SourceKind, interpolate
 from param_decomp_jax.memory import MemoryPolicy, named
-from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather, gather_tree, indices, with_block
+from param_decomp_jax.mesh import (
+    Axes,
+    cast_tree,
+    constrain,
+    cut_tree,
+    gather,
+    gather_tree,
+    indices,
+    is_axes,
+    uncut,
+    with_block,
+)
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.plain_linears import FROZEN, output_record
+
+Summarise = Callable[[Float[Array, "*n C"]], Float[Array, "C *summary"]]
+"""From the logits of some components of one site, over the batch, to something of each component: a sum over it."""
 
 
 @dataclass(frozen=True)
@@ -88,47 +103,54 @@ class MaskedLayer:
     def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """The product of one matrix; W None is the identity."""
         W = None if W is None else gather(W, FROZEN, x.dtype)
-        if kind in self.live:
-            y = named(self._masked(self.live[kind], self.stacks[kind], x, W), "site_outputs")
-        else:
-            y = x if W is None else matmul(x, W)
-        y = constrain(y, "batch")
+        y = constrain(self._masked(kind, x, W) if kind in self.live else _product(x, W), "batch")
         if kind in self.records_outputs:
             self.records[output_record(kind)] = y
         return y
 
-    def _masked(
-        self, site: LiveSite, stack: Stack, rows: Float[Array, "rows *n d_in"], W: Array | None
-    ) -> Float[Array, "rows *n d_out"]:
+    def _masked(self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """F2 with the mask of M1, block by block of the site's components: the product is a sum over them."""
-        of, axes, streams = self.of, self.of.site_axes(stack, tuple(site.sources)), self.of.streams
+        of, site, stack, streams = self.of, self.live[kind], self.stacks[kind], self.of.streams
+        axes = of.site_axes(stack, tuple(site.sources))
         xs = dict(enumerate(apart(rows, self.n_streams)))
         deltas = {i: streams[i].sources.delta(source, of.at) for i, source in site.sources.items()}
         n_blocks = of.memory.component_blocks(stack.C)
         # Wide where blocks add up their gradients.
         into = {i: wide(xs[i]) if n_blocks > 1 else xs[i] for i in site.sources}
 
-        def through(block: LiveSite) -> dict[int, Float[Array, "B *n d_out"]]:
+        def through(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
             part: LiveSite = gather_tree(with_block(site, block), axes, rows.dtype)
-            importance = of.judge.importance(part.judged, part.V)
+            logits = of.judge.logits(part.judged, part.V)
+            importance = of.judge.squash(logits)
 
             def of_stream(i: int) -> Float[Array, "B *n d_out"]:
                 mask = interpolate(importance, streams[i].sources.components(part.sources[i], of.at, part.column))
                 y = through_components(into[i].astype(rows.dtype), part.V, part.U, mask, deltas[i], part.routes[i])
                 return constrain(y, "batch")
 
-            return {i: of_stream(i) for i in part.sources}
+            summary = None if of.summarise is None else of.summarise(logits)
+            return {i: of_stream(i) for i in part.sources}, summary
 
-        ys = of.memory.sum_over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
-        for i, x in xs.items():
-            past = past_components(x, W, deltas[i], site.routes[i]) if i in ys else _unmasked(x, W)
-            if past is not None:
-                ys[i] = ys[i] + past if i in ys else past
-        return side_by_side([ys[i].astype(rows.dtype) for i in range(self.n_streams)])
+        ys, summaries = of.memory.over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
+        if summaries is not None:
+            self.records[summary_record(kind)] = uncut(summaries, 0, "component")
+
+        def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *n d_out"]:
+            if i not in ys:
+                return _product(x, W)
+            past = past_components(x, W, deltas[i], site.routes[i])
+            return named((ys[i] if past is None else ys[i] + past).astype(rows.dtype), "site_outputs")
+
+        return side_by_side([output(i, x) for i, x in xs.items()])
 
 
-def _unmasked(x: Float[Array, "B *n d_in"], W: Array | None) -> Float[Array, "B *n d_out"]:
+def _product(x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
     return x if W is None else matmul(x, W)
+
+
+def summary_record(kind: str) -> str:
+    """Record name of what the pass sums up of a site's logits."""
+    return f"{kind}.summary"
 
 
 @dataclass(frozen=True)
@@ -136,6 +158,8 @@ class MaskedLinears:
     """A pass of ``streams``, sorted by their first live layer: each joins the others there, from the clean pass (F6).
 
     ``at``: global numbers of the positions. ``residuals``: of each stream, the clean residual at its first live layer.
+    ``summarise``: from the logits of some components of a site to something of each component, recorded; where the
+    logits are made block by block, they are made once for the masks and for this.
     """
 
     sites: Sites
@@ -146,6 +170,7 @@ class MaskedLinears:
     at: UInt32[Array, "*leading"]
     memory: MemoryPolicy
     record_outputs: bool = False
+    summarise: Summarise | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -197,7 +222,7 @@ class MaskedLinears:
     def slices(self, first: int, stop: int) -> Any:
         def of_stack(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
             rows = slice(first - stack.first, stop - stack.first)
-            return LiveSite(
+            found = LiveSite(
                 V=self.components[stack.name].V[rows],
                 U=self.components[stack.name].U[rows],
                 judged=self.judge.slices(stack, first, stop),
@@ -205,6 +230,8 @@ class MaskedLinears:
                 sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
                 routes={i: _routes(self.streams[i], stack.sites[rows]) for i in streams},
             )
+            axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
+            return cast_tree(found, axes, self.judge.compute_dtype)
 
         return {stack.kind: of_stack(stack, streams) for stack, streams in self._live(first).items()}
 

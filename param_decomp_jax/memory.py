@@ -93,21 +93,24 @@ class MemoryPolicy:
         """Into how many blocks a site with C components is cut."""
         return fitting_blocks(C, self.component_block, "component")
 
-    def sum_over_blocks(self, of_block: Callable[[Any], Any], blocks: Any, n_blocks: int) -> Any:
-        """``Σ of_block(block)`` over the leading axis of ``blocks``; nothing is kept of one of several blocks.
+    def over_blocks(self, of_block: Callable[[Any], tuple[Any, Any]], blocks: Any, n_blocks: int) -> tuple[Any, Any]:
+        """Over the leading axis of ``blocks``: the sum of the first results, and the second ones stacked.
 
-        The sum is added outside of what is recomputed, so no partial sum is kept either.
+        Nothing is kept of one of several blocks, and the sum is added outside of what is recomputed, so no partial sum
+        is kept either.
         """
         if n_blocks == 1:
-            return of_block(jax.tree.map(lambda x: x[0], blocks))
+            total, found = of_block(jax.tree.map(lambda x: x[0], blocks))
+            return total, jax.tree.map(lambda x: x[None], found)
         recomputed = jax.checkpoint(of_block, prevent_cse=False)
-        first = jax.tree.map(lambda x: x[0], blocks)
-        start = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(of_block, first))
+        shapes, _ = jax.eval_shape(of_block, jax.tree.map(lambda x: x[0], blocks))
+        start = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
 
-        def add(total: Any, block: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, recomputed(block)), None
+        def add(total: Any, block: Any) -> tuple[Any, Any]:
+            own, found = recomputed(block)
+            return jax.tree.map(jnp.add, total, own), found
 
-        return lax.scan(add, start, blocks)[0]
+        return lax.scan(add, start, blocks)
 
 
 def named(x: Array, name: Intermediate) -> Array:

@@ -169,6 +169,14 @@ def _gather_backward(axes: Axes, dtype: Any, of_master: Array, g: Array) -> tupl
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+def cast_tree(tree: Any, axes: Any, dtype: Any) -> Any:
+    """Arrays that enter products cast to ``dtype``, where they lie: what a scan slices, and what it adds up in its
+    backward, is then no wider than the products that come of it. ``axes`` has the structure of ``tree``."""
+    return jax.tree.map(
+        lambda a, x: constrain(x.astype(dtype), *a.names) if a.product else x, axes, tree, is_leaf=is_axes
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def scatter(x: Array, axes: Axes) -> Array:
     """``x``, a product over a split axis, summed over the devices and split as ``axes``: a reduce-scatter.

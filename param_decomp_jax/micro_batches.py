@@ -23,10 +23,10 @@ class Rows(NamedTuple):
     layered: Any
 
 
-def mean_over_parts(
-    of: Callable[[Scene, Judge, Sequence[Stream]], Array], scene: Scene, judge: Judge, streams: Sequence[Stream], n: int
-) -> Array:
-    """The mean of ``of`` over ``n`` equal parts of the batch; only one part's intermediates exist at a time.
+def sum_over_parts(
+    of: Callable[[Scene, Judge, Sequence[Stream]], Any], scene: Scene, judge: Judge, streams: Sequence[Stream], n: int
+) -> Any:
+    """The sum of ``of`` over ``n`` equal parts of the batch; only one part's intermediates exist at a time.
 
     A part has the rows of every device's own share, so nothing moves. Gradients of what the parts share add up.
     """
@@ -37,20 +37,17 @@ def mean_over_parts(
     )
 
     @jax.checkpoint
-    def of_part(part: Rows) -> Array:
+    def of_part(part: Rows) -> Any:
         own = Rows(
             jax.tree.map(lambda x: constrain(x, "batch"), part.rows),
             jax.tree.map(lambda x: constrain(x, None, "batch"), part.layered),
         )
         return of(*_with_rows(scene, judge, streams, own))
 
-    total, _ = lax.scan(lambda total, part: (total + of_part(part), None), _zeros(of_part, parts), parts)
-    return total / n
-
-
-def _zeros(of_part: Callable[[Rows], Array], parts: Rows) -> Array:
-    shape = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
-    return jnp.zeros(shape.shape, shape.dtype)
+    shapes = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, of_part(part)), None), start, parts)
+    return total
 
 
 def _rows(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> Rows:

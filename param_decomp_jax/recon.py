@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
 from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import Components
-from param_decomp_jax.masked import MaskedLinears, Stream, apart
+from param_decomp_jax.masked import MaskedLinears, Stream, Summarise, apart, summary_record
 from param_decomp_jax.masks import (
     Bundle,
     Constant,
@@ -21,11 +21,11 @@ from param_decomp_jax.masks import (
     Stochastic,
     StochasticSources,
 )  # fmt: skip
-from param_decomp_jax.micro_batches import mean_over_parts
+from param_decomp_jax.micro_batches import sum_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
 from param_decomp_jax.scene import Scene
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import Sites, Stack
 from param_decomp_jax.targets.base import Forward
 from param_decomp_jax.targets.plain_linears import output_record
 
@@ -101,46 +101,86 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
             return 0
 
 
+class Together(NamedTuple):
+    """What masked forwards that were run together give: each its own, and what was summed up of the sites' logits.
+
+    ``summaries``: by stack, ``[layers, C, …]``; empty if nothing was asked for.
+    """
+
+    forwards: list[Forward]
+    summaries: dict[str, Array]
+
+
 def run_masked(
-    scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], record_outputs: bool = False
-) -> list[Forward]:
-    """The masked forwards of these streams, begun at their first live layers (F6); in the order given."""
+    scene: Scene,
+    components: Components,
+    judge: Judge,
+    streams: Sequence[Stream],
+    record_outputs: bool = False,
+    summarise: Summarise | None = None,
+) -> Together:
+    """The masked forwards of these streams, in the order given, each begun at its first live layer (F6).
+
+    ``summarise`` needs every site to be live in one of them.
+    """
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
     residuals = tuple(scene.residual(stream.live) for stream in ordered)
     target = scene.target
     linears = MaskedLinears(
-        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs
+        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs, summarise
     )
     together = target.forward(scene.weights, scene.inputs, linears, linears.start())
     outputs = apart(together.output, len(ordered))
-    records: list[dict[int, dict[str, Array]]] = [{} for _ in ordered]
-    for first, of_layers in together.records.items():
-        for name, rows in of_layers.items():
-            by_layer = jnp.swapaxes(rows, 0, 1)
-            for i, record in enumerate(apart(by_layer, linears.present(first))):
-                records[i].setdefault(first, {})[name] = jnp.swapaxes(record, 0, 1)
+    records: list[dict[int, dict[str, Array]]] = [{first: {} for first in together.records} for _ in ordered]
+    for stack in target.sites.stacks if record_outputs else ():
+        name = output_record(stack.kind)
+        for first, of_layers in together.records.items():
+            if name in of_layers:
+                by_row = jnp.swapaxes(of_layers[name], 0, 1)
+                for i, own in enumerate(apart(by_row, linears.present(first))):
+                    records[i][first][name] = jnp.swapaxes(own, 0, 1)
     found = {i: Forward(outputs[n], records[n]) for n, i in enumerate(order)}
-    return [found[i] for i in range(len(streams))]
+    summaries = {} if summarise is None else {
+        stack.name: _of_stack(together, stack, summary_record(stack.kind)) for stack in target.sites.stacks
+    }  # fmt: skip
+    return Together([found[i] for i in range(len(streams))], summaries)
+
+
+def _of_stack(forward: Forward, stack: Stack, name: str) -> Array:
+    """A record of a stack's layers, whatever runs of layers it was recorded in."""
+    parts = [of[name] for first, of in sorted(forward.records.items()) if first in stack.layers]
+    return jnp.concatenate(parts)
 
 
 def errors(
-    scene: Scene, components: Components, judge: Judge, streams: Sequence[Stream], kinds: Sequence[ErrorKind]
-) -> Float[Array, " streams"]:
-    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together."""
+    scene: Scene,
+    components: Components,
+    judge: Judge,
+    streams: Sequence[Stream],
+    kinds: Sequence[ErrorKind],
+    summarise: Summarise | None = None,
+) -> tuple[Float[Array, " streams"], dict[str, Array]]:
+    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together.
 
-    def of_batch(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> Float[Array, " streams"]:
-        forwards = run_masked(scene, components, judge, streams, record_outputs="hidden_acts" in kinds)
+    And the summaries of all sites' logits if they are asked for (see `Together`).
+    """
 
+    def of_batch(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> tuple[Array, dict[str, Array]]:
+        forwards, summaries = run_masked(scene, components, judge, streams, "hidden_acts" in kinds, summarise)
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
-        return jnp.stack([
+        found = [
             hidden_acts_error(scene.target.sites, scene.clean, masked) if kind == "hidden_acts" else next(of_outputs)
             for masked, kind in zip(forwards, kinds, strict=True)
-        ])  # fmt: skip
+        ]
+        return jnp.stack(found), summaries
 
     n = scene.target.memory.micro_batches
-    return of_batch(scene, judge, streams) if n == 1 else mean_over_parts(of_batch, scene, judge, streams, n)
+    if n == 1:
+        return of_batch(scene, judge, streams)
+    total, summaries = sum_over_parts(of_batch, scene, judge, streams, n)
+    return total / n, summaries
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:
@@ -150,10 +190,7 @@ def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Ar
         for stack in segment.stacks:
             name = output_record(stack.kind)
             a = wide(clean.records[segment.first][name])
-            b = jnp.concatenate([
-                wide(records[name]) for first, records in sorted(masked.records.items())
-                if segment.first <= first < segment.stop
-            ])  # fmt: skip
+            b = wide(_of_stack(masked, stack, name))
             total, elements = total + jnp.sum((a - b) ** 2), elements + a.size
     return total / elements
 
@@ -168,7 +205,7 @@ def reconstruction(
 ) -> Float[Array, ""]:
     """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
     found = streams(term, scene, components, judge, key, bundle)
-    return jnp.mean(errors(scene, components, judge, found, [term.error] * len(found)))
+    return jnp.mean(errors(scene, components, judge, found, [term.error] * len(found))[0])
 
 
 def streams(
@@ -233,6 +270,6 @@ def attacked_error(
 
     def error(bundle: Bundle) -> Float[Array, ""]:
         stream = Stream(live, GivenSources(bundle, scene.batch), routes)
-        return errors(scene, components, judge, [stream], [kind])[0]
+        return errors(scene, components, judge, [stream], [kind])[0][0]
 
     return error

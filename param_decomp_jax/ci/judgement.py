@@ -112,10 +112,6 @@ class Judge:
                 x = Axes((*rows, None)) if features is None else None
                 return SiteJudgement(None, self.head_axes[stack.name], x)
 
-    def importance(self, of_site: SiteJudgement, V: Float[Array, "d_in C"]) -> Float[Array, "*n C"]:
-        """What masks are interpolated from (M1), of a slice or one block of it, gathered for use."""
-        return self.squash(self.logits(of_site, V))
-
     def logits(self, of_site: SiteJudgement, V: Float[Array, "d_in C"]) -> Float[Array, "*n C"]:
         """From a slice, or one block of it, gathered for use."""
         match self.judgement:

@@ -58,7 +58,7 @@ def ce_and_kl(
     measured = {"ce_target": next_token_ce(clean, scene.inputs)}
     for masking in MASKINGS:
         squash, sources = maskings[masking]
-        [masked] = run_masked(scene, components, replace(judge, squash=squash), [Stream(live, sources)])
+        [masked], _ = run_masked(scene, components, replace(judge, squash=squash), [Stream(live, sources)])
         logits = target.logits(scene.weights, masked.output)
         measured[f"kl_{masking}"] = jnp.mean(kl_divergence(clean, logits))
         measured[f"ce_{masking}"] = next_token_ce(logits, scene.inputs)
