@@ -118,7 +118,30 @@ def past_components(
     if route is not None:
         a = 1 - route if a is None else 1 - route * (1 - a)
     assert a is not None
-    return a[..., None] * (wide(x) if W is None else matmul_wide(x, W))
+    if W is None:
+        return a[..., None] * wide(x)
+    return _scaled_product(jnp.broadcast_to(a, x.shape[:-1]), x, W)
+
+
+@jax.custom_vjp
+def _scaled_product(
+    a: Float[Array, "*n"], x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+) -> Float[Array, "*n d_out"]:
+    """``a · xW``, with W frozen.
+
+    The gradient by a is a sum over ``d_in``, of x times what x's own gradient is made of: ``xW`` in fp32, the widest
+    array of a layer, is not kept for it.
+    """
+    return a[..., None] * matmul_wide(x, W)
+
+
+def _scaled_product_backward(kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
+    a, x, W = kept
+    back = matmul_wide(g.astype(x.dtype), W.T)
+    return jnp.sum(wide(x) * back, axis=-1).astype(a.dtype), (a[..., None] * back).astype(x.dtype), None
+
+
+_scaled_product.defvjp(lambda a, x, W: (_scaled_product(a, x, W), (a, x, W)), _scaled_product_backward)
 
 
 def components_axes(components: Components) -> Any:

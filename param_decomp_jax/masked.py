@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
 from param_decomp_jax.masks import SourceKind, interpolate
-from param_decomp_jax.memory import MemoryPolicy, named
+from param_decomp_jax.memory import Intermediate, MemoryPolicy, named
 from param_decomp_jax.mesh import (
     Axes,
     cast_tree,
@@ -139,7 +139,7 @@ class MaskedLayer:
             if i not in ys:
                 return _product(x, W)
             past = past_components(x, W, deltas[i], site.routes[i])
-            return named((ys[i] if past is None else ys[i] + past).astype(rows.dtype), "site_outputs")
+            return named((ys[i] if past is None else ys[i] + past).astype(rows.dtype), of.output_name)
 
         return side_by_side([output(i, x) for i, x in xs.items()])
 
@@ -159,7 +159,8 @@ class MaskedLinears:
 
     ``at``: global numbers of the positions. ``residuals``: of each stream, the clean residual at its first live layer.
     ``summarise``: from the logits of some components of a site to something of each component, recorded; where the
-    logits are made block by block, they are made once for the masks and for this.
+    logits are made block by block, they are made once for the masks and for this. ``output_name``: what the memory
+    policy knows the outputs of live sites as.
     """
 
     sites: Sites
@@ -171,6 +172,7 @@ class MaskedLinears:
     memory: MemoryPolicy
     record_outputs: bool = False
     summarise: Summarise | None = None
+    output_name: Intermediate = "site_outputs"
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

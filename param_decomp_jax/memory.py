@@ -13,19 +13,23 @@ from jaxtyping import Array
 from param_decomp_jax.attention import Attention
 from param_decomp_jax.mesh import fitting_blocks
 
-Intermediate = Literal["logits", "layers", "attention", "site_outputs", "ci", "vocabulary"]
+Intermediate = Literal[
+    "logits", "layers", "attention", "site_outputs", "attack_outputs", "site_inputs", "ci", "vocabulary"
+]
 
 INTERMEDIATES: dict[Intermediate, str] = {
     "logits": "causal importance logits [tokens, C] of every site; recomputed: made where a site is masked (lazy)",
     "layers": "everything else inside a layer of a masked forward; recomputed: a layer keeps its input alone",
     "attention": "what attention gives, in a masked forward whose layers are recomputed",
     "site_outputs": "outputs of the live sites, in a masked forward whose layers are recomputed",
+    "attack_outputs": "the same in the forwards of an attack, which keep nothing beyond one ascent",
+    "site_inputs": "what a global CI function reads on the clean pass; recomputed: from each layer's clean input",
     "ci": "everything inside the CI function's shared part but its result; recomputed block by block",
     "vocabulary": "logits over the vocabulary; recomputed: the fused KL, by blocks of tokens",
 }
 """What a policy saves for the backward pass, sends to the host's pinned memory until then, or recomputes."""
 
-OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs"})
+OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs", "attack_outputs"})
 """Intermediates that can wait in pinned host memory."""
 
 
@@ -129,11 +133,13 @@ def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 PLAIN = MemoryPolicy()
 """Everything saved, no blocks, nothing fused: the readable reference."""
 
-BALANCED = MemoryPolicy(save=frozenset({"attention", "site_outputs"}), token_block=1 << 15, attention="flash")
+BALANCED = MemoryPolicy(
+    save=frozenset({"attention", "site_outputs", "attack_outputs"}), token_block=1 << 15, attention="flash"
+)
 """Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
 
-LEAN = MemoryPolicy(save=frozenset(), component_block=1 << 13, token_block=1 << 15, attention="flash")
+LEAN = MemoryPolicy(save=frozenset({"attack_outputs"}), component_block=1 << 13, token_block=1 << 15, attention="flash")
 """As little as possible is kept."""
 
-PUBLISHED = MemoryPolicy(save=frozenset({"logits", "ci", "vocabulary"}), layers="unroll", donate=False)
+PUBLISHED = MemoryPolicy(save=frozenset({"logits", "site_inputs", "ci", "vocabulary"}), layers="unroll", donate=False)
 """The published step: layers unrolled and recomputed, every site's tensors alive together, no donation."""

@@ -21,6 +21,7 @@ from param_decomp_jax.masks import (
     Stochastic,
     StochasticSources,
 )  # fmt: skip
+from param_decomp_jax.memory import Intermediate
 from param_decomp_jax.micro_batches import sum_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
@@ -118,6 +119,7 @@ def run_masked(
     streams: Sequence[Stream],
     record_outputs: bool = False,
     summarise: Summarise | None = None,
+    output_name: Intermediate = "site_outputs",
 ) -> Together:
     """The masked forwards of these streams, in the order given, each begun at its first live layer (F6).
 
@@ -128,8 +130,9 @@ def run_masked(
     residuals = tuple(scene.residual(stream.live) for stream in ordered)
     target = scene.target
     linears = MaskedLinears(
-        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs, summarise
-    )
+        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs, summarise,
+        output_name,
+    )  # fmt: skip
     together = target.forward(scene.weights, scene.inputs, linears, linears.start())
     outputs = apart(together.output, len(ordered))
     records: list[dict[int, dict[str, Array]]] = [{first: {} for first in together.records} for _ in ordered]
@@ -160,6 +163,7 @@ def errors(
     streams: Sequence[Stream],
     kinds: Sequence[ErrorKind],
     summarise: Summarise | None = None,
+    output_name: Intermediate = "site_outputs",
 ) -> tuple[Float[Array, " streams"], dict[str, Array]]:
     """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together.
 
@@ -167,7 +171,9 @@ def errors(
     """
 
     def of_batch(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> tuple[Array, dict[str, Array]]:
-        forwards, summaries = run_masked(scene, components, judge, streams, "hidden_acts" in kinds, summarise)
+        forwards, summaries = run_masked(
+            scene, components, judge, streams, "hidden_acts" in kinds, summarise, output_name
+        )
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
         found = [
@@ -270,6 +276,6 @@ def attacked_error(
 
     def error(bundle: Bundle) -> Float[Array, ""]:
         stream = Stream(live, GivenSources(bundle, scene.batch), routes)
-        return errors(scene, components, judge, [stream], [kind])[0][0]
+        return errors(scene, components, judge, [stream], [kind], output_name="attack_outputs")[0][0]
 
     return error

@@ -26,11 +26,12 @@ from param_decomp_jax.masked import Stream, Summarise
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.mesh import constrain
 from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
+from param_decomp_jax.reads import site_inputs
 from param_decomp_jax.recon import Reconstruction, errors, persistent_error, streams
 from param_decomp_jax.scene import Scene
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights
-from param_decomp_jax.targets.plain_linears import PlainLinears
+from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -64,7 +65,7 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     spec = problem.decomposition
     key = jax.random.fold_in(spec.key("train"), state.step)
 
-    scene = clean_pass(problem, weights, inputs)
+    scene = clean_pass(problem, state.ci, weights, inputs)
     adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, key)
     components, components_moments, components_norm = descend(
         spec.components_optimizer, spec.steps, state.components, gradients.components, state.components_moments
@@ -83,9 +84,9 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
 
 
-def clean_pass(problem: Problem, weights: Weights, inputs: Array) -> Scene:
+def clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array) -> Scene:
     """F4, F5: the forward with no live site, and what the sites read in it."""
-    return run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, keeps_outputs(problem))
+    return run_clean(problem, ci, weights, inputs, keeps_outputs(problem))
 
 
 def keeps_outputs(problem: Problem) -> bool:
@@ -94,24 +95,27 @@ def keeps_outputs(problem: Problem) -> bool:
     return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
 
 
-def run_clean(target: Target, weights: Weights, inputs: Array, use_delta: bool, outputs: bool) -> Scene:
-    """`clean_pass` with everything named; ``outputs`` keeps the sites' outputs too."""
-    linears = PlainLinears(target.sites, outputs)
-    clean = jax.lax.stop_gradient(target.forward(weights, inputs, linears))
-    site_inputs = {
-        stack.name: clean.records[segment.first][stack.reads]
-        for segment in target.sites.segments
-        for stack in segment.stacks
-    }
-    leading = next(iter(site_inputs.values())).shape[1:-1]
-    at = constrain(positions(leading), "batch")
-    return Scene(target, weights, inputs, clean, site_inputs, at, leading[0], use_delta)
+def run_clean(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> Scene:
+    """`clean_pass`; ``outputs`` keeps the sites' outputs too."""
+    target = problem.target
+    kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
+    clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(target.sites, kept, outputs)))
+    records = dict(clean.records)
+    residual = records[target.sites.segments[0].first][RESIDUAL]
+    at = constrain(positions(residual.shape[1:-1]), "batch")
+    read = site_inputs(target.sites, records) if kept else {}
+    return Scene(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
+
+
+def judged(problem: Problem, scene: Scene, components: Components, ci: CIFunction) -> Judgement:
+    """What the CI function says of a batch; ``components``: of every stack."""
+    return judge(ci, scene.reads, scene.leading, components, problem.compute_dtype, problem.target.memory)
 
 
 def read(problem: Problem, ci: CIFunction, judgement: Judgement, scene: Scene) -> Judge:
     """How the losses read what the CI function said: as λ."""
     lower, _ = squashings(problem.decomposition.squashing)
-    return Judge.of(ci, judgement, lower, scene.site_inputs, problem.compute_dtype)
+    return Judge.of(ci, judgement, lower, scene.site_inputs, scene.at.ndim, problem.compute_dtype)
 
 
 def losses_and_ascents(
@@ -120,11 +124,10 @@ def losses_and_ascents(
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
     spec, sites = problem.decomposition, problem.target.sites
 
-    def judged(components: Components, ci: Any) -> Judgement:
-        return judge(ci, scene.site_inputs, with_views(components, sites), problem.compute_dtype, problem.target.memory)
-
     # The CI function is run once; its backward waits until the losses have said what they want of the judgement.
-    judgement, judge_backward = jax.vjp(judged, state.components, state.ci)
+    judgement, judge_backward = jax.vjp(
+        lambda components, ci: judged(problem, scene, with_views(components, sites), ci), state.components, state.ci
+    )
 
     climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
     adversaries = {

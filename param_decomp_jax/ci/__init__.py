@@ -8,7 +8,7 @@ from jaxtyping import PRNGKeyArray
 
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
-from param_decomp_jax.ci.judgement import Judge, Judgement, Lazy, Logits, SiteInputs, judge, per_component
+from param_decomp_jax.ci.judgement import Judge, Judgement, Lazy, Logits, judge, per_component
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
@@ -16,7 +16,7 @@ from param_decomp_jax.sites import Sites
 
 __all__ = [
     "CIConfig", "CIFunction", "GlobalMLP", "GlobalTransformer", "Judge", "Judgement", "LayerwiseMLP", "Lazy", "Logits",
-    "SiteInputs", "Squashing", "init_ci", "judge", "per_component", "squashings",
+    "Squashing", "init_ci", "judge", "per_component", "squashings",
 ]  # fmt: skip
 
 CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, described, gather
+from param_decomp_jax.mesh import Axes, constrain, described, gather
 from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites, Stack
 
 HIDDEN_GAIN = 2**0.5
@@ -51,28 +52,19 @@ class JointAffine(eqx.Module):
 
     def __call__(
         self,
-        inputs: dict[str, Array],
+        reads: Reads,
+        leading: tuple[int, ...],
         prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]],
         memory: MemoryPolicy,
     ) -> Float[Array, "*n d_out"]:
-        """Of every stack's inputs ``[layers, …, d_in]``, each first put through ``prepare``; in fp32 or wider."""
-        h = self.b
-        for name, x in inputs.items():
+        """Of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
-            def of_site(x: Array, W: Array) -> Array:
-                x = prepare(x)
-                return matmul_wide(x, gather(W, _ROWS, x.dtype))
+        def of_site(x: Array, rows: Array) -> Array:
+            x = prepare(x)
+            return constrain(matmul_wide(x, gather(rows, _ROWS, x.dtype)), "batch")
 
-            if memory.recomputes("ci"):
-                of_site = jax.checkpoint(of_site)
-
-            def add(h: Array, site: tuple[Array, Array], of_site: Callable[..., Array] = of_site) -> tuple[Array, None]:
-                # Outside of what is recomputed, so that no partial sum is kept.
-                return h + of_site(*site), None
-
-            start = jnp.broadcast_to(h, (*x.shape[1:-1], self.b.shape[0]))
-            h, _ = jax.lax.scan(add, start, (x, self.rows[name]))
-        return h
+        start = constrain(jnp.broadcast_to(self.b, (*leading, self.b.shape[0])), "batch")
+        return reads.total(start, of_site, self.rows, recompute=memory.recomputes("ci"))
 
     def axes(self) -> Any:
         """The rows of every site are split by output."""

@@ -1,10 +1,11 @@
 """What a CI function is."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.reads import Reads
 
 
 @runtime_checkable
@@ -12,9 +13,14 @@ class CIFunction(Protocol):
     """A trained pytree; ``heads`` holds what belongs to one site, by stack, with a leading layer axis."""
 
     heads: dict[str, Any]
+    jointly: ClassVar[bool]
+    """Whether it reads all sites at once, through `features`; else each head reads its own site's clean input."""
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> Any:
-        """What the heads share, from every stack's clean inputs ``[layers, …, d_in]`` in canonical stack order."""
+    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
+        """What the heads share, from every site's clean input; None for a layerwise function.
+
+        ``leading``: axes of an activation before its last one.
+        """
         ...
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The global CI MLP (C4): one MLP reads the concatenation of every site's clean input."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from param_decomp_jax.ci.affine import (
 )  # fmt: skip
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import constrain, described, gather_tree
+from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites
 
 
@@ -32,13 +33,16 @@ class GlobalMLP:
 class GlobalMLPCI(eqx.Module):
     """An MLP ``Σ d_in → hidden … → Σ C``, its first layer kept by stack and its last one cut into heads by site."""
 
+    jointly: ClassVar[bool] = True
     first: JointAffine
     middle: MLP
     heads: dict[str, Affine]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> Float[Array, "*n d"]:
-        """The last hidden layer, from the clean inputs ``[layers, …, d_in]``."""
-        h = gelu(self.first(inputs, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
+    def features(
+        self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+    ) -> Float[Array, "*n d"]:
+        """The last hidden layer, from the clean inputs; ``leading``: axes of an activation before its last one."""
+        h = gelu(self.first(reads, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
         for layer in self.middle:
             h = gelu(gather_tree(layer, layer.axes(columns="split"), compute_dtype)(h)).astype(compute_dtype)
         return constrain(h, "batch")

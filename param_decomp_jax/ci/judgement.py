@@ -18,10 +18,8 @@ from param_decomp_jax.components import V_AXES, Components
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather_tree, uncut, with_block
 from param_decomp_jax.numerics import wide
+from param_decomp_jax.reads import Reads, SiteInputs
 from param_decomp_jax.sites import Sites, Stack
-
-SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
-"""Clean inputs of the sites, by stack (F5)."""
 
 
 class Logits(eqx.Module):
@@ -42,22 +40,26 @@ Judgement = Logits | Lazy
 
 
 def judge(
-    ci: CIFunction, inputs: SiteInputs, components: Components, compute_dtype: Any, memory: MemoryPolicy
+    ci: CIFunction,
+    reads: Reads,
+    leading: tuple[int, ...],
+    components: Components,
+    compute_dtype: Any,
+    memory: MemoryPolicy,
 ) -> Judgement:
-    """``inputs`` are clean and constant (F5); V is not detached (C5)."""
-    inputs = jax.lax.stop_gradient(inputs)
-    features = ci.features(inputs, compute_dtype, memory)
+    """``reads`` are clean and constant (F5); V is not detached (C5). ``leading``: axes but an activation's last."""
+    features = ci.features(reads, leading, compute_dtype, memory)
     if memory.recomputes("logits"):
         # Wide, so that the gradients of all sites are added up so.
         return Lazy(jax.tree.map(wide, features), ci.heads)
-
     heads = gather_tree(ci.heads, ci.axes().heads, compute_dtype)
 
-    def of_stack(name: str, x: Array) -> Array:
-        per_layer = jax.vmap(ci.logits, in_axes=(0, None, 0, 0))
-        return per_layer(heads[name], features, x.astype(compute_dtype), components[name].V)
+    def of_stack(name: str, V: Array) -> Array:
+        x = reads.inputs[name].astype(compute_dtype) if features is None else None
+        per_layer = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
+        return per_layer(heads[name], features, x, V)
 
-    return Logits({name: constrain(of_stack(name, x), None, "batch") for name, x in inputs.items()})
+    return Logits({name: constrain(of_stack(name, f.V), None, "batch") for name, f in components.items()})
 
 
 class SiteJudgement(NamedTuple):
@@ -73,23 +75,32 @@ class Judge:
     """How a site's importances are read, layer by layer and block by block.
 
     ``squash``: from logits to what masks are interpolated from (λ in training). ``inputs`` are needed where the CI
-    function is layerwise; ``head_axes`` are of one layer's heads, by stack; ``head_logits`` is the CI function's own
-    way from a head to logits.
+    function is layerwise; ``n_leading``: axes of an activation before its last one; ``head_axes`` are of one layer's
+    heads, by stack; ``head_logits`` is the CI function's own way from a head to logits.
     """
 
     judgement: Judgement
     squash: Squash
     inputs: SiteInputs
+    n_leading: int
     head_axes: dict[str, Any]
     head_logits: Callable[..., Array]
     compute_dtype: Any
 
     @classmethod
     def of(
-        cls, ci: CIFunction, judgement: Judgement, squash: Squash, inputs: SiteInputs, compute_dtype: Any
+        cls,
+        ci: CIFunction,
+        judgement: Judgement,
+        squash: Squash,
+        inputs: SiteInputs,
+        n_leading: int,
+        compute_dtype: Any,
     ) -> "Judge":
         """``judgement`` was made by `judge` from these."""
-        return cls(judgement, squash, inputs, jax.tree.map(Axes.below, ci.axes().heads), ci.logits, compute_dtype)
+        return cls(
+            judgement, squash, inputs, n_leading, jax.tree.map(Axes.below, ci.axes().heads), ci.logits, compute_dtype
+        )
 
     def slices(self, stack: Stack, first: int, stop: int) -> SiteJudgement:
         """For the layers ``first .. stop - 1``, with a leading layer axis."""
@@ -103,8 +114,7 @@ class Judge:
 
     def axes(self, stack: Stack) -> SiteJudgement:
         """Of one layer's slice, in its structure."""
-        n = self.inputs[stack.name].ndim - 2
-        rows = ("batch", *(None,) * (n - 1))
+        rows = ("batch", *(None,) * (self.n_leading - 1))
         match self.judgement:
             case Logits():
                 return SiteJudgement(Axes((*rows, "component_in_use")), None, None)

@@ -1,7 +1,7 @@
 """Layerwise CI functions (C4): every site is judged from its own clean input alone."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import described
 from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites, Stack
 
 BLOCK = 1 << 19
@@ -32,9 +33,10 @@ class LayerwiseMLP:
 class SharedMLP(eqx.Module):
     """One MLP ``d_in → hidden … → C`` for every site."""
 
+    jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
+    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
     @staticmethod
@@ -59,9 +61,10 @@ class ScalarMLP(eqx.Module):
     The scalar is not detached (C5): losses reach V through it.
     """
 
+    jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
+    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
     @staticmethod
@@ -89,9 +92,10 @@ class ScalarMLP(eqx.Module):
 class VectorMLP(eqx.Module):
     """Every component has its own MLP ``d_in → hidden … → 1``."""
 
+    jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
-    def features(self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy) -> None:
+    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The global CI transformer (C4): one small bidirectional transformer reads every site's clean input at once."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
 from param_decomp_jax.numerics import matmul, rms_norm
+from param_decomp_jax.reads import Reads
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
 
@@ -51,16 +52,17 @@ class Block(eqx.Module):
 class TransformerCI(eqx.Module):
     """``project``: from the concatenation of all sites' inputs, each RMS-normalised, to ``d_model``."""
 
+    jointly: ClassVar[bool] = True
     project: JointAffine
     blocks: Block
     heads: dict[str, Affine]
     config: GlobalTransformer = eqx.field(static=True)
 
     def features(
-        self, inputs: dict[str, Array], compute_dtype: Any, memory: MemoryPolicy
-    ) -> Float[Array, "*batch T d"]:
-        """The last hidden state, from the clean inputs ``[layers, B, T, d_in]`` (or ``[layers, B, d_in]``)."""
-        h = self.project(inputs, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
+        self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+    ) -> Float[Array, "*n d"]:
+        """The last hidden state, from the clean inputs; ``leading`` is ``(B, T)``, or ``(B,)``."""
+        h = self.project(reads, leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
         no_sequence = h.ndim == 2
         h = h[:, None] if no_sequence else h
         assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"

@@ -76,6 +76,10 @@ class Target(Protocol):
         """One pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
         ...
 
+    def runs(self, weights: Weights) -> Sequence["Run"]:
+        """The layers, in order, as runs of alike ones."""
+        ...
+
     def errors(self, weights: Weights, clean: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
         """R1: distance of each masked output from the clean one, a mean over the global batch."""
         ...
@@ -136,33 +140,51 @@ def site_weights(
     return {stack.name: of_stack(stack) for stack in sites.stacks}
 
 
-def run_layers(
-    layer: Callable[[Any, Any, LayerLinears], Any],
-    x: Any,
-    weights: Any,
-    linears: Linears,
-    first: int,
-    stop: int,
-    memory: MemoryPolicy,
-    origin: int = 0,
-) -> tuple[Any, dict[int, dict[str, Array]]]:
-    """Layers ``first .. stop - 1`` of a network whose layers are alike, ``weights`` stacked over layers ``origin ..``.
+class Run(NamedTuple):
+    """Layers ``first .. stop - 1`` that are alike: ``layer(x, weights_of_the_layer, linear)`` gives the next ``x``.
 
-    ``layer(x, weights_of_the_layer, linear)`` gives the next ``x``. One scan for every run of layers that ``linears``
-    treats alike. Returns the last ``x`` and the records (see `Forward`).
+    ``weights``: of these layers, with a leading layer axis.
     """
+
+    layer: Callable[[Any, Any, LayerLinears], Any]
+    weights: Any
+    first: int
+    stop: int
+
+    def of(self, first: int, stop: int) -> Any:
+        """Weights of the layers ``first .. stop - 1``."""
+        return jax.tree.map(lambda w: w[first - self.first : stop - self.first], self.weights)
+
+
+def run_layers(
+    runs: Sequence[Run], x: Any, linears: Linears, first: int, memory: MemoryPolicy
+) -> tuple[Any, dict[int, dict[str, Array]]]:
+    """All layers from ``first`` on, one scan for every part of a run that ``linears`` treats alike.
+
+    Returns the last ``x`` and the records (see `Forward`).
+    """
+    records: dict[int, dict[str, Array]] = {}
+    for run in runs:
+        if first < run.stop:
+            x, of_run = _run(run, x, linears, max(first, run.first), memory)
+            records |= of_run
+    return x, records
+
+
+def _run(
+    run: Run, x: Any, linears: Linears, first: int, memory: MemoryPolicy
+) -> tuple[Any, dict[int, dict[str, Array]]]:
     records = {}
-    edges = sorted({first, stop} | {cut for cut in linears.cuts() if first < cut < stop})
+    edges = sorted({first, run.stop} | {cut for cut in linears.cuts() if first < cut < run.stop})
     for a, b in pairwise(edges):
 
         def body(x: Any, xs: Any, a: int = a, b: int = b) -> tuple[Any, dict[str, Array]]:
             frozen, of_sites = xs
             linear = linears.layer(a, b, of_sites)
             linear.enter(x)
-            x = layer(x, frozen, linear)
+            x = run.layer(x, frozen, linear)
             return x, linear.records
 
         x = linears.join(a, x)
-        frozen = jax.tree.map(lambda w, a=a, b=b: w[a - origin : b - origin], weights)
-        x, records[a] = memory.over_layers(body, x, (frozen, linears.slices(a, b)))
+        x, records[a] = memory.over_layers(body, x, (run.of(a, b), linears.slices(a, b)))
     return x, records

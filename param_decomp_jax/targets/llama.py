@@ -27,6 +27,7 @@ from param_decomp_jax.targets.base import (
     LayerLinears,
     Linears,
     Matrix,
+    Run,
     Weights,
     run_layers,
     site_weights,
@@ -161,8 +162,11 @@ class Llama:
     ) -> Forward:
         """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
         first, x = start if start is not None else (0, self._embed(weights, inputs))
-        x, records = run_layers(self._layer, x, weights["layers"], linears, first, self.config.n_layers, self.memory)
-        return Forward(x, records)
+        return Forward(*run_layers(self.runs(weights), x, linears, first, self.memory))
+
+    def runs(self, weights: Weights) -> Sequence[Run]:
+        """All layers are alike."""
+        return (Run(self._layer, weights["layers"], 0, self.config.n_layers),)
 
     def _embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         # Each device looks up its own columns for the whole batch; rows move, the table does not.

@@ -23,9 +23,10 @@ def output_record(kind: str) -> str:
 
 @dataclass
 class PlainLayer:
-    """Applies every matrix as it is (F3); keeps the inputs of ``reads`` (by kind), outputs of its keys, if asked."""
+    """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked."""
 
     reads: dict[str, str] = field(default_factory=dict)
+    inputs: bool = True
     outputs: bool = False
     records: dict[str, Array] = field(default_factory=dict)
 
@@ -39,7 +40,8 @@ class PlainLayer:
         y = constrain(matmul(x, gather(W, FROZEN, x.dtype)), "batch")
         for site, output in ((kind + PRE_IDENTITY, x), (kind, y)):
             if site in self.reads:
-                self.records[self.reads[site]] = x
+                if self.inputs:
+                    self.records[self.reads[site]] = x
                 if self.outputs:
                     self.records[output_record(site)] = output
         return y
@@ -47,12 +49,13 @@ class PlainLayer:
 
 @dataclass(frozen=True)
 class PlainLinears:
-    """The clean pass (F4): records, for every layer with a site, its residual and what its sites read.
+    """The clean pass (F4): records, for every layer with a site, its residual and, if asked, what its sites read.
 
     Sites that read the same activation share one record. ``outputs`` adds the sites' outputs (for R2's exception).
     """
 
     sites: Sites
+    inputs: bool = True
     outputs: bool = False
 
     def cuts(self) -> frozenset[int]:
@@ -67,7 +70,7 @@ class PlainLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> PlainLayer:
         segments = [segment for segment in self.sites.segments if segment.first <= first < segment.stop]
         reads = {stack.kind: stack.reads for segment in segments for stack in segment.stacks}
-        return PlainLayer(reads, self.outputs)
+        return PlainLayer(reads, self.inputs, self.outputs)
 
 
 UNTOUCHED = PlainLinears(Sites(()))

@@ -19,6 +19,7 @@ from param_decomp_jax.targets.base import (
     LayerLinears,
     Linears,
     Matrix,
+    Run,
     Weights,
     run_layers,
     site_weights,
@@ -81,8 +82,12 @@ class ResidMLP:
         """Features to features."""
         embed = weights["embed"]
         first, x = start if start is not None else (0, matmul(inputs.astype(self.compute_dtype), embed))
-        x, records = run_layers(self._layer, x, weights["layers"], linears, first, self.config.n_layers, self.memory)
+        x, records = run_layers(self.runs(weights), x, linears, first, self.memory)
         return Forward(matmul(x, embed.T), records)
+
+    def runs(self, weights: Weights) -> Sequence[Run]:
+        """All layers are alike."""
+        return (Run(self._layer, weights["layers"], 0, self.config.n_layers),)
 
     def _layer(self, x: Float[Array, "B d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B d"]:
         h = linear("mlp_in", x, w["mlp_in"])

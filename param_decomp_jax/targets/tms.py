@@ -16,9 +16,9 @@ from param_decomp_jax.numerics import mean_squared_error
 from param_decomp_jax.sites import Sites, Stack
 from param_decomp_jax.targets.base import (
     Forward,
-    LayerLinears,
     Linears,
     Matrix,
+    Run,
     Weights,
     run_layers,
     site_weights,
@@ -77,21 +77,22 @@ class TMS:
     ) -> Forward:
         """Features to their reconstruction."""
         first, x = start if start is not None else (0, inputs.astype(self.compute_dtype))
-        records: dict[int, dict[str, Array]] = {}
-        last = self.config.last
-        for kind, W, a, b in (
-            (FIRST, weights["linear1"][None], 0, 1),
-            (HIDDEN, weights.get("hidden_layers"), 1, last),
-            (LAST, weights["linear2"][None], last, last + 1),
-        ):
-
-            def layer(x: Array, W: Array, linear: LayerLinears, kind: str = kind) -> Array:
-                return linear(kind, x, W)
-
-            if first < b and a < b:
-                x, of_part = run_layers(layer, x, W, linears, max(a, first), b, self.memory, origin=a)
-                records |= of_part
+        x, records = run_layers(self.runs(weights), x, linears, first, self.memory)
         return Forward(jax.nn.relu(x + weights["bias"].astype(x.dtype)), records)
+
+    def runs(self, weights: Weights) -> Sequence[Run]:
+        """Each matrix is a layer, the hidden ones are alike."""
+
+        def run(kind: str, W: Array, first: int, stop: int) -> Run:
+            return Run(lambda x, w, linear: linear(kind, x, w), W, first, stop)
+
+        last = self.config.last
+        hidden = [run(HIDDEN, weights["hidden_layers"], 1, last)] if last > 1 else []
+        return (
+            run(FIRST, weights["linear1"][None], 0, 1),
+            *hidden,
+            run(LAST, weights["linear2"][None], last, last + 1),
+        )
 
     def errors(
         self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import Judge, Logits, judge, per_component, squashings
+from param_decomp_jax.ci import Judge, Logits, per_component, squashings
 from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites
-from param_decomp_jax.step import Problem, read, run_clean
+from param_decomp_jax.step import Problem, judged, read, run_clean
 from param_decomp_jax.targets.base import Weights
 
 BINS = 100
@@ -23,9 +23,8 @@ def read_batch(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, outputs: bool = False
 ) -> tuple[Scene, Judge]:
     """The clean pass of a batch and how its importances are read, as λ. ``outputs`` keeps the sites' outputs too."""
-    scene = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs)
-    judgement = judge(ci, scene.site_inputs, components, problem.compute_dtype, problem.target.memory)
-    return scene, read(problem, ci, judgement, scene)
+    scene = run_clean(problem, ci, weights, inputs, outputs)
+    return scene, read(problem, ci, judged(problem, scene, components, ci), scene)
 
 
 def importance_logits(
@@ -35,10 +34,12 @@ def importance_logits(
 
     All of it at once, whatever the memory policy says: for batches of a few positions.
     """
-    components = with_views(components, problem.target.sites)
-    memory = replace(problem.target.memory, save=problem.target.memory.save | {"logits"})
-    scene = run_clean(problem.target, weights, inputs, problem.decomposition.use_delta, outputs=False)
-    judgement = judge(ci, scene.site_inputs, components, problem.compute_dtype, memory)
+    target = problem.target
+    memory = replace(target.memory, save=target.memory.save | {"logits"})
+    at_once = replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
+    components = with_views(components, target.sites)
+    scene = run_clean(at_once, ci, weights, inputs, outputs=False)
+    judgement = judged(at_once, scene, components, ci)
     assert isinstance(judgement, Logits)
     return judgement.by_stack
 

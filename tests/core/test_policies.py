@@ -31,6 +31,7 @@ POLICIES: dict[str, MemoryPolicy] = {
         save=EVERYTHING - {"layers", "site_outputs"}, offload=frozenset({"site_outputs"})
     ),
     "recomputed ci": MemoryPolicy(save=EVERYTHING - {"ci"}),
+    "replayed site inputs": MemoryPolicy(save=EVERYTHING - {"site_inputs"}),
     "fused kl": MemoryPolicy(save=EVERYTHING - {"vocabulary"}, token_block=8),
     "micro-batches": MemoryPolicy(micro_batches=2),
 }
