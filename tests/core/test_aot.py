@@ -115,6 +115,13 @@ def test_the_table_of_buffers() -> None:
     assert "3.000 GiB  temp      3 × f32[4]  here  x.py:1" in table(type(dumped())(many, 3 * 2**30, 0))
 
 
+def test_what_lies_on_the_host_is_set_apart() -> None:
+    moved = DUMP["buffer-assignment"].replace("parameter 0, shape", "color 5, parameter 0, shape")
+    peak = live_at_peak(moved, DUMP["live-range"], DUMP["program"])
+    assert [b.scope for b in peak.buffers if b.role == "host"] == ["state['ws']"]
+    assert [b.scope for b in peak.buffers if b.role == "argument"] == ["batch"]
+
+
 def test_texts_of_something_else() -> None:
     with pytest.raises(ValueError, match="no live range"):
         live_at_peak(DUMP["buffer-assignment"], "", DUMP["program"])
@@ -155,6 +162,11 @@ def descent(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     return jax.jit(step, donate_argnums=0, out_shardings=by_column), (weights, batch)
 
 
+def read_dump(folder: Path) -> list[str]:
+    endings = ("-buffer-assignment", "-live-range", "")
+    return [next(folder.glob(f"*gpu_after_optimizations{ending}.txt")).read_text() for ending in endings]
+
+
 @needs_plugin
 def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
     found = estimate(descent, MeshShape(fsdp=8), CARDS["b200"], str(tmp_path))
@@ -164,13 +176,32 @@ def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
     assert not found.limit_bound
     assert found.capacity == memory_of(CARDS["b200"])
     assert found.real.compile_s > 0
-    texts = [
-        next(tmp_path.glob(f"*gpu_after_optimizations{ending}.txt")).read_text()
-        for ending in ("-buffer-assignment", "-live-range", "")
-    ]
-    peak = live_at_peak(*texts)
+    peak = live_at_peak(*read_dump(tmp_path))
     assert peak.temp == memory.temp
     assert sum(b.n_bytes for b in peak.buffers if b.role == "argument") == memory.arguments
+
+
+@needs_plugin
+def test_what_a_step_keeps_on_the_host_is_counted_there(tmp_path: Path) -> None:
+    """Shardings on the abstract mesh keep their memory kind; on the topology's own it would be dropped in silence."""
+
+    def program(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+        split = NamedSharding(mesh.abstract_mesh, PartitionSpec("fsdp"))
+        here, there = (
+            jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=split.with_memory_kind(kind))
+            for kind in ("device", "pinned_host")
+        )
+
+        def step(w: Any, moment: Any) -> Any:
+            moment = 0.9 * jax.device_put(moment, jax.memory.Space.Device) + jnp.tanh(w)
+            return w - moment, jax.device_put(moment, jax.memory.Space.Host)
+
+        return jax.jit(step, donate_argnums=(0, 1)), (here, there)
+
+    part = 1024 * 1024 * 4 // 8
+    memory = compile_for(program, MeshShape(fsdp=8), CARDS["b200"], str(tmp_path)).memory
+    assert (memory.arguments, memory.host) == (part, part)
+    assert sum(b.n_bytes for b in live_at_peak(*read_dump(tmp_path)).buffers if b.role == "host") == part
 
 
 @needs_plugin
