@@ -125,9 +125,9 @@ def _can_be_lowered_for_cuda() -> bool:
     try:
         jax.eval_shape(partial(_cudnn, False), heads, heads, heads)
     except RuntimeError as error:
-        if "not detected" not in str(error):
-            raise
-        return False
+        if "not detected" in str(error):
+            return False
+        raise RuntimeError(f"JAX's CUDA plugin cannot load cuDNN (pip install nvidia-cudnn-cu13): {error}") from error
     return True
 
 
