@@ -107,8 +107,8 @@ def test_a_buffer_knows_where_it_comes_from() -> None:
 
 
 def test_the_table_of_buffers() -> None:
-    text = table(dumped(), rows=3)
-    assert len(text.splitlines()) == 3 + 3
+    text = table(dumped(), rows=6)
+    assert len(text.splitlines()) == 6 + 3
     assert "f32[3,1024,128]  state['ws']" in text
     assert "lie between buffers" in text
     many = (Buffer(2**30, "temp", "f32[4]", "a", "here", "x.py:1"),) * 3
