@@ -23,8 +23,9 @@ Attention = Literal["plain", "blocked", "flash"]
 8, 16, … 128 dimensions), blocked otherwise.
 """
 
-BLOCK = 256
-"""Queries of a block: at T = 2048 its scores are an eighth of all, 64 MiB for 32 heads of one sequence in fp32."""
+BLOCK = 128
+"""Queries of a block: at T = 2048 its scores are a sixteenth of all, 32 MiB for 32 heads of one sequence in fp32. On a
+CPU no size was faster (docs/measurements/attention.md)."""
 
 
 def attend(
@@ -124,9 +125,9 @@ def _can_be_lowered_for_cuda() -> bool:
     try:
         jax.eval_shape(partial(_cudnn, False), heads, heads, heads)
     except RuntimeError as error:
-        if "not detected" not in str(error):
-            raise
-        return False
+        if "not detected" in str(error):
+            return False
+        raise RuntimeError(f"JAX's CUDA plugin cannot load cuDNN (pip install nvidia-cudnn-cu13): {error}") from error
     return True
 
 

@@ -15,12 +15,13 @@ from param_decomp_jax.aot.instructions import Instructions
 
 GIB = 2**30
 
-Role = Literal["argument", "output", "constant", "temp"]
+Role = Literal["argument", "output", "constant", "temp", "host"]
+"""``host``: whatever lies in the host's memory; the others are on the device."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one device that is taken at the peak.
+    """Memory that is taken at the peak, of one device or by it in its host.
 
     ``shape``: as XLA writes it, ``f32[9,4096,768]``, of the local part. ``scope``: where in the code the value comes
     from, by `jax.named_scope` and transformation; of an argument its name. ``source``: file and line.
@@ -133,6 +134,9 @@ class _Allocation:
     values: list[_Value]
 
 
+_ON_THE_HOST = "color 5, "
+"""XLA's number for pinned host memory, before the rest of an allocation's description."""
+
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+), (.*):$")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
@@ -160,6 +164,8 @@ def _allocations(assignment: str) -> Iterator[_Allocation]:
 def _role(description: str) -> Role | None:
     if "thread-local" in description:
         return None
+    if description.startswith(_ON_THE_HOST):
+        return "host"
     if description.startswith("parameter"):
         return "argument"
     if "preallocated-temp" in description:

@@ -10,6 +10,9 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(")
 _HEADING = re.compile(r"^[A-Z]\w+$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_MADE_UP = re.compile(r"^[a-z][a-z_-]*(\.\d+)+$")
+"""What XLA calls an operation that it came up with itself: ``broadcast.333``."""
+
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([^\s,}]+)")
 _NAMED = re.compile(r"%([^\s,(){}]+)")
@@ -63,8 +66,7 @@ class Instructions:
             looked_at = nearest.popleft()
             definition = self._definition.get(looked_at, "")
             scope = _OP_NAME.search(definition)
-            # XLA names what it makes up itself after an instruction.
-            if scope and (scope[1] not in self._definition or self.is_argument(looked_at)):
+            if scope and (self.is_argument(looked_at) or not _MADE_UP.match(scope[1])):
                 return scope[1].replace("\\'", "'"), self._source(definition)
             called = [self._root_of[c] for c in _CALLED.findall(definition) if c in self._root_of]
             # What follows the operands (a loop's body, control dependencies) is no origin.
