@@ -51,7 +51,7 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
 
 def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
     """Logical axes of an optimiser's state: what in it has the parameters' structure lies like them."""
-    structure = jax.tree.structure(parameters)
+    structure: Any = jax.tree.structure(parameters)
 
     def alike(part: Any) -> bool:
         return bool(jax.tree.structure(part) == structure)

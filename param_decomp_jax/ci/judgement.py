@@ -105,32 +105,27 @@ class Judge:
     def slices(self, stack: Stack, first: int, stop: int) -> SiteJudgement:
         """For the layers ``first .. stop - 1``, with a leading layer axis."""
         rows = slice(first - stack.first, stop - stack.first)
-        match self.judgement:
-            case Logits(by_stack):
-                return SiteJudgement(by_stack[stack.name][rows], None, None)
-            case Lazy(features, heads):
-                x = self.inputs[stack.name][rows] if features is None else None
-                return SiteJudgement(None, jax.tree.map(lambda a: a[rows], heads[stack.name]), x)
+        if isinstance(self.judgement, Logits):
+            return SiteJudgement(self.judgement.by_stack[stack.name][rows], None, None)
+        x = self.inputs[stack.name][rows] if self.judgement.features is None else None
+        return SiteJudgement(None, jax.tree.map(lambda a: a[rows], self.judgement.heads[stack.name]), x)
 
     def axes(self, stack: Stack) -> SiteJudgement:
         """Of one layer's slice, in its structure."""
         rows = ("batch", *(None,) * (self.n_leading - 1))
-        match self.judgement:
-            case Logits():
-                return SiteJudgement(Axes((*rows, "component_in_use")), None, None)
-            case Lazy(features, _):
-                x = Axes((*rows, None)) if features is None else None
-                return SiteJudgement(None, self.head_axes[stack.name], x)
+        if isinstance(self.judgement, Logits):
+            return SiteJudgement(Axes((*rows, "component_in_use")), None, None)
+        x = Axes((*rows, None)) if self.judgement.features is None else None
+        return SiteJudgement(None, self.head_axes[stack.name], x)
 
     def logits(self, of_site: SiteJudgement, V: Float[Array, "d_in C"]) -> Float[Array, "*n C"]:
         """From a slice, or one block of it, gathered for use."""
-        match self.judgement:
-            case Logits():
-                return of_site.logits
-            case Lazy(features, _):
-                now = None if features is None else features.astype(self.compute_dtype)
-                x = None if of_site.x is None else of_site.x.astype(self.compute_dtype)
-                return self.head_logits(of_site.head, now, x, V)
+        if isinstance(self.judgement, Logits):
+            return of_site.logits
+        features = self.judgement.features
+        now = None if features is None else features.astype(self.compute_dtype)
+        x = None if of_site.x is None else of_site.x.astype(self.compute_dtype)
+        return self.head_logits(of_site.head, now, x, V)
 
 
 def per_component(

@@ -70,6 +70,9 @@ class Target(Protocol):
     @property
     def sites(self) -> Sites: ...
 
+    @property
+    def memory(self) -> MemoryPolicy: ...
+
     def forward(
         self, weights: Weights, inputs: Array, linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:

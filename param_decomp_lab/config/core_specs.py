@@ -33,11 +33,14 @@ def decomposition(config: RunConfig) -> state.Decomposition:
             weight_decay=pd.faithfulness_warmup_weight_decay,
         ),
         compute_dtype="bfloat16" if config.torch.runtime.autocast_bf16 else "float32",
-        memory=MemoryPolicy(
-            layers=config.wrapper.memory.layers,
-            recompute_layers=config.wrapper.memory.preset == "balanced",
-        ),
+        memory=_memory(config),
     )
+
+
+def _memory(config: RunConfig) -> MemoryPolicy:
+    memory = config.wrapper.memory
+    assert memory.preset is not None, "a resolved configuration has a preset"
+    return memory.policy(memory.preset)
 
 
 def term(loss: schema.AnyLoss | CIHiddenActsReconLoss, name: str, pd: PDConfig) -> losses.Term:

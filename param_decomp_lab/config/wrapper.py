@@ -2,31 +2,25 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic import Strict as Strictness
 
+from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, broken
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
 Experiment = Literal["tms", "resid_mlp"]
-Preset = Literal["plain", "balanced"]
 
 
 class Mesh(Strict):
-    """Devices: replica × fsdp × tensor. The batch is split over the first two; slicing the state is still to come."""
+    """Devices: replica × fsdp × tensor. The batch is split over the first two, the state over the last two."""
 
     replica: Count = 1
     fsdp: Count = 1
     tensor: Count = 1
-
-    @model_validator(mode="after")
-    def _tensor_later(self) -> "Mesh":
-        if self.tensor > 1:
-            raise broken(("tensor", f"is {self.tensor}; more than 1 is not supported yet"))
-        return self
 
     @property
     def batch_devices(self) -> int:
@@ -35,24 +29,6 @@ class Mesh(Strict):
     @property
     def devices(self) -> int:
         return self.replica * self.fsdp * self.tensor
-
-
-class Memory(Strict):
-    """``preset``: plain recomputes nothing, balanced recomputes the layers; null as `remat_recon_forwards` says."""
-
-    later: ClassVar[frozenset[str]] = frozenset(
-        ["component_block", "token_block", "save", "offload", "recompute", "micro_batches", "donate", "state_dtypes"]
-    )
-
-    preset: Preset | None = None
-    layers: Literal["scan", "unroll"] = "scan"
-
-    @field_validator("preset", mode="before")
-    @classmethod
-    def _preset_later(cls, raw: Any) -> Any:
-        if raw in ("lean", "published"):
-            raise broken(("", f"'{raw}' is not supported yet; choose plain or balanced"))
-        return raw
 
 
 class DataFolders(Strict):
@@ -113,7 +89,7 @@ class Wrapper(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":
         preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
-        if "remat_recon_forwards" in self.model_fields_set and preset not in (None, implied):
+        if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
             raise broken(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
         return self
@@ -121,8 +97,9 @@ class Wrapper(Strict):
     def settled(self) -> "Wrapper":
         """The same run with its memory preset chosen, and `remat_recon_forwards` agreeing with it."""
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
-        memory = self.memory.model_copy(update={"preset": preset})
-        return self.model_copy(update={"memory": memory, "remat_recon_forwards": preset == "balanced"})
+        return self.model_copy(
+            update={"memory": self.memory.settled(preset), "remat_recon_forwards": preset != "plain"}
+        )
 
     def relative_to(self, folder: Path) -> "Wrapper":
         """The same run with the paths that were relative to ``folder``, the wrapper's own, made absolute."""
@@ -150,6 +127,11 @@ class Wrapper(Strict):
 def _absolute(path: Path) -> Path:
     # Without following links: a link that is moved later still means what was written.
     return Path(os.path.abspath(path))
+
+
+def _contradicts(preset: Preset, implied: Preset) -> bool:
+    """Whether `remat_recon_forwards` says another thing: it knows only whether something is recomputed."""
+    return (preset == "plain") != (implied == "plain")
 
 
 def _preset(remat_recon_forwards: bool) -> Preset:
