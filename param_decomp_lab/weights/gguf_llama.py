@@ -1,6 +1,6 @@
 """What a GGUF says of a Llama: its architecture, and where each tensor of the Hugging Face layout comes from.
 
-llama.cpp pairs neighbouring rows of a head for its rotary embedding, Hugging Face pairs row i with row i + head_dim / 2.
+llama.cpp's rotary embedding turns neighbouring rows of a head together, Hugging Face's row i with row i + head_dim / 2.
 Converters to GGUF therefore interleave the two halves of every head of q and k (k's heads, when they are fewer).
 """
 
@@ -60,19 +60,22 @@ def read_architecture(file: GgufFile) -> LlamaConfig:
     if architecture != ARCHITECTURE:
         raise UserError(f"{file.source}: its architecture is {architecture!r}; only {ARCHITECTURE!r} can be imported")
     _refuse_what_is_not_understood(file)
-    heads, width = file.integer("llama.attention.head_count"), file.integer("llama.embedding_length")
-    head_dim = file.integer("llama.attention.key_length", width // max(heads, 1))
+    heads, width = file.count("llama.attention.head_count"), file.count("llama.embedding_length")
+    kv_heads = file.count("llama.attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise UserError(f"{file.source}: {heads} heads cannot share {kv_heads} heads of keys and values evenly")
+    head_dim = file.count("llama.attention.key_length", width // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if (found := file.integer(key, head_dim)) != head_dim:
+        if (found := file.count(key, head_dim)) != head_dim:
             raise UserError(f"{file.source}: {key} is {found}; only the width of a head, {head_dim}, is supported")
     config = LlamaConfig(
         vocab_size=file.shapes.get(EMBEDDING, (0,))[0],
         d_model=width,
-        n_layers=file.integer("llama.block_count"),
+        n_layers=file.count("llama.block_count"),
         n_heads=heads,
-        n_kv_heads=file.integer("llama.attention.head_count_kv", heads),
+        n_kv_heads=kv_heads,
         head_dim=head_dim,
-        d_mlp=file.integer("llama.feed_forward_length"),
+        d_mlp=file.count("llama.feed_forward_length"),
         rms_norm_eps=file.number("llama.attention.layer_norm_rms_epsilon"),
         rope_theta=file.number("llama.rope.freq_base", DEFAULT_THETA),
         tied=HEAD not in file.shapes,
@@ -120,7 +123,7 @@ def _expect_tensors(file: GgufFile, config: LlamaConfig) -> None:
             raise UserError(
                 f"{file.source}: {name} has shape {list(file.shapes[name])}, its metadata implies {list(shape)}"
             )
-    said = file.integer("llama.vocab_size", config.vocab_size)
+    said = file.count("llama.vocab_size", config.vocab_size)
     if said != config.vocab_size:
         raise UserError(f"{file.source}: llama.vocab_size is {said}, but {EMBEDDING} has {config.vocab_size} rows")
     if unknown := sorted(file.shapes.keys() - expected.keys() - {ROPE_DIVISORS}):
@@ -135,7 +138,7 @@ def _rope_scaling(file: GgufFile, config: LlamaConfig) -> RopeScaling | None:
     if ROPE_DIVISORS not in file.shapes:
         return None
     divisors = file.read(ROPE_DIVISORS)
-    scaling = RopeScaling(float(divisors.max()), LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT)
+    scaling = RopeScaling(max(float(divisors.max()), 1.0), LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT)
     plain, scaled = (rotary_frequencies(replace(config, rope_scaling=s)) for s in (None, scaling))
     if divisors.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-4, atol=0):
         raise UserError(

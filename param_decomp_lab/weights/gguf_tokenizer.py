@@ -18,9 +18,15 @@ from param_decomp_lab.weights.gguf_file import GgufFile
 
 BYTE_LEVEL_BPE = "gpt2"
 LLAMA_3 = "llama-bpe"
-LLAMA_3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA_3_WORDS = "|".join((
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+))  # fmt: skip
 CUTS = ("gpt-2", "smollm", LLAMA_3)
 WITHOUT = "--no-tokenizer leaves the tokenizer out"
 
@@ -44,7 +50,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
         # Takes tokenizer.json as it is; the class of a family would put its own rule for cutting text in its place.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.integer("llama.context_length"),
+        "model_max_length": file.count("llama.context_length"),
         **roles,
     }
     if template := file.metadata.get("tokenizer.chat_template"):
@@ -69,10 +75,10 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens) or len(tokens) > vocab_size:
         raise UserError(
-            f"{file.source}: {len(tokens)} tokens, {len(ids)} of them distinct, for {vocab_size} rows of the embedding; "
-            f"the file is damaged; {WITHOUT}"
+            f"{file.source}: {len(tokens)} tokens, {len(ids)} of them distinct, for {vocab_size} rows of the "
+            f"embedding; the file is damaged; {WITHOUT}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")]
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.strings("tokenizer.ggml.merges"))]
     try:
         tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=cut == LLAMA_3))
     except Exception as error:  # the library raises bare Exception
@@ -118,8 +124,8 @@ def _roles(file: GgufFile, tokens: list[str]) -> dict[str, str]:
         key = f"tokenizer.ggml.{role}_token_id"
         if key not in file.metadata:
             continue
-        number = file.integer(key)
-        if not 0 <= number < len(tokens):
+        number = file.count(key, least=0)
+        if number >= len(tokens):
             raise UserError(f"{file.source}: {key} is {number}, but there are {len(tokens)} tokens; {WITHOUT}")
         roles[f"{name}_token"] = tokens[number]
     return roles

@@ -62,10 +62,10 @@ def import_gguf(
         with new_folder(out, marker=SOURCE_FILE, overwrite=overwrite) as folder:
             if tokenizer:
                 write_tokenizer(file, folder, config.vocab_size)
-            eos = file.metadata.get("tokenizer.ggml.eos_token_id")
-            settings = config_json(
-                config, dtype=dtype, max_position_embeddings=file.integer("llama.context_length"), eos_token_id=eos
-            )
+            bos, eos = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
+            longest = file.count("llama.context_length")
+            settings = config_json(config, dtype=dtype, max_position_embeddings=longest, eos_token_id=eos)
+            settings["bos_token_id"] = bos
             (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
             tensors = tuple(stored_tensors(config))
             try:

