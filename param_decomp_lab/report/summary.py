@@ -74,6 +74,9 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
             table.add_row(label, _first_last(values))
             continue
         table.add_row(label, _first_last(values), *padding, percent(share) if share is not None else "")
+    if target := series.get("eval/ce_kl/ce_target"):
+        table.caption = f"Cross-entropy of the target itself: {number(target.last)} nats per token"
+        table.caption_justify = "left"
     return table
 
 

