@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from param_decomp_jax.aot.compile import compile_for
 from param_decomp_jax.aot.topology import target_configs
 from param_decomp_jax.attention import attend, blocked, plain
-from param_decomp_jax.placement import MeshShape, batch_sharding
+from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.placement import batch_sharding
 
 CARDS = Path(__file__).parents[1] / "param_decomp_jax" / "aot" / "gpus" / "cards.csv"
 

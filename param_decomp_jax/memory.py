@@ -138,7 +138,7 @@ BALANCED = MemoryPolicy(
 )
 """Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
 
-LEAN = MemoryPolicy(save=frozenset({"attack_outputs"}), component_block=1 << 13, token_block=1 << 15, attention="flash")
+LEAN = MemoryPolicy(save=frozenset({"attack_outputs"}), component_block=1 << 12, token_block=1 << 15, attention="flash")
 """As little as possible is kept."""
 
 PUBLISHED = MemoryPolicy(save=frozenset({"logits", "site_inputs", "ci", "vocabulary"}), layers="unroll", donate=False)

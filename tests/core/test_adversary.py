@@ -213,12 +213,14 @@ def test_the_last_ascent_costs_no_forward_and_warm_ups_are_routed_everywhere() -
         Reconstruction("ChunkwiseSubsetReconLoss", 0.5, Chunks(4), UniformKSubset(), Stochastic()),
     )
     problem = tiny.problem(terms)
-    counted = mock.Mock(side_effect=recon.forward_error)
-    with mock.patch.object(recon, "forward_error", counted):
+    counted = mock.Mock(side_effect=recon.run_masked)
+    with mock.patch.object(recon, "run_masked", counted):
         state, weights = tiny.ruffled_state(problem), tiny.weights()
         jax.eval_shape(lambda *args: training_step(problem, *args), state, weights, jnp.asarray(tiny.TOKENS))
-    calls = [(call.args[1], type(call.args[4]), call.args[5] is None) for call in counted.call_args_list]
-    assert calls[0] == (ALL, GivenSources, True)
-    assert [call[1:] for call in calls[1:3]] == [(GivenSources, False)] * 2
-    assert [len(live) for live, _, _ in calls[3:]] == [4, 2]
-    assert len(calls) == 5
+    warm_up, of_terms = (
+        [(stream.live, type(stream.sources), stream.routes is None) for stream in call.args[3]]
+        for call in counted.call_args_list
+    )
+    assert warm_up == [(ALL, GivenSources, True)]
+    assert of_terms[:2] == [(ALL, GivenSources, False)] * 2
+    assert [len(live) for live, _, _ in of_terms[2:]] == [4, 2]

@@ -19,7 +19,7 @@ from param_decomp_jax.aot.flops import matmul_flops
 from param_decomp_jax.aot.instructions import Instructions
 from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, target_configs, with_memory
 from param_decomp_jax.attention import attend
-from param_decomp_jax.placement import MeshShape
+from param_decomp_jax.mesh import MeshShape
 
 ROOT = Path(__file__).parents[2]
 CARDS = target_configs((ROOT / "param_decomp_jax/aot/gpus/cards.csv").read_text())

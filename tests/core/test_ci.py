@@ -8,9 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, ci_logits, init_ci, layerwise
+from param_decomp_jax.ci import (
+    CIConfig,
+    GlobalMLP,
+    GlobalTransformer,
+    Judge,
+    LayerwiseMLP,
+    Logits,
+    init_ci,
+    judge,
+    layerwise,
+    per_component,
+)  # fmt: skip
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
 from param_decomp_jax.components import Factors
+from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import is_axes
+from param_decomp_jax.reads import KeptReads
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
 from tests.core import tiny
@@ -34,6 +48,8 @@ CONFIGS: dict[str, CIConfig] = {
     "global_shared_transformer": GlobalTransformer(8, 2, (6,), n_heads=2, max_len=8, rope_base=50.0),
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
+LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_block=2)
+"""Logits only where they are read, for one or two components at a time."""
 
 
 def components() -> Any:
@@ -61,15 +77,26 @@ def cotangents_of(lead: tuple[int, ...]) -> Any:
     return {s.name: jnp.asarray(RNG.normal(size=(s.n_layers, *lead, s.C)), jnp.float32) for s in SITES.stacks}
 
 
-@jax.jit
-def core(ci: Any, components: Any, inputs: Any, cotangents: Any) -> Any:
-    """Logits, and gradients of Σ logits · cotangents for CI function, components and inputs."""
+def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryPolicy = PLAIN) -> Any:
+    """Of every site at once; what is lazy is read component by component."""
+    leading = next(iter(inputs.values())).shape[1:-1]
+    judgement = judge(ci, KeptReads(inputs), leading, components, dtype, memory)
+    assert isinstance(judgement, Logits) == (memory is PLAIN)
+    if isinstance(judgement, Logits):
+        return judgement.by_stack
+    reader = Judge.of(ci, judgement, jnp.zeros_like, inputs, len(leading), dtype)
+    found = per_component(reader, components, SITES, memory, lambda z: jnp.moveaxis(z, -1, 0))
+    return {name: jnp.moveaxis(z, 1, -1) for name, z in found.items()}
+
+
+@partial(jax.jit, static_argnums=4)
+def core(ci: Any, components: Any, inputs: Any, cotangents: Any, memory: MemoryPolicy = PLAIN) -> Any:
+    """Logits, and gradients of Σ logits · cotangents for CI function and components."""
 
     def logits(*args: Any) -> Any:
-        ci, components, inputs = args
-        return ci_logits(ci, inputs, components, next(iter(inputs.values())).dtype)
+        return logits_of(*args, inputs, next(iter(inputs.values())).dtype, memory)
 
-    value, backward = jax.vjp(logits, ci, components, inputs)
+    value, backward = jax.vjp(logits, ci, components)
     return value, backward(cotangents)
 
 
@@ -78,9 +105,15 @@ def by_site(arrays: Any) -> Any:
 
 
 def assert_like_reference(
-    config: CIConfig, ci: Any, components: Any, inputs: Any, cotangents: Any, tolerance: float
+    config: CIConfig,
+    ci: Any,
+    components: Any,
+    inputs: Any,
+    cotangents: Any,
+    tolerance: float,
+    memory: MemoryPolicy = PLAIN,
 ) -> None:
-    got, (of_ci, of_components, of_inputs) = core(ci, components, inputs, cotangents)
+    got, (of_ci, of_components) = core(ci, components, inputs, cotangents, memory)
     trained = ref.tree_map(
         ref.Var, {"ci": tiny.ref_ci(ci, SITES), "components": tiny.ref_components(components, SITES)}
     )
@@ -94,7 +127,6 @@ def assert_like_reference(
     )
     tiny.assert_alike(gradients["components"], tiny.ref_components(of_components, SITES), tolerance)
     tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
-    assert not any(np.any(x) for x in jax.tree.leaves(of_inputs)), "F5: inputs are constants"
 
 
 @pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
@@ -107,6 +139,33 @@ def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
     if len(lead) == 1 or isinstance(config, GlobalTransformer):
         with jax.enable_x64(True):
             assert_like_reference(config, *tiny.to_float64(args), 1e-9)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_lazy_logits_in_blocks_of_components(config: CIConfig) -> None:
+    """Blocks that cut C in two, in three, into single components, and not at all."""
+    args = (ci_of(config), components(), inputs_of(LEADS["sequence"]), cotangents_of(LEADS["sequence"]))
+    with jax.enable_x64(True):
+        assert_like_reference(config, *tiny.to_float64(args), 1e-9, LAZY)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_axes_describe_every_array(config: CIConfig) -> None:
+    """One name per axis. What a component's logit is made from alone is split by component; matrices are cast (N1)."""
+    ci = ci_of(config)
+    axes = ci.axes()
+    described, structure = jax.tree.flatten(axes, is_leaf=is_axes)
+    assert structure == jax.tree.structure(ci)
+    for (path, x), of in zip(jax.tree_util.tree_leaves_with_path(ci), described, strict=True):
+        name = jax.tree_util.keystr(path)
+        assert len(of.names) == x.ndim, name
+        assert of.product == (not name.endswith(".b")), name
+    for stack in SITES.stacks:
+        heads = jax.tree.leaves(ci.heads[stack.name])
+        axis = [of.at("component") for of in jax.tree.leaves(axes.heads[stack.name], is_leaf=is_axes)]
+        alone = 2 if isinstance(config, LayerwiseMLP) and config.kind == "shared_mlp" else len(heads)
+        assert [n is not None for n in axis] == [False] * (len(heads) - alone) + [True] * alone
+        assert all(x.shape[n] == stack.C for x, n in zip(heads, axis, strict=True) if n is not None)
 
 
 @pytest.mark.parametrize("fitting", [1, 2, 3])
@@ -156,11 +215,12 @@ def test_the_global_mlp_looks_at_all_sites_and_one_position() -> None:
         assert np.count_nonzero(change) == 1, site
 
 
+@pytest.mark.parametrize("memory", [PLAIN, LAZY], ids=["all at once", "lazy"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_logits_are_wide_under_bf16(config: CIConfig) -> None:
+def test_logits_are_wide_under_bf16(config: CIConfig, memory: MemoryPolicy) -> None:
     """N1: products take bf16, logits are fp32."""
     logits = jax.eval_shape(
-        lambda *args: ci_logits(*args, jnp.bfloat16), ci_of(config), inputs_of((2, 5)), components()
+        lambda *args: logits_of(*args, jnp.bfloat16, memory), ci_of(config), components(), inputs_of((2, 5))
     )
     assert {x.dtype for x in jax.tree.leaves(logits)} == {jnp.dtype(jnp.float32)}
     assert {name: x.shape for name, x in logits.items()} == {s.name: (s.n_layers, 2, 5, s.C) for s in SITES.stacks}
@@ -180,7 +240,7 @@ def test_rotary_frequencies_are_no_parameters() -> None:
 def test_sequences_beyond_max_len_are_refused() -> None:
     ci = ci_of(CONFIGS["global_shared_transformer"])
     with pytest.raises(AssertionError, match="max_len"):
-        jax.eval_shape(lambda *args: ci_logits(*args, jnp.float32), ci, inputs_of((1, 9)), components())
+        jax.eval_shape(lambda *args: logits_of(*args, jnp.float32), ci, components(), inputs_of((1, 9)))
 
 
 # ---- MLPs ----

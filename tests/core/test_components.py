@@ -13,6 +13,9 @@ from tests import reference as ref
 
 SHAPES = {"x": (3, 4, 6), "W": (6, 5), "V": (6, 7), "U": (7, 5), "mask": (3, 4, 7), "delta": (3, 4), "route": (3, 4)}
 
+DIFFERENTIABLE = [name for name in SHAPES if name != "W"]
+"""W is frozen: its gradient is not made."""
+
 
 def arguments(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
@@ -42,7 +45,7 @@ def distance(a: Any, b: Any) -> float:
 def test_f1_is_f2_with_all_gradients() -> None:
     (y1, g1), (y2, g2) = (value_and_gradients(site, arguments()) for site in (masked_site_with_delta, masked_site))
     assert distance(y2, y1) < 1e-6
-    for name in SHAPES:
+    for name in DIFFERENTIABLE:
         assert distance(g2[name], g1[name]) < 1e-5, name
 
 
@@ -51,7 +54,7 @@ def test_f1_is_f2_in_float64() -> None:
         a = arguments(jnp.float64)
         (y1, g1), (y2, g2) = (value_and_gradients(site, a) for site in (masked_site_with_delta, masked_site))
         assert distance(y2, y1) < 1e-14
-        for name in SHAPES:
+        for name in DIFFERENTIABLE:
             assert distance(g2[name], g1[name]) < 1e-12, name
 
 

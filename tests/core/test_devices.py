@@ -1,118 +1,208 @@
-"""D1 to D4, M4: ten steps on one device and on eight simulated ones, the batch and per-row sources split."""
+"""D1 to D4, M4: ten steps on one device and on eight simulated ones, everything split that can be."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PerBatchPerPosition, PersistentAttack
+from param_decomp_jax.adversary import (
+    AdamAscent,
+    BroadcastAcrossBatch,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+)
 from param_decomp_jax.ci import LayerwiseMLP
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
-from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.masks import Sources, Stochastic
+from param_decomp_jax.memory import LEAN, PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, from_host, replicate, state_shardings
-from param_decomp_jax.recon import AllSites, Reconstruction
+from param_decomp_jax.placement import batch_sharding, from_host, shardings, state_shardings
+from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
+from tests.core.test_policies import under
 
 LEADING = (8, 5)
 STEPS = 10
-ATTACKED = "PersistentPGDReconLoss"
+ALONE = MeshShape()
+SHAPES = [MeshShape(fsdp=8), MeshShape(replica=2, fsdp=4), MeshShape(fsdp=4, tensor=2), MeshShape(2, 2, 2)]
+POLICIES = {"plain": PLAIN, "lean": dataclasses.replace(LEAN, component_block=4, token_block=8)}
+
+# Components that all meshes divide, that some of them do, and that few do.
+CONFIG = dataclasses.replace(tiny.CONFIG, vocab_size=16)
+CHOSEN = {module_name(n, kind): C for n in range(2) for kind, C in (("q_proj", 8), ("up_proj", 16))}
+CHOSEN |= {module_name(2, "q_proj"): 6, module_name(2, "v_proj"): 4}
 
 
-def terms_with(attack: PersistentAttack, *others: Reconstruction) -> tuple[Any, ...]:
+def terms_with(*others: Reconstruction) -> tuple[Any, ...]:
     return (
         *others,
-        Reconstruction(ATTACKED, 0.5, AllSites(), Everywhere(), attack),
         ImportanceMinimality("ImportanceMinimalityLoss", 0.01, Lp(Anneal(1.5, 1.0), 1e-6), beta=0.5),
         Faithfulness("FaithfulnessLoss", 1.0),
     )
 
 
-def make_problem(scope: Any) -> Problem:
-    attack = PersistentAttack(AdamAscent(Schedule(0.05), 0.5, 0.99), scope, n_warmup_steps=1)
-    subset = Reconstruction("StochasticReconSubsetLoss", 0.5, AllSites(), UniformKSubset(), Stochastic())
-    return tiny.problem(terms_with(attack, subset), batch_size=LEADING[0])
+def attacked(name: str, scope: Any, n_warmup_steps: int = 0) -> Reconstruction:
+    attack = PersistentAttack(AdamAscent(Schedule(0.05), 0.5, 0.99), scope, n_warmup_steps=n_warmup_steps)
+    return Reconstruction(name, 0.5, AllSites(), Everywhere(), attack)
+
+
+def make_problem() -> Problem:
+    """Sources that are split with the batch, shared by all rows, and tiled over them; streams that begin apart."""
+    terms = terms_with(
+        Reconstruction("StochasticReconSubsetLoss", 0.5, AllSites(), UniformKSubset(), Stochastic()),
+        Reconstruction("ChunkwiseSubsetReconLoss", 0.5, Chunks(4), UniformKSubset(), Stochastic()),
+        attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1),
+        attacked("PersistentPGDReconLoss_rows", PerBatchPerPosition()),
+        attacked("PersistentPGDReconLoss_tiled", RepeatAcrossBatch(2)),
+    )
+    return tiny.problem(terms, tiny.target(CONFIG, CHOSEN), ci=tiny.TRANSFORMER, batch_size=LEADING[0])
 
 
 def make_tms_problem() -> Problem:
     """Tied weights, and C5: V of the pair is read on every device."""
-    attack = PersistentAttack(AdamAscent(Schedule(0.05), 0.5, 0.99), PerBatchPerPosition())
     stochastic = Reconstruction("StochasticReconLoss", 0.5, AllSites(), Everywhere(), Stochastic())
+    terms = terms_with(attacked("PersistentPGDReconLoss_rows", PerBatchPerPosition()), stochastic)
     target = toys.target(toys.SPARSE, toys.EVERY_MATRIX, toys.TIED)
-    return tiny.problem(terms_with(attack, stochastic), target, ci=LayerwiseMLP("mlp", (3,)), batch_size=LEADING[0])
+    return tiny.problem(terms, target, ci=LayerwiseMLP("mlp", (3,)), batch_size=LEADING[0])
 
 
 def tokens(step: int) -> np.ndarray:
-    return np.random.default_rng(step).integers(0, tiny.CONFIG.vocab_size, LEADING).astype(np.int32)
+    return np.random.default_rng(step).integers(0, CONFIG.vocab_size, LEADING).astype(np.int32)
 
 
 def feature_vectors(step: int) -> np.ndarray:
     return toys.features(toys.SPARSE, LEADING[0], step)
 
 
+# ---- what lies where ----
+
+
+def n_parts(x: jax.Array) -> int:
+    return len({str(shard.index) for shard in x.addressable_shards})
+
+
+def divided(size: int, *mesh_axes: int) -> int:
+    """Into how many parts mesh axes of these sizes split an axis; one that does not divide it does not."""
+    parts = 1
+    for n in mesh_axes:
+        if size % (parts * n) == 0:
+            parts *= n
+    return parts
+
+
+def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape) -> None:
+    """D2, D3: components and what belongs to them by component, matrices by output, the batch's own by row."""
+
+    def by_component(C: int) -> int:
+        return divided(C, shape.tensor, shape.fsdp)
+
+    trained = [stack for stack in problem.target.sites.stacks if stack.name in state.components]
+    for moment in (state.components, state.components_moments[0].mu, state.components_moments[0].nu):
+        for stack in trained:
+            assert (n_parts(moment[stack.name].V), n_parts(moment[stack.name].U)) == (by_component(stack.C),) * 2
+    assert shape == ALONE or max(by_component(stack.C) for stack in trained) > 1
+    for name, adversary in state.adversaries.items():
+        per_row = isinstance(problem.decomposition.persistent[name][1].scope, PerBatchPerPosition)
+        for bundle in (adversary.raw, adversary.mean, adversary.square):
+            for stack in problem.target.sites.stacks:
+                sources: Sources = bundle[stack.name]
+                assert sources.delta is not None
+                rows = shape.batch_parts if per_row else 1
+                columns = divided(stack.C, shape.tensor) if per_row else by_component(stack.C)
+                assert (n_parts(sources.components), n_parts(sources.delta)) == (rows * columns, rows), name
+    for stack in problem.target.sites.stacks:
+        head = state.ci.heads[stack.name]
+        last = head[-1] if isinstance(head, tuple) else head
+        assert {n_parts(x) for x in jax.tree.leaves(last)} == {by_component(stack.C)}
+    for path, x in jax.tree_util.tree_leaves_with_path(weights):
+        vector = "norm" in path[-1].key or x.ndim == 1
+        assert n_parts(x) == (1 if vector else by_component(x.shape[-1])), jax.tree_util.keystr(path)
+
+
 def run(
-    problem: Problem, state: State, weights: Any, batch: Callable[[int], np.ndarray], n_devices: int
+    problem: Problem, state: State, weights: Any, batch: Callable[[int], np.ndarray], shape: MeshShape
 ) -> tuple[dict[str, list[float]], State]:
     """Ten steps on other batches each; every metric's trajectory and the last state."""
-    mesh = make_mesh(MeshShape(fsdp=n_devices))
-    places = state_shardings(mesh, problem.decomposition, state)
-    state = jax.tree.map(lambda x, place: from_host(np.asarray(x), place), state, places)
-    weights = replicate(weights, mesh)
-    step = jax.jit(training_step, static_argnums=0, donate_argnums=1, out_shardings=(places, None))
-    rows = []
-    for number in range(STEPS):
-        state, metrics = step(problem, state, weights, from_host(batch(number), batch_sharding(mesh)))
-        rows.append(metrics)
-    sources = state.adversaries[ATTACKED].raw
-    parts = {len({str(shard.index) for shard in x.addressable_shards}) for x in jax.tree.leaves(sources)}
-    split = isinstance(problem.decomposition.persistent[ATTACKED][1].scope, PerBatchPerPosition)
-    assert parts == {n_devices if split else 1}  # D2
-    return {name: [float(row[name]) for row in rows] for name in rows[0]}, state
+    mesh = make_mesh(shape)
+    with jax.set_mesh(mesh):
+        places = state_shardings(mesh, problem.decomposition, state)
+        state = jax.tree.map(lambda x, place: from_host(np.asarray(x), place), state, places)
+        frozen = shardings(mesh, problem.target.weight_axes(weights), weights)
+        weights = jax.tree.map(lambda x, place: from_host(np.asarray(x), place), weights, frozen)
+        step = jax.jit(training_step, static_argnums=0, donate_argnums=1, out_shardings=(places, None))
+        rows = []
+        for number in range(STEPS):
+            inputs = batch(number)
+            state, metrics = step(problem, state, weights, from_host(inputs, batch_sharding(mesh, inputs.shape)))
+            rows.append(metrics)
+    assert_split(problem, state, weights, shape)
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}, jax.device_get(state)
 
 
-@pytest.mark.parametrize(
-    ("scope", "exact"),
-    [
-        (BroadcastAcrossBatch(), False),
-        (PerBatchPerPosition(), True),
-        pytest.param(BroadcastAcrossBatch(), True, marks=pytest.mark.slow),
-        pytest.param(PerBatchPerPosition(), False, marks=pytest.mark.slow),
-    ],
-    ids=["broadcast-fp32", "per_row-float64", "broadcast-float64", "per_row-fp32"],
-)
-def test_one_device_is_eight(scope: Any, exact: bool) -> None:
-    problem = make_problem(scope)
+@cache
+def of_llama(policy: MemoryPolicy, shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State]:
+    problem, weights = make_problem(), tiny.weights(CONFIG)
     state = tiny.ruffled_state(problem, step=0, leading=LEADING)
-    assert_one_is_eight(problem, state, tiny.weights(), tokens, exact)
-
-
-@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["float64", "fp32"])
-def test_one_device_is_eight_on_a_toy(exact: bool) -> None:
-    """One row for each device, no sequence axis."""
-    problem = make_tms_problem()
-    state = tiny.ruffled_state(problem, step=0, seed=5, leading=LEADING[:1])
-    assert_one_is_eight(problem, state, toys.weights(toys.SPARSE), feature_vectors, exact)
-
-
-def assert_one_is_eight(
-    problem: Problem, state: State, weights: Any, batch: Callable[[int], np.ndarray], exact: bool
-) -> None:
-    tolerance = 1e-9 if exact else 1e-5
     with jax.enable_x64(exact):
         if exact:
             problem, state, weights = tiny.in_float64(problem), tiny.to_float64(state), tiny.to_float64(weights)
-        alone, alone_state = run(problem, state, weights, batch, 1)
-        together, together_state = run(problem, state, weights, batch, 8)
-    assert len(alone["loss/total"]) == STEPS
-    for name, trajectory in alone.items():
-        np.testing.assert_allclose(together[name], trajectory, rtol=tolerance, err_msg=name)
+        return run(under(problem, policy), state, weights, tokens, shape)
+
+
+@cache
+def of_toy(shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State]:
+    problem, weights = make_tms_problem(), toys.weights(toys.SPARSE)
+    state = tiny.ruffled_state(problem, step=0, seed=5, leading=LEADING[:1])
+    with jax.enable_x64(exact):
+        if exact:
+            problem, state, weights = tiny.in_float64(problem), tiny.to_float64(state), tiny.to_float64(weights)
+        return run(problem, state, weights, feature_vectors, shape)
+
+
+FAST = [(MeshShape(2, 2, 2), "lean", True), (MeshShape(fsdp=8), "plain", False)]
+ALL = [(shape, policy, exact) for shape in SHAPES for policy in POLICIES for exact in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy", "exact"),
+    [pytest.param(*of, marks=[] if of in FAST else pytest.mark.slow, id=f"{of[0]}-{of[1]}-{of[2]}") for of in ALL],
+)
+def test_one_device_is_eight(shape: MeshShape, policy: str, exact: bool) -> None:
+    """Whatever the mesh and the memory policy on it."""
+    assert_one_is_eight(make_problem(), of_llama(PLAIN, ALONE, exact), of_llama(POLICIES[policy], shape, exact), exact)
+
+
+@pytest.mark.parametrize(
+    ("shape", "exact"),
+    [
+        (MeshShape(fsdp=8), True),
+        pytest.param(MeshShape(fsdp=8), False, marks=pytest.mark.slow),
+        pytest.param(MeshShape(2, 2, 2), True, marks=pytest.mark.slow),
+    ],
+    ids=["1x8x1-float64", "1x8x1-fp32", "2x2x2-float64"],
+)
+def test_one_device_is_eight_on_a_toy(shape: MeshShape, exact: bool) -> None:
+    """One row for each device, no sequence axis."""
+    assert_one_is_eight(make_tms_problem(), of_toy(ALONE, exact), of_toy(shape, exact), exact)
+
+
+def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool) -> None:
+    tolerance = 1e-9 if exact else 1e-5
+    (want, want_state), (got, got_state) = alone, together
+    assert len(want["loss/total"]) == STEPS
+    for name, trajectory in want.items():
+        np.testing.assert_allclose(got[name], trajectory, rtol=tolerance, err_msg=name)
     sites = problem.target.sites
-    worst = tiny.assert_alike(tiny.ref_state(alone_state, sites), tiny.ref_state(together_state, sites), tolerance)
-    relative = max(tiny.deviation(x, together[name]) for name, x in alone.items())
+    worst = tiny.assert_alike(tiny.ref_state(want_state, sites), tiny.ref_state(got_state, sites), tolerance)
+    relative = max(tiny.deviation(x, got[name]) for name, x in want.items())
     print(f"state {worst:.1e}, metrics {relative:.1e}")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
-from param_decomp_jax.draws import keys_from, threefry_2x32, uniform
+from param_decomp_jax.draws import keys_from, positions, threefry_2x32, uniform
 from param_decomp_jax.masks import (
     Constant,
     ConstantSources,
@@ -24,11 +24,18 @@ from param_decomp_jax.masks import (
     interpolate,
     tile,
 )  # fmt: skip
+from param_decomp_jax.mesh import indices
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
+from tests.core import tiny
 
 KEY = jax.random.key(12, impl="threefry2x32")
-draw = partial(jax.jit, static_argnums=(1, 2))(uniform)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def draw(key: jax.Array, leading: tuple[int, ...], columns: int) -> jax.Array:
+    """Of all positions of an activation with these leading axes."""
+    return uniform(key, positions(leading), columns)
 
 
 # ---- the cipher ----
@@ -81,11 +88,26 @@ def test_leading_axes() -> None:
     np.testing.assert_array_equal(draw(KEY, (), 2), flat[0])
 
 
+def test_blocks_of_rows_and_columns() -> None:
+    """M4: any part of a draw is drawn by the numbers of its rows and columns alone, in whatever order."""
+    whole = np.asarray(draw(KEY, (4, 3), 7))
+    rows, columns = np.array([3, 1]), np.array([6, 0, 5], np.uint32)
+    part = jax.jit(uniform)(KEY, positions((4, 3))[rows], jnp.asarray(columns))
+    np.testing.assert_array_equal(part, whole[rows][..., columns])
+
+
+@pytest.mark.parametrize("leading", [(), (5,), (4, 3), (2, 3, 4)])
+def test_positions_are_row_major_numbers(leading: tuple[int, ...]) -> None:
+    number = positions(leading)
+    assert number.dtype == jnp.uint32
+    np.testing.assert_array_equal(number, np.arange(np.prod(leading, dtype=int)).reshape(leading))
+
+
 def test_same_on_eight_devices() -> None:
     """M4: in one block or in many."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(8), ("batch",))
     shards = NamedSharding(mesh, PartitionSpec("batch"))
-    split = jax.jit(uniform, static_argnums=(1, 2), out_shardings=shards)(KEY, (8, 3), 5)
+    split = jax.jit(lambda key: uniform(key, positions((8, 3)), 5), out_shardings=shards)(KEY)
     assert len(split.sharding.device_set) == 8
     np.testing.assert_array_equal(split, draw(KEY, (8, 3), 5))
 
@@ -154,7 +176,7 @@ SITES = Sites(tuple(Site(f"layers.{n}.{kind}", n, kind, "x", 2, 2, C) for n in r
 def sources_at(
     kind: Stochastic, site: int, leading: tuple[int, ...] = SAMPLE, columns: int = C, use_delta: bool = True
 ) -> tuple[jax.Array, jax.Array | None]:
-    return StochasticSources(kind, KEY, use_delta).at(jnp.asarray(site), leading, columns)
+    return tiny.drawn_at(StochasticSources(kind, KEY, use_delta), site, leading, columns)
 
 
 def test_stochastic_sources_shapes_and_prefixes() -> None:
@@ -217,8 +239,9 @@ def test_a_layer_gets_the_canonical_number_of_its_site() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.25])
 def test_constant_sources(value: float) -> None:
     """M3: v for every component and no delta path."""
-    components, delta = ConstantSources(Constant(value)).at(None, (4, 3), C)
-    assert delta is None
+    sources, at = ConstantSources(Constant(value)), positions((4, 3))
+    components = sources.components(None, at, indices(C))
+    assert sources.delta(None, at) is None
     np.testing.assert_array_equal(jnp.broadcast_to(components, (4, 3, C)), np.full((4, 3, C), value))
 
 
@@ -243,11 +266,11 @@ def test_given_sources(with_delta: bool) -> None:
     rng = np.random.default_rng(1)
     components = jnp.asarray(rng.uniform(size=(3, 2, 3, C)), jnp.float32)
     delta = jnp.asarray(rng.uniform(size=(3, 2, 3)), jnp.float32) if with_delta else None
-    sources = GivenSources({stack.name: Sources(components, delta)})
+    sources, at = GivenSources({stack.name: Sources(components, delta)}, 6), positions((6, 3))
     slices = sources.slices(stack, 1, 3)
     for row, layer in enumerate((1, 2)):
         slice_ = jax.tree.map(lambda x, row=row: x[row], slices)
-        got, got_delta = sources.at(slice_, (6, 3), C)
+        got, got_delta = sources.components(slice_, at, indices(C)), sources.delta(slice_, at)
         np.testing.assert_array_equal(got, ref.expand_scope(np.asarray(components[layer]), (6, 3)))
         assert (got_delta is None) == (delta is None)
         if delta is not None:

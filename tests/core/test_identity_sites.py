@@ -11,12 +11,12 @@ from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, Persist
 from param_decomp_jax.ci import GlobalMLP, LayerwiseMLP
 from param_decomp_jax.components import Factors
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Constant, ConstantSources
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, forward_error
+from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, errors
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.step import run_clean
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
 
@@ -98,8 +98,8 @@ def test_the_clean_pass_is_the_same_with_and_without(make: Any, config: Any, cho
 
         @jax.jit
         def run(weights: Any, inputs: jax.Array) -> tuple[Any, Any, Any]:
-            scene, read = run_clean(target, weights, inputs, True, True)
-            return scene.clean.output, read, target.site_weights(weights)
+            scene = tiny.scene_of(target, weights, inputs, outputs=True)
+            return scene.clean.output, scene.site_inputs, target.site_weights(weights)
 
         output, read, W = run(weights, jnp.asarray(inputs))
         return output, target.sites.unstack(read), target.sites.unstack(W)
@@ -139,13 +139,16 @@ def test_components_that_make_up_the_identity_change_nothing() -> None:
     target = tiny.target(chosen={before(q): tiny.CONFIG.d_model for q in Q})
     (stack,) = target.sites.stacks
     identity = jnp.broadcast_to(jnp.eye(stack.d_in), (3, stack.d_in, stack.d_in))
-    importances = {stack.name: jnp.zeros((3, *tiny.LEADING, stack.C))}
+    logits = {stack.name: jnp.zeros((3, *tiny.LEADING, stack.C))}
+    streams = [Stream((0, 1, 2), ConstantSources(Constant(mask))) for mask in (1.0, 0.0)]
 
-    def error(mask: float) -> jax.Array:
-        scene, _ = run_clean(target, tiny.weights(), jnp.asarray(tiny.TOKENS), True, False)
-        sources = ConstantSources(Constant(mask))
-        return forward_error(scene, (0, 1, 2), {stack.name: Factors(identity, identity)}, importances, sources, None)
+    @jax.jit
+    def found() -> jax.Array:
+        scene = tiny.scene_of(target, tiny.weights(), tiny.TOKENS)
+        components = {stack.name: Factors(identity, identity)}
+        found, _ = errors(scene, components, tiny.judge_of(logits, scene), streams, ["output"] * 2)
+        return found
 
-    on, off = jax.jit(lambda: (error(1.0), error(0.0)))()
+    on, off = found()
     assert abs(float(on)) < 1e-6
     assert float(off) > 1e-3

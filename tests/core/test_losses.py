@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.components import Factors
-from param_decomp_jax.losses import Frequency, ImportanceMinimality, Lp, SmoothL0, faithfulness, importance_minimality
+from param_decomp_jax.losses import (
+    Frequency,
+    ImportanceMinimality,
+    Lp,
+    SmoothL0,
+    faithfulness,
+    importance_minimality,
+    penalty_sum,
+)  # fmt: skip
+from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
+from param_decomp_jax.memory import PLAIN as SAVED
 from param_decomp_jax.schedules import Anneal, Schedule
 from tests import reference as ref
 from tests.core import tiny
@@ -45,33 +55,41 @@ def components_by_site(components: Any) -> Any:
     return {site: {"V": V[site], "U": U[site]} for site in V}
 
 
-def assert_faithfulness(components: Any, weights: Any, tolerance: float) -> None:
-    value, gradient = jax.jit(jax.value_and_grad(faithfulness))(components, weights)
+RECOMPUTED = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"layers"})
+IN_BOTH_WAYS = pytest.mark.parametrize("memory", [SAVED, RECOMPUTED], ids=["all at once", "layer by layer"])
+jit_faithfulness = jax.jit(faithfulness, static_argnums=2)
+
+
+def assert_faithfulness(components: Any, weights: Any, memory: MemoryPolicy, tolerance: float) -> None:
+    value, gradient = jax.jit(jax.value_and_grad(faithfulness), static_argnums=2)(components, weights, memory)
     trained = ref.tree_map(ref.Var, components_by_site(components))
     want = ref.faithfulness(trained, rows(weights))
     tiny.assert_alike([want.value], [value], tolerance)
     tiny.assert_alike(ref.gradients(want, trained), components_by_site(gradient), tolerance)
 
 
-def test_faithfulness() -> None:
-    assert_faithfulness(COMPONENTS, WEIGHTS, 1e-5)
+@IN_BOTH_WAYS
+def test_faithfulness(memory: MemoryPolicy) -> None:
+    assert_faithfulness(COMPONENTS, WEIGHTS, memory, 1e-5)
     with jax.enable_x64(True):
-        assert_faithfulness(*tiny.to_float64((COMPONENTS, WEIGHTS)), 1e-12)
+        assert_faithfulness(*tiny.to_float64((COMPONENTS, WEIGHTS)), memory, 1e-12)
 
 
-def test_faithfulness_of_a_target_stored_in_bf16() -> None:
+@IN_BOTH_WAYS
+def test_faithfulness_of_a_target_stored_in_bf16(memory: MemoryPolicy) -> None:
     """L1, N1: the target's storage is widened before W − VU, not VU rounded to it."""
     weights = {name: W.astype(jnp.bfloat16) for name, W in WEIGHTS.items()}
-    got = jax.jit(faithfulness)(COMPONENTS, weights)
+    got = jit_faithfulness(COMPONENTS, weights, memory)
     assert got.dtype == jnp.float32
     want = ref.faithfulness(components_by_site(COMPONENTS), rows(weights))
     assert float(got) == pytest.approx(float(want), rel=1e-5)
 
 
-def test_faithfulness_is_over_all_entries_not_a_mean_of_sites() -> None:
+@IN_BOTH_WAYS
+def test_faithfulness_is_over_all_entries_not_a_mean_of_sites(memory: MemoryPolicy) -> None:
     zero = jax.tree.map(jnp.zeros_like, COMPONENTS)
     ones = {name: jnp.full_like(W, name == "a") for name, W in WEIGHTS.items()}
-    assert float(jax.jit(faithfulness)(zero, ones)) == pytest.approx(60 / (60 + 14), rel=1e-6)
+    assert float(jit_faithfulness(zero, ones, memory)) == pytest.approx(60 / (60 + 14), rel=1e-6)
 
 
 # ---- L2 ----
@@ -98,12 +116,23 @@ TERMS = {
 }
 
 
+def value(term: ImportanceMinimality, uppers: Any, step: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(main, frequency) from υ: one row per site, a sum for each of its components."""
+    sums = {
+        name: jnp.stack([penalty_sum(term.penalty, of_site, jnp.asarray(step), TOTAL) for of_site in upper])
+        for name, upper in uppers.items()
+    }
+    assert {name: S.shape for name, S in sums.items()} == {n: (u.shape[0], u.shape[-1]) for n, u in uppers.items()}
+    n_positions = math.prod(next(iter(uppers.values())).shape[1:-1])
+    return importance_minimality(term, sums, n_positions)
+
+
 @partial(jax.jit, static_argnums=0)
 def core(term: ImportanceMinimality, uppers: Any, step: Any = STEP) -> Any:
     """(main, frequency), and the gradients of both."""
 
     def parts(uppers: Any) -> tuple[jax.Array, ...]:
-        return tuple(x for x in importance_minimality(term, uppers, jnp.asarray(step), TOTAL) if x is not None)
+        return tuple(x for x in value(term, uppers, step) if x is not None)
 
     values, backward = jax.vjp(parts, uppers)
     one_hot = np.eye(len(values))
@@ -187,7 +216,7 @@ def test_logarithm_is_of_the_global_sum() -> None:
 
 def test_frequency_is_given_only_if_asked_for() -> None:
     def parts(term: ImportanceMinimality) -> Any:
-        return jax.eval_shape(lambda uppers: importance_minimality(term, uppers, jnp.asarray(0), TOTAL), UPPERS)
+        return jax.eval_shape(lambda uppers: value(term, uppers, 0), UPPERS)
 
     assert parts(PLAIN)[1] is None
     assert parts(TERMS["Lp, frequency"])[1].shape == ()

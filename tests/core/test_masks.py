@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax.draws import positions
 from param_decomp_jax.masks import (
     Constant,
     ConstantSources,
@@ -13,8 +14,10 @@ from param_decomp_jax.masks import (
     Stochastic,
     StochasticSources,
     interpolate,
+    source_axes,
     tile,
 )
+from param_decomp_jax.mesh import Axes, indices, is_axes
 from tests import reference as ref
 from tests.core import tiny
 
@@ -40,13 +43,14 @@ def test_interpolation() -> None:
 def test_constant(value: float) -> None:
     """M3: 0 gives m = λ, 1 gives m = 1; no delta."""
     importance = jnp.asarray(np.random.default_rng(0).uniform(size=(*LEADING, 5)), jnp.float32)
-    source, delta = ConstantSources(Constant(value)).at(None, LEADING, 5)
-    assert delta is None
+    sources, at = ConstantSources(Constant(value)), positions(LEADING)
+    source = sources.components(None, at, indices(5))
+    assert sources.delta(None, at) is None
     assert (interpolate(importance, source) == (importance if value == 0 else 1)).all()
 
 
 def test_stochastic_is_fp32_and_in_range() -> None:
-    source, delta = stochastic().at(jnp.asarray(2), (50, 20), 6)
+    source, delta = tiny.drawn_at(stochastic(), 2, (50, 20), 6)
     assert source.dtype == delta.dtype == jnp.float32
     for x in source, delta:
         assert x.min() >= 0
@@ -57,7 +61,7 @@ def test_stochastic_is_fp32_and_in_range() -> None:
 
 def test_binomial() -> None:
     """M3: Bernoulli(½) for the components, U[0, 1) for the delta still."""
-    source, delta = stochastic(sampling="binomial").at(jnp.asarray(2), (50, 20), 6)
+    source, delta = tiny.drawn_at(stochastic(sampling="binomial"), 2, (50, 20), 6)
     assert set(np.unique(source)) == {0, 1}
     assert abs(float(source.mean()) - 0.5) < 4 / np.sqrt(4 * source.size)
     assert len(np.unique(delta)) == delta.size
@@ -65,7 +69,7 @@ def test_binomial() -> None:
 
 def test_no_delta() -> None:
     """M5; and the components' draw is the same with and without."""
-    with_delta, without = (stochastic(use_delta=use).at(jnp.asarray(1), LEADING, 5) for use in (True, False))
+    with_delta, without = (tiny.drawn_at(stochastic(use_delta=use), 1, LEADING, 5) for use in (True, False))
     assert without[1] is None
     assert (with_delta[0] == without[0]).all()
 
@@ -74,12 +78,22 @@ def test_draws_are_independent_across_sites_keys_and_channels() -> None:
     """M4: no correlation beyond chance, 5 standard deviations."""
     n = (64, 32)
     columns = [np.asarray(x).reshape(-1, x.shape[-1]).T for x in (
-        stochastic(0).at(jnp.asarray(0), n, 3)[0], stochastic(0).at(jnp.asarray(1), n, 3)[0],
-        stochastic(1).at(jnp.asarray(0), n, 3)[0], stochastic(0).at(jnp.asarray(0), n, 3)[1][..., None],
-        stochastic(0).at(jnp.asarray(1), n, 3)[1][..., None],
+        tiny.drawn_at(stochastic(0), 0, n, 3)[0], tiny.drawn_at(stochastic(0), 1, n, 3)[0],
+        tiny.drawn_at(stochastic(1), 0, n, 3)[0], tiny.drawn_at(stochastic(0), 0, n, 3)[1][..., None],
+        tiny.drawn_at(stochastic(0), 1, n, 3)[1][..., None],
     )]  # fmt: skip
     correlation = np.corrcoef(np.concatenate(columns)) - np.eye(11)
     assert np.abs(correlation).max() < 5 / np.sqrt(n[0] * n[1])
+
+
+@pytest.mark.parametrize("sampling", ["continuous", "binomial"])
+def test_a_block_of_components_draws_by_its_columns(sampling: str) -> None:
+    """M4: any components of a site, at any rows, have the draws that they have among all."""
+    kind, at, columns = stochastic(sampling=sampling), positions(LEADING), np.array([5, 0, 3], np.uint32)
+    whole, delta = tiny.drawn_at(kind, 2, LEADING, 7)
+    part = kind.components(jnp.asarray(2), at[1:], jnp.asarray(columns))
+    np.testing.assert_array_equal(part, whole[1:][..., columns])
+    np.testing.assert_array_equal(kind.delta(jnp.asarray(2), at[1:]), delta[1:])
 
 
 def test_a_site_draws_by_its_canonical_number_however_it_is_stacked() -> None:
@@ -97,9 +111,9 @@ def test_given_sources_are_cut_by_layer_and_tiled() -> None:
     rng = np.random.default_rng(0)
     components, delta = rng.uniform(size=(2, 2, 4, stack.C)), rng.uniform(size=(2, 2, 4))
     bundle = {stack.name: Sources(jnp.asarray(components, jnp.float32), jnp.asarray(delta, jnp.float32))}
-    given = GivenSources(bundle)
-    rows = given.slices(stack, 1, 2)
-    got, got_delta = given.at(jax.tree.map(lambda x: x[0], rows), (6, 4), stack.C)
+    given, at = GivenSources(bundle, 6), positions((6, 4))
+    row = jax.tree.map(lambda x: x[0], given.slices(stack, 1, 2))
+    got, got_delta = given.components(row, at, indices(stack.C)), given.delta(row, at)
     np.testing.assert_allclose(got, ref.expand_scope(components[1], (6, 4)), rtol=1e-6)
     np.testing.assert_allclose(got_delta, ref.expand_scope(delta[1], (6, 4)), rtol=1e-6)
 
@@ -112,3 +126,31 @@ def test_tile() -> None:
     assert tile(source[:1], 6).shape == (1, 1)
     with pytest.raises(AssertionError, match="3 sources do not tile a batch of 4"):
         tile(source, 4)
+
+
+@pytest.mark.parametrize("use_delta", [True, False])
+@pytest.mark.parametrize(
+    ("lead", "of_lead", "of_components"),
+    [
+        ((1, 1), (None, None), "component"),
+        ((1, 4), (None, None), "component"),
+        ((2, 4), (None, None), "component"),
+        ((6, 4), ("batch", None), "component_in_use"),
+        ((1,), (None,), "component"),
+        ((6,), ("batch",), "component_in_use"),
+    ],
+    ids=str,
+)
+def test_axes_of_sources(
+    lead: tuple[int, ...], of_lead: tuple[str | None, ...], of_components: str, use_delta: bool
+) -> None:
+    """D2: split with the batch where each of its 6 rows has its own, by component where rows share them."""
+    stack = SITES.stacks[0]
+    shapes = (stack.n_layers, *lead, stack.C), (stack.n_layers, *lead)
+    sources = Sources(jnp.zeros(shapes[0]), jnp.zeros(shapes[1]) if use_delta else None)
+    axes = source_axes(sources, 6)
+    assert axes.components == Axes((None, *of_lead, of_components))
+    assert axes.delta == (Axes((None, *of_lead)) if use_delta else None)
+    one_layer = GivenSources({stack.name: sources}, 6).axes(stack)
+    assert one_layer.components == axes.components.below()
+    assert jax.tree.structure(one_layer, is_leaf=is_axes) == jax.tree.structure(sources)

@@ -1,6 +1,9 @@
-"""The memory policy changes no number: a scan, the layers written out, and recomputation agree."""
+"""The memory policy by itself: layers and blocks give what a loop gives, and keep what they say that they keep.
 
-from functools import cache
+That it changes no number of a step is in test_policies.py.
+"""
+
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -8,12 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, named
+
+
+def recomputing(*names: Intermediate, **changes: Any) -> MemoryPolicy:
+    """All but these is saved."""
+    return MemoryPolicy(save=frozenset(INTERMEDIATES) - set(names), **changes)
+
 
 POLICIES = {
-    "unroll": MemoryPolicy("unroll"),
-    "scan, recompute": MemoryPolicy("scan", recompute_layers=True),
-    "unroll, recompute": MemoryPolicy("unroll", recompute_layers=True),
+    "unroll": MemoryPolicy(layers="unroll"),
+    "scan, recompute": recomputing("layers"),
+    "unroll, recompute": recomputing("layers", layers="unroll"),
+    "groups of 2, recompute": recomputing("layers", layer_group=2),
+    "groups that do not divide, recompute": recomputing("layers", layer_group=3),
+    "one group of all, recompute": recomputing("layers", layer_group=9),
 }
 LAYERS, D = 4, 6
 RNG = np.random.default_rng(0)
@@ -23,7 +35,7 @@ X = RNG.normal(size=(3, D))
 
 def body(x: jax.Array, layer: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """One layer of a toy network, which records its input and its output."""
-    y = x + jnp.tanh(jnp.sin(x @ layer["W"]) + layer["b"])
+    y = x + jnp.tanh(named(jnp.sin(x @ layer["W"]), "attention") + layer["b"])
     return y, {"in": x, "out": y}
 
 
@@ -80,12 +92,63 @@ def kept(policy: MemoryPolicy) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
 
+GIVEN = sum(x.size for x in jax.tree.leaves((X, XS)))
+
+
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 def test_recomputing_keeps_only_the_inputs(layers: Any) -> None:
-    given = sum(x.size for x in jax.tree.leaves((X, XS)))
-    inputs = LAYERS * X.size
-    assert kept(MemoryPolicy(layers, recompute_layers=True)) <= given + inputs
-    assert kept(MemoryPolicy(layers)) >= kept(MemoryPolicy(layers, recompute_layers=True)) + LAYERS * X.size
+    nothing = recomputing("layers", "attention", layers=layers)
+    assert kept(nothing) <= GIVEN + LAYERS * X.size
+    assert kept(MemoryPolicy(layers=layers)) >= kept(nothing) + LAYERS * X.size
+
+
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_a_recomputed_layer_keeps_what_is_named(layers: Any) -> None:
+    """And only if the policy saves it."""
+    nothing, attention = (recomputing("layers", *also, layers=layers) for also in (("attention",), ()))
+    assert kept(attention) == kept(nothing) + LAYERS * X.size
+    other = MemoryPolicy(save=frozenset({"site_outputs"}), layers=layers)
+    assert kept(other) == kept(nothing)
+
+
+def test_groups_keep_one_input_each() -> None:
+    """√n checkpointing: of the groups' inputs, and of no layer's inside."""
+    every, groups = (recomputing("layers", "attention", layer_group=group) for group in (None, 2))
+    assert kept(every) - kept(groups) == (LAYERS - LAYERS // 2) * X.size
+
+
+def test_what_is_offloaded_waits_in_host_memory() -> None:
+    """It leaves the device after the forward and comes back for the backward; what is saved never moves."""
+
+    def text(policy: MemoryPolicy) -> str:
+        def loss(x: jax.Array, xs: Any) -> jax.Array:
+            return jnp.sum(policy.over_layers(lambda x, layer: (body(x, layer)[0], {}), x, xs)[0])
+
+        return str(jax.make_jaxpr(jax.grad(loss))(X, XS))
+
+    offloaded = MemoryPolicy(save=frozenset({"site_outputs"}), offload=frozenset({"attention"}))
+    assert "Host" in text(offloaded)
+    assert "Host" not in text(recomputing("layers"))
+
+
+def test_impossible_policies_are_refused() -> None:
+    with pytest.raises(AssertionError, match="offloaded is not saved"):
+        MemoryPolicy(offload=frozenset({"attention"}))
+    with pytest.raises(AssertionError, match=r"cannot be offloaded: \['logits'\]"):
+        MemoryPolicy(save=frozenset(), offload=frozenset({"logits"}))
+
+
+def test_another_intermediate_decides_over_other_layers() -> None:
+    """The CI function's layers go by "ci"."""
+
+    def kept_of(policy: MemoryPolicy, of: Intermediate) -> int:
+        forward = partial(policy.over_layers, lambda x, layer: (body(x, layer)[0], {}), of=of)
+        _, backward = jax.eval_shape(lambda x, xs: jax.vjp(lambda *args: forward(*args)[0], x, xs), X, XS)
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    of_layers, of_ci = (recomputing(name, "attention") for name in ("layers", "ci"))
+    assert kept_of(of_layers, "ci") == kept_of(PLAIN, "ci") == kept_of(of_ci, "layers")
+    assert kept_of(of_ci, "ci") == kept_of(of_layers, "layers") < kept_of(PLAIN, "ci")
 
 
 def test_layers_are_one_body_or_many() -> None:
@@ -95,4 +158,61 @@ def test_layers_are_one_body_or_many() -> None:
         return str(jax.make_jaxpr(lambda x, xs: policy.over_layers(body, x, xs))(X, XS)).count(" tanh ")
 
     assert bodies(PLAIN) == 1
-    assert bodies(MemoryPolicy("unroll")) == LAYERS
+    assert bodies(recomputing("layers", layer_group=2)) == 1
+    assert bodies(MemoryPolicy(layers="unroll")) == LAYERS
+
+
+# ---- blocks of components ----
+
+C, ROWS = 12, 5
+FACTORS = {"V": RNG.normal(size=(D, C)), "U": RNG.normal(size=(C, D))}
+ROWS_IN = RNG.normal(size=(ROWS, D))
+
+
+def blocks_of(factors: Any, n_blocks: int) -> Any:
+    V = jnp.moveaxis(jnp.reshape(factors["V"], (D, n_blocks, -1)), 1, 0)
+    return {"V": V, "U": jnp.reshape(factors["U"], (n_blocks, -1, D))}
+
+
+def over_blocks(n_blocks: int, x: Any, factors: Any) -> Any:
+    """A sum over components that is not linear in any of them, in two results; and something of each component."""
+
+    def of_block(block: Any) -> Any:
+        inner = jnp.sin(x @ block["V"])
+        return {"y": inner @ block["U"], "total": jnp.sum(inner**2)}, {"own": jnp.sum(inner**2, axis=0)}
+
+    total, found = PLAIN.over_blocks(of_block, blocks_of(factors, n_blocks), n_blocks)
+    return {**total, "own": found["own"].reshape(-1)}
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 12])
+def test_over_blocks(n_blocks: int) -> None:
+    """Values and gradients, of what is cut and of what all blocks read."""
+
+    def loss(n_blocks: int, x: Any, factors: Any) -> Any:
+        found = over_blocks(n_blocks, x, factors)
+        return jnp.sum(found["y"] ** 3) + found["total"] * jnp.sum(found["own"] ** 2), found
+
+    with jax.enable_x64(True):
+        of = jax.jit(jax.value_and_grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
+        want, got = of(1, ROWS_IN, FACTORS), of(n_blocks, ROWS_IN, FACTORS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), want, got)
+        inner = np.sin(ROWS_IN @ FACTORS["V"])
+        np.testing.assert_allclose(got[0][1]["y"], inner @ FACTORS["U"], rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(got[0][1]["own"], (inner**2).sum(axis=0), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("n_blocks", [2, 3, 12])
+def test_nothing_of_several_blocks_is_kept(n_blocks: int) -> None:
+    """Neither what is inside a block, nor a partial sum."""
+    _, backward = jax.eval_shape(lambda *args: jax.vjp(partial(over_blocks, n_blocks), *args), ROWS_IN, FACTORS)
+    given = ROWS_IN.size + sum(x.size for x in FACTORS.values())
+    assert sum(leaf.size for leaf in jax.tree.leaves(backward)) <= given + n_blocks
+
+
+@pytest.mark.parametrize(
+    ("C", "largest", "n_blocks"),
+    [(12, None, 1), (12, 12, 1), (12, 99, 1), (12, 11, 2), (12, 5, 3), (12, 1, 12), (7, 6, 7)],
+)
+def test_blocks_are_equal_and_as_large_as_allowed(C: int, largest: int | None, n_blocks: int) -> None:
+    assert MemoryPolicy(component_block=largest).component_blocks(C) == n_blocks

@@ -11,22 +11,22 @@ import pytest
 
 from param_decomp_jax import recon
 from param_decomp_jax.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent, effective
-from param_decomp_jax.ci import squashings
+from param_decomp_jax.masked import MaskedLinears, Stream
 from param_decomp_jax.masks import Constant, GivenSources, Stochastic
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import (
     AllSites,
     Chunks,
     EachSite,
     Reconstruction,
-    forward_error,
+    errors,
     live_sets,
     n_forwards,
     reconstruction,
 )  # fmt: skip
 from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.step import run_clean
 from param_decomp_jax.targets.llama import Llama, module_name
 from tests import reference as ref
 from tests.core import tiny
@@ -87,18 +87,13 @@ def setting() -> Setting:
     return Setting(*map(tiny.to_float64, arrays))
 
 
-def make_scene(target: Llama, weights: Any, hidden_acts: bool = False) -> recon.Scene:
-    return run_clean(target, weights, jnp.asarray(tiny.TOKENS), True, hidden_acts)[0]
-
-
 def core_term(term: Reconstruction, target: Llama, given: Setting, key: Any) -> tuple[Any, Any]:
     """Value, and gradients by components, logits and raw sources."""
     target = dataclasses.replace(target, compute_dtype=jnp.float64)
 
     def value(components: Any, logits: Any, raw: Any, weights: Any, key: Any) -> jax.Array:
-        scene = make_scene(target, weights, term.error == "hidden_acts")
-        importances = jax.tree.map(squashings("leaky_hard")[0], logits)
-        return reconstruction(term, scene, components, importances, key, effective(LASTING, raw))
+        scene = tiny.scene_of(target, weights, tiny.TOKENS, term.error == "hidden_acts")
+        return reconstruction(term, scene, components, tiny.judge_of(logits, scene), key, effective(LASTING, raw))
 
     of = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
     return of(given.components, given.logits, given.bundle, given.weights, key)
@@ -150,6 +145,9 @@ def test_row(term: Reconstruction) -> None:
 CHUNKWISE = dataclasses.replace(next(term for term in ROWS if isinstance(term.live, Chunks)), n_samples=1)
 
 
+RECOMPUTED = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"layers"})
+
+
 @pytest.fixture(scope="module")
 def plain() -> tuple[Any, Any]:
     with jax.enable_x64(True):
@@ -160,8 +158,8 @@ def plain() -> tuple[Any, Any]:
     "memory",
     [
         MemoryPolicy(layers="unroll"),
-        MemoryPolicy(recompute_layers=True),
-        pytest.param(MemoryPolicy("unroll", True), marks=pytest.mark.slow),
+        RECOMPUTED,
+        pytest.param(dataclasses.replace(RECOMPUTED, layers="unroll"), marks=pytest.mark.slow),
     ],
     ids=["unrolled", "recomputed", "both"],
 )
@@ -176,21 +174,29 @@ def test_start_from_the_clean_residual() -> None:
     """F6: every site's own start, the middle of a scanned segment among them, against the very beginning."""
     layerwise = next(term for term in ROWS if isinstance(term.live, EachSite))
 
-    def from_the_beginning(scene: recon.Scene, live: tuple[int, ...]) -> None:
-        return None
+    def embedded(scene: Scene, live: tuple[int, ...]) -> Any:
+        return scene.weights["embed"][scene.inputs]
+
+    def at_the_beginning(linears: MaskedLinears) -> tuple[int, ...]:
+        return (0,) * len(linears.streams)
 
     with jax.enable_x64(True):
         want = core_term(layerwise, TARGET, setting(), jax.random.key(5))
-        with mock.patch.object(recon, "clean_residual", from_the_beginning):
+        with (
+            mock.patch.object(Scene, "residual", embedded),
+            mock.patch.object(MaskedLinears, "starts", property(at_the_beginning)),
+        ):
             got = core_term(layerwise, TARGET, setting(), jax.random.key(5))
     assert max(map(tiny.deviation, jax.tree.leaves(want), jax.tree.leaves(got))) <= 1e-11
 
 
 def error_of(live: tuple[int, ...], given: Setting, weights: Any, components: Any) -> jax.Array:
     """The error of one forward; ``weights`` are of the masked pass, the clean one has those of the setting."""
-    scene = make_scene(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights)._replace(weights=weights)
-    importances = jax.tree.map(squashings("leaky_hard")[0], given.logits)
-    return forward_error(scene, live, components, importances, GivenSources(effective(LASTING, given.bundle)), None)
+    scene = tiny.scene_of(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights, tiny.TOKENS)
+    stream = Stream(live, GivenSources(effective(LASTING, given.bundle), scene.batch))
+    judge = tiny.judge_of(given.logits, scene)
+    (error,), _ = errors(dataclasses.replace(scene, weights=weights), components, judge, [stream], ["output"])
+    return error
 
 
 def test_layers_before_the_first_live_site_are_not_run() -> None:
@@ -245,17 +251,18 @@ def test_chunks(size: int, groups: int) -> None:
     ids=lambda x: getattr(x, "name", str(x)),
 )  # fmt: skip
 def test_number_of_forwards(term: Reconstruction, expected: int) -> None:
-    """As counted on the way: an attack adds one (the body of its loop) per forward."""
-    counted = mock.Mock(side_effect=recon.forward_error)
+    """As counted on the way: an attack adds one (the body of its loop) per forward. The term's own run together."""
+    counted = mock.Mock(side_effect=recon.run_masked)
     with jax.enable_x64(True):
         given = setting()
 
     def value(weights: Any) -> jax.Array:
-        importances = jax.tree.map(squashings("leaky_hard")[0], given.logits)
-        scene = make_scene(TARGET, weights)
-        return reconstruction(term, scene, given.components, importances, jax.random.key(0), given.bundle)
+        scene = tiny.scene_of(TARGET, weights, tiny.TOKENS, term.error == "hidden_acts")
+        judge = tiny.judge_of(given.logits, scene)
+        return reconstruction(term, scene, given.components, judge, jax.random.key(0), given.bundle)
 
-    with jax.enable_x64(True), mock.patch.object(recon, "forward_error", counted):
+    with jax.enable_x64(True), mock.patch.object(recon, "run_masked", counted):
         jax.eval_shape(value, given.weights)
-    assert counted.call_count == expected * (2 if isinstance(term.sources, FreshAttack) else 1)
+    run_together = [len(call.args[3]) for call in counted.call_args_list]
+    assert run_together == [1] * (expected if isinstance(term.sources, FreshAttack) else 0) + [expected]
     assert n_forwards(term, N_SITES) == expected

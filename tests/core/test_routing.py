@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from param_decomp_jax.draws import uniform
-from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset, draw_routes, uniform_k_subset
+from param_decomp_jax.draws import positions, uniform
+from param_decomp_jax.routing import (
+    Everywhere,
+    Routing,
+    StaticProbability,
+    UniformKSubset,
+    draw_routes,
+    uniform_k_subset,
+)  # fmt: skip
 from tests import reference as ref
 
 KEY = jax.random.key(3, impl="threefry2x32")
@@ -21,8 +28,13 @@ SAMPLE = (300, 100)
 """Leading sizes of the samples of the statistical tests. The key is fixed."""
 ALMOST_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-draw = partial(jax.jit, static_argnums=(0, 2, 3))(draw_routes)
 subset = jax.jit(uniform_k_subset)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def draw(routing: Routing, key: jax.Array, leading: tuple[int, ...], n_live: int) -> jax.Array | None:
+    """At all positions of an activation with these leading axes."""
+    return draw_routes(routing, key, positions(leading), n_live)
 
 
 def codes(routes: np.ndarray) -> np.ndarray:
@@ -97,7 +109,7 @@ def test_static_probability() -> None:
     """Each site by itself with probability p."""
     p, n = 0.3, 3
     routes = np.asarray(draw(StaticProbability(p), KEY, SAMPLE, n))
-    u = np.asarray(uniform(KEY, SAMPLE, n))
+    u = np.asarray(uniform(KEY, positions(SAMPLE), n))
     np.testing.assert_array_equal(routes, ref.static_probability(u, p))
     observed = np.bincount(codes(routes).ravel(), minlength=2**n)
     sizes = [bin(code).count("1") for code in range(2**n)]
@@ -111,7 +123,7 @@ def test_static_probability_at_its_ends() -> None:
 
 
 def test_everywhere_draws_nothing() -> None:
-    assert draw_routes(Everywhere(), KEY, (2, 3), 4) is None
+    assert draw_routes(Everywhere(), KEY, positions((2, 3)), 4) is None
 
 
 def test_one_live_site_is_routed_everywhere() -> None:

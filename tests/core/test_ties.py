@@ -12,6 +12,7 @@ from param_decomp_jax.ci import LayerwiseMLP
 from param_decomp_jax.components import Factors, with_views
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, faithfulness
 from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.recon import AllSites, EachSite, Reconstruction
 from param_decomp_jax.routing import Everywhere
 from param_decomp_jax.schedules import Anneal
@@ -109,7 +110,7 @@ def test_faithfulness_counts_both_sites() -> None:
     W, other = jnp.asarray(WEIGHTS["linear1"]), jnp.asarray(WEIGHTS["linear2"])
     sites = toys.target(dataclasses.replace(CONFIG, n_hidden_layers=0), {"linear1": 5, "linear2": 5}, toys.TIED).sites
     exact = with_views({"linear1": Factors(jnp.eye(5)[None], W[None])}, sites)
-    got = faithfulness(exact, {"linear1": W[None], "linear2": other[None]})
+    got = faithfulness(exact, {"linear1": W[None], "linear2": other[None]}, PLAIN)
     assert float(got) == pytest.approx(float(jnp.sum((other - W.T) ** 2)) / (2 * W.size), rel=1e-5)
 
 

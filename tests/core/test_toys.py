@@ -20,19 +20,12 @@ from param_decomp_jax.adversary import (
 )  # fmt: skip
 from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.masked import MaskedLinears, Stream
 from param_decomp_jax.masks import Constant, ConstantSources, Stochastic
-from param_decomp_jax.recon import (
-    AllSites,
-    Chunks,
-    EachSite,
-    MaskedLinears,
-    Reconstruction,
-    clean_residual,
-    run_masked,
-)  # fmt: skip
+from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, run_masked
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.step import Problem, run_clean
+from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
@@ -190,14 +183,19 @@ def test_a_forward_begins_at_its_first_live_layer(config: toys.Config, chosen: d
     ]
 
     def outputs(components: Any, weights: Any, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        scene, _ = run_clean(target, weights, inputs, True, False)
-        importances = {s.name: jnp.full((s.n_layers, *scene.leading, s.C), 0.3) for s in sites.stacks}
+        scene = tiny.scene_of(target, weights, inputs)
+        logits = {s.name: jnp.full((s.n_layers, *scene.leading, s.C), 0.3) for s in sites.stacks}
+        judge = tiny.judge_of(logits, scene)
         pairs = []
         for live in lives:
-            layer, _ = clean_residual(scene, live)
-            late = scene._replace(weights=spoiled(weights, config, layer), inputs=inputs * (jnp.nan if layer else 1))
-            full = MaskedLinears(sites, live, components, importances, HALF, None)
-            begun = run_masked(late, live, components, importances, HALF)
+            layer, stream = sites.all[live[0]].layer, Stream(live, HALF)
+            late = dataclasses.replace(
+                scene, weights=spoiled(weights, config, layer), inputs=inputs * (jnp.nan if layer else 1)
+            )
+            # Run from the inputs, it does not look at the residual.
+            nothing = scene.residual(live) * jnp.nan
+            full = MaskedLinears(sites, (stream,), (nothing,), components, judge, scene.at, target.memory)
+            [begun] = run_masked(late, components, judge, [stream]).forwards
             pairs.append((target.forward(weights, inputs, full).output, begun.output))
         return pairs
 

@@ -27,22 +27,33 @@ from param_decomp_jax.adversary import (
     SingleSource,
     initial_sources,
 )  # fmt: skip
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci import (
+    CIConfig,
+    GlobalMLP,
+    GlobalTransformer,
+    Judge,
+    LayerwiseMLP,
+    Lazy,
+    Logits,
+    init_ci,
+)  # fmt: skip
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
+from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import indices
+from param_decomp_jax.mesh import Axes, indices
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
 from param_decomp_jax.routing import draw_routes
+from param_decomp_jax.scene import Scene
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
-from param_decomp_jax.step import Gradients, Metrics, Problem, training_step
+from param_decomp_jax.step import Gradients, Metrics, Problem, run_clean, training_step
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, module_name, weight_shapes
 from param_decomp_jax.targets.resid_mlp import ResidMLP
@@ -157,6 +168,25 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
         step=jnp.asarray(step, jnp.int32),
     )
     return jax.tree.map(jnp.asarray, state)
+
+
+def scene_of(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> Scene:
+    """A batch after its clean pass; nothing of it is made again."""
+    ci = jax.eval_shape(lambda: init_ci(SHARED, jax.random.key(0), target.sites))
+    return run_clean(problem((), target), ci, weights, jnp.asarray(inputs), outputs)
+
+
+def judge_of(logits: Mapping[str, Any], scene: Scene, squash: Squash = lower_leaky, lazy: bool = False) -> Judge:
+    """Reads these logits as λ, whatever made them. ``lazy``: where they are used, as somebody's heads."""
+
+    def head_is_logits(head: jax.Array, *_: Any) -> jax.Array:
+        return head
+
+    nothing = jnp.zeros((*scene.leading, 1))
+    axes = {name: Axes(("batch", *(None,) * (scene.at.ndim - 1), "component_in_use")) for name in logits}
+    judgement = Lazy(nothing, dict(logits)) if lazy else Logits(dict(logits))
+    n_leading, dtype = scene.at.ndim, scene.target.compute_dtype
+    return Judge(judgement, squash, scene.site_inputs, n_leading, axes, head_is_logits, dtype)
 
 
 def to_float64(tree: Tree) -> Tree:
