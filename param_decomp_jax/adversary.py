@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.draws import positions, uniform
 from param_decomp_jax.masks import Bundle, Sources
+from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites, Stack
 
@@ -167,6 +168,18 @@ def init_adversary(
     adam = isinstance(spec.optimizer, AdamAscent)
     mean, square = (jax.tree.map(jnp.zeros_like, raw) if adam else None for _ in range(2))
     return Adversary(raw, mean, square, jnp.zeros((), jnp.int32))
+
+
+def kept_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
+    """As the train state keeps it: its moments in their dtype and place."""
+    mean, square = memory.store("sources_moments", (adversary.mean, adversary.square))
+    return Adversary(adversary.raw, mean, square, adversary.count)
+
+
+def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
+    """As updates compute with it."""
+    mean, square = memory.fetch("sources_moments", (adversary.mean, adversary.square))
+    return Adversary(adversary.raw, mean, square, adversary.count)
 
 
 def effective(spec: PersistentAttack, raw: Bundle) -> Bundle:

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from param_decomp_jax.attention import Attention
 from param_decomp_jax.mesh import fitting_blocks
+from param_decomp_jax.numerics import wide
 
 Intermediate = Literal[
     "logits", "layers", "attention", "site_outputs", "attack_outputs", "site_inputs", "ci", "vocabulary"
@@ -33,6 +34,16 @@ OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs", "
 """Intermediates that can wait in pinned host memory."""
 
 
+StatePart = Literal["components_moments", "ci_moments", "sources_moments"]
+
+STATE_PARTS: dict[StatePart, str] = {
+    "components_moments": "the optimiser's moments of V and U",
+    "ci_moments": "the optimiser's moments of the CI function",
+    "sources_moments": "Adam's moments of the persistent sources",
+}
+"""Parts of the train state that can lie in pinned host memory between updates, or be kept in fewer bits."""
+
+
 @dataclass(frozen=True)
 class MemoryPolicy:
     """Choices that may change memory and time, never a number beyond floating-point reassociation.
@@ -42,8 +53,10 @@ class MemoryPolicy:
     ``layer_group``: layers per outer step of a nested scan that keeps only one input per group (√n checkpointing).
     ``component_block``: components of a site worked on at once, all devices together; ``token_block``: tokens the
     fused KL works on at once, all devices together. ``attention``: see `attention.py`. ``micro_batches``: parts of the
-    batch, one after the other.
-    ``donate``: the step reuses the buffers of the state it is given.
+    batch, one after the other. ``donate``: the step reuses the buffers of the state it is given.
+
+    ``offload_state``: which of `STATE_PARTS` lie in pinned host memory and are brought in for their update alone.
+    ``state_dtypes``: in what they are kept, fp32 where nothing is said; the one choice here that rounds numbers.
     """
 
     save: frozenset[Intermediate] = frozenset(INTERMEDIATES)
@@ -55,6 +68,8 @@ class MemoryPolicy:
     attention: Attention = "plain"
     micro_batches: int = 1
     donate: bool = True
+    offload_state: frozenset[StatePart] = frozenset()
+    state_dtypes: tuple[tuple[StatePart, Literal["bfloat16", "float32"]], ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.save & self.offload, "what is offloaded is not saved on the device"
@@ -115,6 +130,36 @@ class MemoryPolicy:
             return jax.tree.map(jnp.add, total, own), found
 
         return lax.scan(add, start, blocks)
+
+    # --- the train state between updates ---
+
+    def fetch(self, part: StatePart, state: Any) -> Any:
+        """A part of the train state as its update computes with it: on the device, in fp32 or wider."""
+
+        def of(x: Array) -> Array:
+            if not _is_kept(x):
+                return x
+            here = jax.device_put(x, jax.memory.Space.Device) if part in self.offload_state else x
+            return wide(here)
+
+        return jax.tree.map(of, state)
+
+    def store(self, part: StatePart, state: Any) -> Any:
+        """A part of the train state as it is kept."""
+        dtype = dict(self.state_dtypes).get(part)
+
+        def of(x: Array) -> Array:
+            if not _is_kept(x):
+                return x
+            kept = x if dtype is None else x.astype(dtype)
+            return jax.device_put(kept, jax.memory.Space.Host) if part in self.offload_state else kept
+
+        return jax.tree.map(of, state)
+
+
+def _is_kept(x: Array) -> bool:
+    """Counts stay as they are and where they are."""
+    return x.ndim > 0 and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def named(x: Array, name: Intermediate) -> Array:

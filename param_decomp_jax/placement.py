@@ -72,8 +72,27 @@ def moments_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, compo
 
 
 def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> State:
-    """Shardings in the structure of ``state`` (arrays or shapes)."""
-    return shardings(mesh, state_axes(decomposition, state), state)
+    """Shardings in the structure of ``state`` (arrays or shapes); what is offloaded lies in pinned host memory."""
+    placed = shardings(mesh, state_axes(decomposition, state), state)
+    offloaded = decomposition.memory.offload_state
+
+    def on_host(part: Any, arrays: Any) -> Any:
+        def of(where: NamedSharding, x: Any) -> NamedSharding:
+            return where.with_memory_kind("pinned_host") if len(x.shape) > 0 else where
+
+        return jax.tree.map(of, part, arrays)
+
+    for name in ("components_moments", "ci_moments"):
+        if name in offloaded:
+            placed = _replaced(placed, **{name: on_host(getattr(placed, name), getattr(state, name))})
+    if "sources_moments" in offloaded:
+        moved = {}
+        for name, adversary in state.adversaries.items():
+            own = placed.adversaries[name]
+            mean, square = on_host(own.mean, adversary.mean), on_host(own.square, adversary.square)
+            moved[name] = _replaced(own, mean=mean, square=square)
+        placed = _replaced(placed, adversaries=moved)
+    return placed
 
 
 def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from param_decomp_jax.adversary import Adversary, PersistentAttack, init_adversary
+from param_decomp_jax.adversary import Adversary, PersistentAttack, init_adversary, kept_adversary
 from param_decomp_jax.ci import CIConfig, CIFunction, Squashing, init_ci
 from param_decomp_jax.components import Components, init_components
 from param_decomp_jax.losses import Term
@@ -75,15 +75,21 @@ def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, .
     for_components, for_ci, for_sources = jax.random.split(decomposition.key("init"), 3)
     components = init_components(for_components, sites)
     ci = init_ci(decomposition.ci, for_ci, sites)
+    memory = decomposition.memory
+    of_components = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
+    of_ci = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
+
+    def adversary(number: int, attack: PersistentAttack) -> Adversary:
+        key = jax.random.fold_in(for_sources, number)
+        return kept_adversary(memory, init_adversary(attack, key, sites, leading, decomposition.use_delta))
+
     return State(
         components=components,
         ci=ci,
-        components_moments=transformation(decomposition.components_optimizer, decomposition.steps).init(components),
-        ci_moments=transformation(decomposition.ci_optimizer, decomposition.steps).init(ci),
+        components_moments=memory.store("components_moments", of_components),
+        ci_moments=memory.store("ci_moments", of_ci),
         adversaries={
-            name: init_adversary(
-                attack, jax.random.fold_in(for_sources, number), sites, leading, decomposition.use_delta
-            )
+            name: adversary(number, attack)
             for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())
         },
         step=jnp.zeros((), jnp.int32),

@@ -1,5 +1,6 @@
 """The training step (section 8)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -10,7 +11,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, warm_up
+from param_decomp_jax.adversary import (
+    Adversary,
+    PersistentAttack,
+    ascend,
+    effective,
+    fetched_adversary,
+    kept_adversary,
+    warm_up,
+)
 from param_decomp_jax.ci import Judge, Judgement, judge, per_component, squashings
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.components import Components, with_views
@@ -67,10 +76,17 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
 
     scene = clean_pass(problem, state.ci, weights, inputs)
     adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, key)
+    memory = spec.memory
     components, components_moments, components_norm = descend(
-        spec.components_optimizer, spec.steps, state.components, gradients.components, state.components_moments
+        spec.components_optimizer,
+        spec.steps,
+        state.components,
+        gradients.components,
+        memory.fetch("components_moments", state.components_moments),
     )
-    ci, ci_moments, ci_norm = descend(spec.ci_optimizer, spec.steps, state.ci, gradients.ci, state.ci_moments)
+    ci, ci_moments, ci_norm = descend(
+        spec.ci_optimizer, spec.steps, state.ci, gradients.ci, memory.fetch("ci_moments", state.ci_moments)
+    )
 
     metrics |= {
         "grad_norms/summary/components": components_norm,
@@ -81,6 +97,8 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     }
     for name, (_, attack) in spec.persistent.items():
         metrics[f"schedules/{name}_lr"] = attack.optimizer.schedule(state.step, spec.steps)
+    components_moments = memory.store("components_moments", components_moments)
+    ci_moments = memory.store("ci_moments", ci_moments)
     return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
 
 
@@ -129,10 +147,17 @@ def losses_and_ascents(
         lambda components, ci: judged(problem, scene, with_views(components, sites), ci), state.components, state.ci
     )
 
+    def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
+        return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
+
     climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
     adversaries = {
         name: when_on(
-            spec, attack, state, lambda a, attack=attack: warm_up(attack, a, climb, state.step, spec.steps), adversary
+            spec,
+            attack,
+            state,
+            lambda a, attack=attack: update(a, lambda a: warm_up(attack, a, climb, state.step, spec.steps)),
+            adversary,
         )
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
@@ -156,7 +181,7 @@ def losses_and_ascents(
             spec,
             attack,
             state,
-            lambda a, attack=attack, own=own: ascend(attack, a, own, state.step, spec.steps),
+            lambda a, attack=attack, own=own: update(a, lambda a: ascend(attack, a, own, state.step, spec.steps)),
             adversaries[name],
         )
     return adversaries, gradients, metrics

@@ -1,9 +1,9 @@
 """The wrapper's `memory` section: a preset, any part of which can be replaced."""
 
-from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from param_decomp_jax.attention import Attention
 from param_decomp_jax.memory import (
@@ -13,8 +13,10 @@ from param_decomp_jax.memory import (
     OFFLOADABLE,
     PLAIN,
     PUBLISHED,
+    STATE_PARTS,
     Intermediate,
     MemoryPolicy,
+    StatePart,
 )
 from param_decomp_lab.config.strict import Count, ListOf, Strict, broken, nearest
 
@@ -31,8 +33,6 @@ Names = ListOf[Annotated[str, "an intermediate"]]
 class Memory(Strict):
     """``preset``: null as `remat_recon_forwards` says. Every other key that is given replaces the preset's choice."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"state_dtypes"})
-
     preset: Preset | None = None
     save: Names = ()
     offload: Names = ()
@@ -44,14 +44,15 @@ class Memory(Strict):
     attention: Attention = "plain"
     micro_batches: Count = 1
     donate: bool = True
+    state_dtypes: dict[StatePart, Literal["bfloat16", "float32"]] = Field(default_factory=dict)
 
     @field_validator("save", "offload", "recompute")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [(str(n), f"'{name}' is no intermediate; {nearest(name, INTERMEDIATES)}")
-                   for n, name in enumerate(names) if name not in INTERMEDIATES]  # fmt: skip
+    def _known(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        known = (*INTERMEDIATES, *STATE_PARTS) if info.field_name == "offload" else tuple(INTERMEDIATES)
+        unknown = [(str(n), name) for n, name in enumerate(names) if name not in known]
         if unknown:
-            raise broken(*unknown)
+            raise broken(*((n, f"there is no '{name}' here; {nearest(name, known)}") for n, name in unknown))
         return names
 
     @model_validator(mode="after")
@@ -61,10 +62,10 @@ class Memory(Strict):
             places = [key for key, names in lists.items() if name in names]
             if len(places) > 1:
                 raise broken((places[1], f"'{name}' stands in {' and in '.join(places)}; keep one"))
-        held = [name for name in self.offload if name not in OFFLOADABLE]
+        can = (*(name for name in INTERMEDIATES if name in OFFLOADABLE), *STATE_PARTS)
+        held = [name for name in self.offload if name not in can]
         if held:
-            can = ", ".join(sorted(OFFLOADABLE))
-            raise broken(("offload", f"'{held[0]}' cannot wait in host memory; these can: {can}"))
+            raise broken(("offload", f"'{held[0]}' cannot wait in host memory; these can: {', '.join(can)}"))
         return self
 
     def settled(self, preset: Preset) -> "Memory":
@@ -74,10 +75,15 @@ class Memory(Strict):
         return Memory(
             preset=preset,
             save=tuple(name for name in INTERMEDIATES if name in policy.save),
-            offload=tuple(name for name in INTERMEDIATES if name in policy.offload),
+            offload=tuple(name for name in (*INTERMEDIATES, *STATE_PARTS) if name in self._offloaded(policy)),
             recompute=tuple(name for name in INTERMEDIATES if policy.recomputes(name)),
+            state_dtypes=dict(policy.state_dtypes),
             **chosen,
         )
+
+    @staticmethod
+    def _offloaded(policy: MemoryPolicy) -> frozenset[str]:
+        return frozenset((*policy.offload, *policy.offload_state))
 
     def policy(self, preset: Preset) -> MemoryPolicy:
         """What the core is told: ``preset`` with the keys that were given in its place."""
@@ -86,12 +92,15 @@ class Memory(Strict):
         given: dict[str, Any] = {name: getattr(self, name) for name in _CHOICES if name in self.model_fields_set}
         save: frozenset[Intermediate] = (base.save - moved) | frozenset(_names(self.save))
         offload: frozenset[Intermediate] = (base.offload - moved) | frozenset(_names(self.offload))
-        return replace(base, save=save, offload=offload, **given)
+        on_host: frozenset[StatePart] = frozenset(part for part in STATE_PARTS if part in self.offload)
+        if self.state_dtypes:
+            given["state_dtypes"] = tuple(sorted(self.state_dtypes.items()))
+        return replace(base, save=save, offload=offload, offload_state=base.offload_state | on_host, **given)
 
 
-_CHOICES = tuple(field.name for field in fields(MemoryPolicy) if field.name not in ("save", "offload"))
+_CHOICES = ("layers", "layer_group", "component_block", "token_block", "attention", "micro_batches", "donate")
+"""Keys that are fields of `MemoryPolicy` as they stand."""
 
 
 def _names(given: tuple[str, ...]) -> tuple[Intermediate, ...]:
-    known: tuple[Intermediate, ...] = get_args(Intermediate)
-    return tuple(name for name in known if name in given)
+    return tuple(name for name in INTERMEDIATES if name in given)

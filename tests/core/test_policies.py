@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, STATE_PARTS, MemoryPolicy
 from param_decomp_jax.step import Problem
 from tests.core import tiny
 from tests.core.test_step import CASES
@@ -33,6 +33,7 @@ POLICIES: dict[str, MemoryPolicy] = {
     "recomputed ci": MemoryPolicy(save=EVERYTHING - {"ci"}),
     "replayed site inputs": MemoryPolicy(save=EVERYTHING - {"site_inputs"}),
     "fused kl": MemoryPolicy(save=EVERYTHING - {"vocabulary"}, token_block=8),
+    "offloaded moments": MemoryPolicy(offload_state=frozenset(STATE_PARTS)),
     "micro-batches": MemoryPolicy(micro_batches=2),
 }
 
