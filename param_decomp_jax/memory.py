@@ -179,7 +179,10 @@ PLAIN = MemoryPolicy()
 """Everything saved, no blocks, nothing fused: the readable reference."""
 
 BALANCED = MemoryPolicy(
-    save=frozenset({"attention", "site_outputs", "attack_outputs"}), token_block=1 << 15, attention="flash"
+    save=frozenset({"attention", "site_outputs", "attack_outputs"}),
+    component_block=1 << 13,
+    token_block=1 << 15,
+    attention="flash",
 )
 """Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
 

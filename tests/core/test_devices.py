@@ -72,7 +72,7 @@ def make_tms_problem() -> Problem:
     """Tied weights, and C5: V of the pair is read on every device."""
     stochastic = Reconstruction("StochasticReconLoss", 0.5, AllSites(), Everywhere(), Stochastic())
     terms = terms_with(attacked("PersistentPGDReconLoss_rows", PerBatchPerPosition()), stochastic)
-    target = toys.target(toys.SPARSE, toys.EVERY_MATRIX, toys.TIED)
+    target = toys.target(toys.SPARSE, {**toys.EVERY_MATRIX, "linear1": 8, "linear2": 8}, toys.TIED)
     return tiny.problem(terms, target, ci=LayerwiseMLP("mlp", (3,)), batch_size=LEADING[0])
 
 
