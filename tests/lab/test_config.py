@@ -1,5 +1,6 @@
 """The configuration: schema.md key for key, the wrapper, `--set`, and what each mistake is answered with."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
@@ -19,7 +20,6 @@ from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.strict import Place, validate
 from param_decomp_lab.config.torch_schema import DecompositionTarget, LanguageModelFile, ToyFile
-from param_decomp_lab.config.wrapper import Memory
 from param_decomp_lab.config.yaml_io import dump_yaml, parse_yaml
 from param_decomp_lab.errors import UserError
 
@@ -137,7 +137,20 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "wandb_tags": [],
         "experiment": None,
         "mesh": {"replica": 1, "fsdp": 1, "tensor": 1},
-        "memory": {"preset": "plain", "layers": "scan"},
+        "memory": {
+            "preset": "plain",
+            "save": list(INTERMEDIATES),
+            "offload": [],
+            "recompute": [],
+            "layers": "scan",
+            "layer_group": None,
+            "component_block": None,
+            "token_block": None,
+            "attention": "plain",
+            "micro_batches": 1,
+            "donate": True,
+            "state_dtypes": {},
+        },
         "data": None,
         "target": None,
         "steps_per_dispatch": 1,
@@ -310,6 +323,7 @@ VALID = [
     "milestones=[0, 10]",
     "steps_per_dispatch=50",
     "mesh={replica: 2, fsdp: 4}",
+    "mesh={fsdp: 2, tensor: 4}",
     "memory.layers=unroll",
     "run_id=p-0123abcd",
     "wandb_tags=[a, b]",
@@ -413,14 +427,35 @@ REFUSED = [
     ("pd.steps=[1", "not valid YAML"),
     # the wrapper
     ("mesh.fdsp=2", "mesh.fdsp: unknown key 'fdsp'; did you mean 'fsdp'"),
-    ("mesh.tensor=2", "mesh.tensor: is 2; more than 1 is not supported yet"),
+    ("mesh.tensor=0", "mesh.tensor: should be greater than or equal to 1"),
     ("mesh.replica=0", "mesh.replica: should be greater than or equal to 1"),
-    ("memory.preset=lean", "memory.preset: 'lean' is not supported yet"),
-    ("memory.preset=published", "memory.preset: 'published' is not supported yet"),
-    ("memory.preset=best", "memory.preset: should be 'plain' or 'balanced', not 'best'"),
+    ("memory.preset=best", "memory.preset: should be 'plain', 'balanced', 'lean' or 'published', not 'best'"),
     ("memory.preset=plain", "memory.preset: is plain, but remat_recon_forwards: true means balanced"),
     ("memory.layer=scan", "memory.layer: unknown key 'layer'; did you mean 'layers'"),
-    *((f"memory.{key}=1", f"memory.{key}: '{key}' is not supported yet") for key in sorted(Memory.later)),
+    *(
+        (f"memory.{key}=[logit]", f"memory.{key}.0: there is no 'logit' here; did you mean 'logits'? (valid: ")
+        for key in ("save", "offload", "recompute")
+    ),
+    (
+        "memory.save=[ci_moments]",
+        "memory.save.0: there is no 'ci_moments' here; did you mean ",
+    ),
+    (
+        "memory={save: [layers, ci], recompute: [ci]}",
+        "memory.recompute: 'ci' stands in save and in recompute; keep one",
+    ),
+    ("memory={offload: [attention], save: [attention]}", "memory.offload: 'attention' stands in save and in offload"),
+    (
+        "memory.offload=[logits]",
+        "memory.offload: 'logits' cannot wait in host memory; these can: attention, site_outputs, attack_outputs, comp",
+    ),
+    ("memory.attention=fast", "memory.attention: should be 'plain', 'blocked' or 'flash', not 'fast'"),
+    *(
+        (f"memory.{key}=0", f"memory.{key}: should be greater than or equal to 1")
+        for key in ("layer_group", "component_block", "token_block", "micro_batches")
+    ),
+    ("memory.state_dtypes={ci_moments: float16}", "memory.state_dtypes.ci_moments: should be 'bfloat16' or 'float32'"),
+    ("memory.state_dtypes={components: bfloat16}", "memory.state_dtypes.components"),
     ("steps_per_dispatch=0", "steps_per_dispatch: should be greater than or equal to 1"),
     ("run_id=p-xyz", "run_id: should match pattern"),
     ("run_name=2024-01-01", "run_name: should be a string"),
@@ -480,7 +515,7 @@ def test_anneal_order_and_all_problems_at_once() -> None:
 
 def test_the_file_is_named_without_set(tmp_path: Path) -> None:
     path = write(tmp_path, "memory: {remat: true}")
-    with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'preset'"):
+    with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'recompute'"):
         load_config(path)
     path = write(tmp_path, "data: {train: a, eval: b}", {"cadence": {"train_log_every": 1, "save_evry": 2}})
     torch = tmp_path / "torch.yaml"
@@ -592,7 +627,10 @@ def test_paths_are_relative_to_the_wrapper(tmp_path: Path, monkeypatch: pytest.M
         ("remat_recon_forwards: true", "balanced"),
         ("remat_recon_forwards: false", "plain"),
         ("memory: {preset: balanced}", "balanced"),
+        ("memory: {preset: lean}", "lean"),
+        ("memory: {preset: published}", "published"),
         ("remat_recon_forwards: true\nmemory: {preset: balanced}", "balanced"),
+        ("remat_recon_forwards: true\nmemory: {preset: lean}", "lean"),
         ("remat_recon_forwards: false\nmemory: {preset: balanced}", None),
     ],
 )
@@ -606,9 +644,53 @@ def test_remat_chooses_the_default_preset(lines: str, preset: str | None, tmp_pa
         return
     config = load_config(path)
     assert config.wrapper.memory.preset == preset
-    assert config.wrapper.remat_recon_forwards == (preset == "balanced")
+    assert config.wrapper.remat_recon_forwards == (preset != "plain")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
+
+
+EVERYTHING = frozenset(INTERMEDIATES)
+
+
+@pytest.mark.parametrize(
+    ("memory", "policy"),
+    [
+        ("{}", BALANCED),
+        ("{preset: balanced}", BALANCED),
+        ("{preset: lean}", LEAN),
+        ("{preset: published}", PUBLISHED),
+        # Every key that is given takes the place of the preset's choice, and of that alone.
+        ("{preset: lean, component_block: 64}", replace(LEAN, component_block=64)),
+        ("{preset: lean, component_block: null, token_block: 7}", replace(LEAN, component_block=None, token_block=7)),
+        ("{preset: lean, attention: plain}", replace(LEAN, attention="plain")),
+        ("{preset: published, donate: true, layers: scan}", replace(PUBLISHED, donate=True, layers="scan")),
+        ("{preset: balanced, layer_group: 4, micro_batches: 2}", replace(BALANCED, layer_group=4, micro_batches=2)),
+        ("{preset: balanced, save: [logits]}", replace(BALANCED, save=BALANCED.save | {"logits"})),
+        ("{preset: balanced, recompute: [attention]}", replace(BALANCED, save=BALANCED.save - {"attention"})),
+        (
+            "{preset: balanced, offload: [attention, ci_moments]}",
+            replace(
+                BALANCED, save=BALANCED.save - {"attention"}, offload=frozenset({"attention"}),
+                offload_state=frozenset({"ci_moments"}),
+            ),
+        ),
+        (
+            "{state_dtypes: {sources_moments: bfloat16, ci_moments: bfloat16}}",
+            replace(BALANCED, state_dtypes=(("ci_moments", "bfloat16"), ("sources_moments", "bfloat16"))),
+        ),
+    ],
+)  # fmt: skip
+def test_memory_policy(memory: str, policy: MemoryPolicy, tmp_path: Path) -> None:
+    """A preset with parts replaced; what is written down says all of it, and read again it says the same."""
+    config = example(f"memory={memory}")
+    assert decomposition(config).memory == policy
+    written = config.wrapper.memory
+    assert {*written.save, *written.offload, *written.recompute} == EVERYTHING | policy.offload_state
+    assert set(written.model_dump()) == written.model_fields_set
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = RunConfig.from_yaml(tmp_path / "config.yaml")
+    assert again == config
+    assert decomposition(again).memory == policy
 
 
 @pytest.mark.parametrize(
@@ -838,7 +920,7 @@ def test_decomposition_of_the_example() -> None:
         ci_optimizer=optim.AdamW(cosine),
         warmup=FaithfulnessWarmup(400, 0.001, 0.0),
         compute_dtype="bfloat16",
-        memory=MemoryPolicy("scan", recompute_layers=True),
+        memory=BALANCED,
     )
 
 
@@ -858,7 +940,7 @@ def test_choices_reach_the_core() -> None:
             "pd.components_optimizer.weight_decay=0.1",
         )
     )
-    assert (spec.compute_dtype, spec.memory) == ("float32", MemoryPolicy("unroll", recompute_layers=False))
+    assert (spec.compute_dtype, spec.memory) == ("float32", replace(PLAIN, layers="unroll"))
     smooth, frequency = losses.SmoothL0(Schedule(0.1)), losses.Frequency(2.0, 3.0)
     assert spec.terms[0] == losses.ImportanceMinimality("ImportanceMinimalityLoss", 1.0, smooth, 0.0, frequency)
     ((_, attack),) = spec.persistent.values()

@@ -74,9 +74,10 @@ class Reference:
             StochasticSources(Stochastic(), key, use_delta)
             for key, use_delta in zip(jax.random.split(self.of_ce_kl), (True, False), strict=True)
         )
-        draws = {s.name: stochastic.at(n, self.tokens.shape, s.C) for n, s in enumerate(self.sites.all)}
+        leading = self.tokens.shape
+        draws = {s.name: core.drawn_at(stochastic, n, leading, s.C) for n, s in enumerate(self.sites.all)}
         sources = {s: {"components": core.array(u), "delta": core.array(delta)} for s, (u, delta) in draws.items()}
-        masks = {s.name: core.array(random.at(n, self.tokens.shape, s.C)[0]) for n, s in enumerate(self.sites.all)}
+        masks = {s.name: core.array(core.drawn_at(random, n, leading, s.C)[0]) for n, s in enumerate(self.sites.all)}
         return ref.ce_and_kl(self.target, self.tokens, self.components, self.lower, sources, masks, threshold)
 
     def loss(self, metric: Any, number: int) -> float:

@@ -1,0 +1,124 @@
+"""Decompositions of a Llama's MLPs that measurements are taken on: chunks of stochastic masks and a lasting adversary.
+
+The losses are those of the published 27-site decomposition of Llama-3.1-8B; sizes are free. Nothing here is run by
+itself: `goals_table.py` compiles them for GPUs that are not here, `step_bench.py` runs them on what is here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.aot.flops import Flops, matmul_flops
+from param_decomp_jax.ci import GlobalTransformer
+from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.mesh import whole
+from param_decomp_jax.optim import AdamW
+from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
+from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.routing import Everywhere, UniformKSubset
+from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.state import Decomposition, init_state
+from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.targets.base import choose_sites
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling, matrices, module_name, weight_shapes
+
+LLAMA_8B = LlamaConfig(
+    128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
+)
+LARGE_CI = GlobalTransformer(d_model=4096, n_blocks=4, mlp_hidden=(16384,), n_heads=64)
+SMALL, SMALL_CI = LlamaConfig(4096, 512, 8, 8, 2, 64, 1024), GlobalTransformer(512, 2, (2048,), 8)
+
+POLICIES: Mapping[str, MemoryPolicy] = {"plain": PLAIN, "balanced": BALANCED, "lean": LEAN, "published": PUBLISHED}
+
+
+@dataclass(frozen=True)
+class MLPs:
+    """The three MLP matrices of ``layers`` are sites of ``C`` components each. ``batch``: rows, global."""
+
+    batch: int
+    layers: range
+    sites_per_chunk: int = 9
+    C: int = 49152
+    seq: int = 2048
+    model: LlamaConfig = LLAMA_8B
+    ci: GlobalTransformer = LARGE_CI
+    compute_dtype: str = "bfloat16"
+
+
+def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
+    """Chunks of stochastic masks and a persistent adversary, bf16: the decomposition that the goals are set for."""
+    chosen = {
+        module_name(layer, kind): of.C for layer in of.layers for kind in ("gate_proj", "up_proj", "down_proj")
+    }  # fmt: skip
+    attack = PersistentAttack(AdamAscent(Schedule(0.01), 0.5, 0.99), BroadcastAcrossBatch(), n_warmup_steps=2)
+    terms = (
+        Faithfulness("FaithfulnessLoss", 1e5),
+        ImportanceMinimality("ImportanceMinimalityLoss", 5e-6, Lp(Anneal(2.0, 2.0), 1e-12), beta=0.2),
+        Reconstruction(
+            "ChunkwiseSubsetReconLoss", 1.5, Chunks(of.sites_per_chunk), UniformKSubset(), Stochastic()
+        ),
+        Reconstruction("PersistentPGDReconLoss", 0.5, AllSites(), Everywhere(), attack),
+    )  # fmt: skip
+    decomposition = Decomposition(
+        seed=0,
+        steps=100_000,
+        batch_size=of.batch,
+        squashing="leaky_hard",
+        use_delta=True,
+        ci=of.ci,
+        terms=terms,
+        components_optimizer=AdamW(Schedule(1e-4), clip_norm=0.01),
+        ci_optimizer=AdamW(Schedule(5e-5)),
+        compute_dtype=of.compute_dtype,
+        memory=policy,
+    )
+    return Problem(decomposition, Llama(of.model, choose_sites(matrices(of.model), chosen), policy, jnp.bfloat16))
+
+
+def weights_of(model: LlamaConfig) -> Any:
+    """Shapes of the frozen weights, in bf16."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        weight_shapes(model),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes with shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
+def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step and its arguments, abstract, placed on the mesh as a run places them."""
+    spec, sites = problem.decomposition, problem.target.sites
+    state = jax.eval_shape(lambda: init_state(spec, sites, (of.batch, of.seq)))
+    places = state_shardings(mesh, spec, state)
+    state = placed(state, places)
+    weights = weights_of(of.model)
+    weights = placed(weights, shardings(mesh, problem.target.weight_axes(weights), weights))
+    tokens = jax.ShapeDtypeStruct((of.batch, of.seq), jnp.int32)
+    tokens = placed(tokens, batch_sharding(mesh, tokens.shape))
+    step = jax.jit(
+        partial(training_step, problem),
+        donate_argnums=(0,) if spec.memory.donate else (),
+        out_shardings=(places, whole(mesh)),
+    )
+    return step, (state, weights, tokens)
+
+
+def flops_of(of: MLPs, policy: MemoryPolicy) -> Flops:
+    """Of the whole step. Traced with no mesh in sight: the same arithmetic, as far as it is not in a `shard_map`."""
+    problem = problem_of(of, policy)
+    shapes = jax.eval_shape(lambda: init_state(problem.decomposition, problem.target.sites, (of.batch, of.seq)))
+    weights = weights_of(of.model)
+    tokens = jax.ShapeDtypeStruct((of.batch, of.seq), jnp.int32)
+    return matmul_flops(jax.make_jaxpr(partial(training_step, problem))(shapes, weights, tokens))

@@ -1,0 +1,300 @@
+"""Streams: masked forwards run together are the forwards run one by one, but that a site's λ is shared (C1)."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
+from param_decomp_jax.draws import positions
+from param_decomp_jax.masked import Stream, apart, side_by_side
+from param_decomp_jax.masks import Constant, ConstantSources, GivenSources, Sources, Stochastic, StochasticSources
+from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
+from param_decomp_jax.recon import attacked_error, errors, run_masked
+from param_decomp_jax.routing import UniformKSubset, draw_routes
+from param_decomp_jax.targets.llama import module_name
+from tests.core import tiny
+
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(9)
+EVERYTHING = frozenset(INTERMEDIATES)
+
+# Layers without a site before and between those with one; two alike sites; and two that share an input.
+CONFIG = dataclasses.replace(tiny.CONFIG, n_layers=5)
+CHOSEN = {module_name(1, "k_proj"): 4, module_name(2, "k_proj"): 4, module_name(2, "up_proj"): 6}
+CHOSEN |= {module_name(4, "q_proj"): 3, module_name(4, "v_proj"): 4}
+TARGET = dataclasses.replace(tiny.target(CONFIG, CHOSEN), compute_dtype=jnp.float64)
+SITES, ALL = TARGET.sites, tuple(range(len(CHOSEN)))
+
+POLICIES: dict[str, MemoryPolicy] = {
+    "plain": PLAIN,
+    "unrolled": MemoryPolicy(layers="unroll"),
+    "blocks": MemoryPolicy(component_block=2),
+    "recomputed": MemoryPolicy(save=EVERYTHING - {"layers"}),
+    "recomputed blocks": MemoryPolicy(save=EVERYTHING - {"layers"}, component_block=2),
+    "micro-batches": MemoryPolicy(micro_batches=2),
+}
+LAZY = {"lazy": PLAIN, "lazy blocks": POLICIES["recomputed blocks"]}
+"""With logits that are made where they are used."""
+
+FAST = {"plain", "recomputed blocks", "micro-batches", "lazy blocks"}
+
+
+def under(*names: str) -> Any:
+    """Parametrised by the name of a policy."""
+    return pytest.mark.parametrize(
+        "policy", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+    )
+
+
+def logits(seed: int = 1, shift: float = 0.5) -> dict[str, np.ndarray]:
+    """On both sides of 0 and of 1, by stack."""
+    rng = np.random.default_rng(seed)
+    return {s.name: rng.normal(shift, 0.7, (s.n_layers, *tiny.LEADING, s.C)) for s in SITES.stacks}
+
+
+def bundle(lead: tuple[int, ...] = tiny.LEADING) -> dict[str, Sources]:
+    rng = np.random.default_rng(2)
+    return {
+        s.name: Sources(*(jnp.asarray(rng.uniform(size=(s.n_layers, *lead, *last))) for last in ((s.C,), ())))
+        for s in SITES.stacks
+    }
+
+
+def setting() -> tuple[Any, Any, dict[str, jax.Array], dict[str, Sources]]:
+    """float64: weights, components, logits, given sources."""
+    components = tiny.ruffled_state(tiny.problem((), TARGET)).components
+    return tuple(map(tiny.to_float64, (tiny.weights(CONFIG), components, logits(), bundle())))
+
+
+def streams_of(sources: dict[str, Sources], batch: int) -> list[Stream]:
+    """Every kind of source, routed or not; they begin at every layer with a site, not in the order of these layers."""
+    at = positions(tiny.LEADING)
+
+    def routes(n: int, n_live: int) -> Any:
+        return draw_routes(UniformKSubset(), jax.random.fold_in(KEY, n), at, n_live)
+
+    def stochastic(n: int, delta: bool = True) -> StochasticSources:
+        return StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), delta)
+
+    return [
+        Stream((3, 4), stochastic(0), routes(0, 2)),
+        Stream(ALL, GivenSources(sources, batch)),
+        Stream((1, 2, 4), stochastic(1, delta=False), routes(1, 3)),
+        Stream((1,), ConstantSources(Constant(0.0))),
+        Stream((0, 2), GivenSources(sources, batch), routes(2, 2)),
+    ]
+
+
+KINDS = ("output", "hidden_acts", "output", "output", "output")
+
+
+# ---- rows ----
+
+
+def test_rows_of_streams_lie_side_by_side() -> None:
+    """Row b of stream i at b · streams + i, so a batch row's copies stay on its device; and back."""
+    streams = [jnp.asarray(RNG.normal(size=(4, 3, 2))) for _ in range(3)]
+    rows = side_by_side(streams)
+    assert rows.shape == (12, 3, 2)
+    for b in range(4):
+        for i in range(3):
+            np.testing.assert_array_equal(rows[b * 3 + i], streams[i][b])
+    for one, again in zip(streams, apart(rows, 3), strict=True):
+        np.testing.assert_array_equal(one, again)
+    assert side_by_side(streams[:1]) is streams[0]
+    assert apart(streams[0], 1)[0] is streams[0]
+
+
+# ---- together and alone ----
+
+
+@cache
+def values_and_gradients(policy: str, together: bool) -> Any:
+    """Errors in the order given, and gradients of a sum of them by components, λ and sources.
+
+    λ itself is given, so that nothing is squashed on the way back.
+    """
+    target, weighted = dataclasses.replace(TARGET, memory=POLICIES[policy]), jnp.asarray([1.0, -2.0, 0.5, 3.0, -1.0])
+
+    def loss(components: Any, given: Any, sources: Any, weights: Any) -> Any:
+        scene = tiny.scene_of(target, weights, tiny.TOKENS, outputs=True)
+        judge = tiny.judge_of(given, scene, lambda z: z)
+        streams = streams_of(sources, scene.batch)
+        if together:
+            found, _ = errors(scene, components, judge, streams, KINDS)
+        else:
+            alone = [errors(scene, components, judge, [s], [kind])[0] for s, kind in zip(streams, KINDS, strict=True)]
+            found = jnp.concatenate(alone)
+        return jnp.sum(found * weighted), found
+
+    with jax.enable_x64(True):
+        weights, components, z, sources = setting()
+        given = jax.tree.map(lambda z: jnp.clip(z, 0, 1), z)
+        of = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+        return jax.device_get(of(components, given, sources, weights))
+
+
+@under(*POLICIES)
+def test_together_is_one_by_one(policy: str) -> None:
+    """Of each stream, errors and gradients are what they are alone, with every policy."""
+    want, got = values_and_gradients("plain", False), values_and_gradients(policy, True)
+    (_, found), gradients = want
+    assert len({round(float(x), 9) for x in found}) == len(KINDS)
+    assert all(np.linalg.norm(x) > 1e-6 for x in jax.tree.leaves(gradients))
+    assert max(map(tiny.deviation, jax.tree.leaves(want), jax.tree.leaves(got))) <= 1e-11
+
+
+def test_what_is_recorded_is_of_each_stream() -> None:
+    """Outputs of the sites in every run of layers from the stream's own start on, like those of it alone."""
+    with jax.enable_x64(True):
+        weights, components, z, sources = setting()
+
+        @jax.jit
+        def both(weights: Any) -> Any:
+            scene = tiny.scene_of(TARGET, weights, tiny.TOKENS)
+            judge, streams = tiny.judge_of(z, scene), streams_of(sources, scene.batch)
+            together = run_masked(scene, components, judge, streams, record_outputs=True).forwards
+            alone = [run_masked(scene, components, judge, [s], record_outputs=True).forwards[0] for s in streams]
+            return [[(f.output, dict(f.records)) for f in of] for of in (together, alone)]
+
+        together, alone = both(weights)
+    for stream, (output, records), (want, of_one) in zip(streams_of(sources, 4), together, alone, strict=True):
+        np.testing.assert_allclose(output, want, rtol=1e-11, atol=1e-12)
+        assert min(records) >= SITES.all[stream.live[0]].layer or not records[min(records)]
+        for kind in {name for run in of_one.values() for name in run}:
+            a, b = (
+                np.concatenate([run[kind] for _, run in sorted(r.items()) if kind in run]) for r in (records, of_one)
+            )
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_a_site_is_judged_once_however_many_streams_it_is_live_in() -> None:
+    counted = mock.Mock(side_effect=lower_leaky)
+    target = dataclasses.replace(TARGET, memory=MemoryPolicy(layers="unroll"))
+    with jax.enable_x64(True):
+        weights, components, z, sources = setting()
+
+        def value(weights: Any) -> Any:
+            scene = tiny.scene_of(target, weights, tiny.TOKENS)
+            judge = tiny.judge_of(z, scene, counted)
+            streams = streams_of(sources, scene.batch)
+            return errors(scene, components, judge, streams, ["output"] * len(streams))[0]
+
+        jax.eval_shape(value, weights)
+    assert counted.call_count == len(ALL)
+
+
+# ---- C1: the leak is of the sum ----
+
+
+SIGNS = np.array([1.0, -1.0])
+
+
+@cache
+def to_logits(policy: str, squash: Squash, streams: tuple[int, ...]) -> Any:
+    """Logits, most of them below 0, and the gradient by them of the difference of two errors, or of one of these."""
+    target = dataclasses.replace(TARGET, memory=(POLICIES | LAZY)[policy])
+
+    def loss(z: Any, weights: Any, components: Any) -> jax.Array:
+        scene = tiny.scene_of(target, weights, tiny.TOKENS)
+        judge = tiny.judge_of(z, scene, squash, lazy=policy in LAZY)
+        drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in streams]
+        found, _ = errors(scene, components, judge, [Stream(ALL, of) for of in drawn], ["output"] * len(drawn))
+        return jnp.sum(SIGNS[list(streams)] * found)
+
+    with jax.enable_x64(True):
+        weights, components, _, _ = setting()
+        z = tiny.to_float64(logits(shift=-1.0))
+        return jax.device_get((z, jax.jit(jax.grad(loss))(z, weights, components)))
+
+
+def leaked(z: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """C1, by hand."""
+    return np.where(z <= 0, np.where(g < 0, LEAK * g, 0.0), np.where(z <= 1, g, 0.0))
+
+
+@under(*POLICIES, *LAZY)
+def test_the_one_sided_leak_is_of_the_summed_gradient(policy: str) -> None:
+    """C1: below 0 a gradient passes if it is negative *in sum*: what two forwards send is added before.
+
+    Their cotangents have opposite signs, so leaking forward by forward is another number.
+    """
+    z, got = to_logits(policy, lower_leaky, (0, 1))
+    # What each stream alone sends to λ: its gradient by way of a squashing that lets everything pass.
+    sent = [to_logits("plain", passing, (n,))[1] for n in range(2)]
+    for name in z:
+        first, second = (of[name] for of in sent)
+        once = leaked(z[name], first + second)
+        forward_by_forward = leaked(z[name], first) + leaked(z[name], second)
+        assert tiny.deviation(once, got[name]) <= 1e-11, name
+        below = z[name] <= 0
+        assert below.mean() > 0.8, name
+        assert np.mean((first * second)[below] < 0) > 0.3, name
+        assert tiny.deviation(once[below], forward_by_forward[below]) > 0.05, name
+
+
+@jax.custom_vjp
+def passing(z: jax.Array) -> jax.Array:
+    """λ of `lower_leaky` with derivative 1 everywhere."""
+    return jnp.clip(z, 0, 1)
+
+
+passing.defvjp(lambda z: (passing(z), None), lambda _, g: (g,))
+
+
+# ---- summaries ----
+
+
+@under(*POLICIES, *LAZY)
+def test_summaries_of_all_sites(policy: str) -> None:
+    """Read off the logits on the way, of every component over the whole batch; values and gradients."""
+    target = dataclasses.replace(TARGET, memory=(POLICIES | LAZY)[policy])
+
+    def summarise(z: jax.Array) -> jax.Array:
+        axes = tuple(range(z.ndim - 1))
+        return jnp.stack([jnp.sum(jnp.sin(z), axis=axes), jnp.sum(z**2, axis=axes)], axis=-1)
+
+    def loss(z: Any, weights: Any, components: Any) -> Any:
+        scene = tiny.scene_of(target, weights, tiny.TOKENS)
+        off = ConstantSources(Constant(0.0))
+        # One site of a stack of two is live in two streams, the other in one.
+        streams = [Stream((3, 4), off), Stream((0, 1, 2), off), Stream((1, 2), off)]
+        judge = tiny.judge_of(z, scene, lazy=policy in LAZY)
+        _, sums = errors(scene, components, judge, streams, ["output"] * 3, summarise)
+        return sum(jnp.sum(S**2) for S in sums.values()), sums
+
+    with jax.enable_x64(True):
+        weights, components, z, _ = setting()
+        of = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (_, sums), gradient = jax.device_get(of(z, weights, components))
+    z = jax.device_get(z)
+    want = {name: np.stack([np.sin(x).sum(axis=(1, 2)), (x**2).sum(axis=(1, 2))], axis=-1) for name, x in z.items()}
+    tiny.assert_alike(want, sums, 1e-11)
+    S = {name: x[:, None, None] for name, x in want.items()}
+    by_hand = {name: 2 * S[name][..., 0] * np.cos(x) + 4 * S[name][..., 1] * x for name, x in z.items()}
+    tiny.assert_alike(by_hand, gradient, 1e-11)
+
+
+# ---- attacks ----
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_attack_holds_components_and_importances(lazy: bool) -> None:
+    """A1, A3: the error that is climbed sends a gradient to the sources alone."""
+    with jax.enable_x64(True):
+        weights, components, z, sources = setting()
+
+        def error(components: Any, z: Any, sources: Any) -> jax.Array:
+            scene = tiny.scene_of(TARGET, weights, tiny.TOKENS)
+            judge = tiny.judge_of(z, scene, lazy=lazy)
+            return attacked_error(scene, components, judge, ALL, None, "output")(sources)
+
+        of_components, of_logits, of_sources = jax.jit(jax.grad(error, argnums=(0, 1, 2)))(components, z, sources)
+    assert not any(np.any(x) for x in jax.tree.leaves((of_components, of_logits)))
+    assert all(np.any(x) for x in jax.tree.leaves(of_sources))
