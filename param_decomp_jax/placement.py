@@ -1,6 +1,6 @@
 """The mesh, the one table from logical axes to mesh axes, and global arrays from host arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,8 @@ def process_batch_rows(mesh: Mesh, size: int) -> tuple[int, int]:
 
     Everything in between is counted too, should the mesh not keep a process's devices together.
     """
-    parts = [rows[0].indices(size) for rows in batch_sharding(mesh).addressable_devices_indices_map((size,)).values()]
+    held: Mapping[Any, Any] = batch_sharding(mesh).addressable_devices_indices_map((size,))
+    parts = [rows.indices(size) for (rows,) in held.values()]
     assert parts, "this process has no device in the mesh"
     return min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
 
@@ -104,7 +105,7 @@ def from_process_rows(rows: np.ndarray, where: NamedSharding, axis: int, first: 
     ``rows`` must cover what ``where`` puts on this process's devices (`process_batch_rows`). No collective.
     """
 
-    def pick(index: tuple[slice, ...]) -> np.ndarray:
+    def pick(index: Any) -> np.ndarray:
         start, stop, _ = index[axis].indices(size)
         assert first <= start < stop <= first + rows.shape[axis], f"rows {start} to {stop} are another process's"
         return rows[(*index[:axis], slice(start - first, stop - first), *index[axis + 1 :])]
@@ -125,7 +126,8 @@ def from_slices(
     """
     held: dict[tuple[tuple[int, int, int], ...], jax.Array] = {}
     parts = []
-    for device, index in where.addressable_devices_indices_map(shape).items():
+    indices: Mapping[jax.Device, Any] = where.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
         bounds = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
         source = held[bounds] if bounds in held else read(tuple(slice(*b) for b in bounds))
         # A transfer reads the host array until it is done; waiting frees that memory before the next read.

@@ -48,6 +48,7 @@ def _environment() -> dict[str, Any]:
             name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
         },
         "backend": jax.default_backend(),
+        "processes": jax.process_count(),
         "devices": [device.device_kind for device in jax.devices()],
         "cpu_count": os.cpu_count(),
     }

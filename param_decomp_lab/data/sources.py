@@ -6,10 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.placement import batch_sharding, from_host, sharding
+from param_decomp_jax.placement import batch_sharding, from_process_rows, sharding
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
 
@@ -33,18 +33,21 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Rows of token ids ``[B, T]``, read on the host."""
+    """Rows of token ids ``[B, T]``, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``)."""
 
     batches: Batches
     mesh: Mesh
 
     def __call__(self, number: int) -> Int[Array, "B T"]:
-        return from_host(self.batches[number], batch_sharding(self.mesh))
+        return self._placed(self.batches[number], batch_sharding(self.mesh), 0)
 
     def inputs(self, first: int, n: int, size: int) -> Int[Array, "size B T"]:
         rows = [self.batches[number] for number in range(first, first + n)]
         stacked = np.stack(rows + [np.zeros_like(rows[0])] * (size - n))
-        return from_host(stacked, sharding(self.mesh, None, "batch"))
+        return self._placed(stacked, sharding(self.mesh, None, "batch"), 1)
+
+    def _placed(self, rows: np.ndarray, where: NamedSharding, axis: int) -> Array:
+        return from_process_rows(rows, where, axis, self.batches.lo, self.batches.batch_size)
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
         return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)
