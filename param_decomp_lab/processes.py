@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 
@@ -26,6 +26,10 @@ GRACE_S = 5.0
 
 class Refused(UserError):
     """A user's mistake that every process knows of: each leaves by itself, with status 2."""
+
+
+class RefusedElsewhere(SystemExit):
+    """The same in a process that leaves the message to process 0."""
 
 
 class Processes:
@@ -83,7 +87,7 @@ class Processes:
         if who is None:
             return
         if not self.first:
-            raise SystemExit(2)
+            raise RefusedElsewhere(2)
         raise Refused(said[0] if who == 0 else f"process {who} of {self.count}: {said[who]}") from refusal
 
     def in_turn(self, action: Callable[[], T]) -> T:
@@ -144,7 +148,7 @@ def failing_together(processes: Processes) -> Iterator[None]:
     failures = _Failures(processes)
     try:
         yield
-    except (Refused, SystemExit):
+    except (Refused, RefusedElsewhere):
         failures.none()
         raise
     except BaseException as error:
@@ -163,7 +167,7 @@ class _Failures:
         self._processes.gather("", self._end)
         self._news.close()
 
-    def leave(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> NoReturn:
         self._own = True
         processes, key = self._processes, f"{self._name} first"
         status = 2 if isinstance(error, UserError) else 1
@@ -172,20 +176,22 @@ class _Failures:
             processes.client.key_value_set(key, said)
         except Exception:
             # Another one failed before and says why; what happened here may be no more than its echo.
-            status = int(processes.client.key_value_try_get(key).partition(" ")[0])
-        else:
-            _tell(f"process {processes.number} of {processes.count}", error)
-            self._news.say(said)
+            self._follow(processes.client.key_value_try_get(key))
+        _tell(f"process {processes.number} of {processes.count}", error)
+        self._news.say(said)
         self._end_with(status)
 
     def _heard(self, said: str) -> None:
-        status, _, who = said.partition(" ")
         time.sleep(GRACE_S)
         if not self._own:
-            print(f"process {self._processes.number}: ended, because {who} failed", file=sys.stderr)
-            self._end_with(int(status))
+            self._follow(said)
 
-    def _end_with(self, status: int) -> None:
+    def _follow(self, said: str) -> NoReturn:
+        status, _, who = said.partition(" ")
+        print(f"process {self._processes.number}: ended, because {who} failed", file=sys.stderr)
+        self._end_with(int(status))
+
+    def _end_with(self, status: int) -> NoReturn:
         """Ends this process at once. Process 0 goes last: with it goes the service through which the others hear."""
         processes = self._processes
         gone = f"{self._name} gone"
