@@ -124,10 +124,12 @@ def pd(options: str, *arguments: str) -> None:
     """`pd`, with a log of the rows that this process reads, and with what is to happen to it on the way.
 
     ``options``: JSON. ``rows``: where to write the number of each batch that was read, and of its rows. ``term``,
-    ``fail``: ``[process, n]``, at whose n-th read of a batch it gets SIGTERM, or an exception is raised.
+    ``fail``, ``damage``: ``[process, n]``, at whose n-th read of a batch it gets SIGTERM, an exception is raised, or a
+    shard cannot be read.
     """
     from param_decomp_lab.cli import main
     from param_decomp_lab.data.batches import Batches
+    from param_decomp_lab.errors import UserError
 
     given = json.loads(options)
     log: list[tuple[str, int, list[int]]] = []
@@ -140,6 +142,8 @@ def pd(options: str, *arguments: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         if given.get("fail") == here:
             raise OSError("the disk is gone")
+        if given.get("damage") == here:
+            raise UserError(f"{self.data.source} cannot be read: it is damaged")
         return original(self, step)
 
     with mock.patch.object(Batches, "__getitem__", read), mock.patch.object(sys, "argv", ["pd", *arguments]):

@@ -1,5 +1,6 @@
 """The same command in several processes at once, as a cluster would start it, each with a few simulated devices."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from tests.lab.tiny_run import ROOT, TIMEOUT, Process
@@ -34,21 +35,47 @@ def environment_of(devices: int, more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more, "XLA_FLAGS": " ".join(flags)}
 
 
+def slurm_task(number: int, count: int, job: int) -> dict[str, str]:
+    """What `srun` says to a task: one node, this machine. JAX derives the coordinator's port from the job."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(count),
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": str(number),
+    }
+
+
+def job_with_free_port() -> int:
+    """A job number whose port (its last 12 bits, counted from 61440) is free."""
+    for job in itertools.count(os.getpid()):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", job % 4096 + 61440))
+            return job
+    raise AssertionError
+
+
 @contextmanager
 def started(
-    command: Sequence[str], count: int, devices: int, environment: Mapping[str, str], explicit: bool = True
+    command: Sequence[str], count: int, devices: int, environment: Mapping[str, str], slurm: bool = False
 ) -> Iterator[list[Process]]:
-    """``command`` in ``count`` processes, told how to find each other at its end unless not ``explicit``; those that
-    still run at the end of the block are killed."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    """``command`` in ``count`` processes, which are told how to find each other at its end, or as Slurm does; those
+    that still run at the end of the block are killed."""
+    coordinator, job = f"127.0.0.1:{free_port()}", job_with_free_port()
     found: list[Process] = []
     with ExitStack() as stack:
         for number in range(count):
             place = ("--coordinator", coordinator, "--processes", str(count), "--process-id", str(number))
             output = stack.enter_context(tempfile.TemporaryFile())
             popen = subprocess.Popen(
-                [*command, *(place if explicit else ())],
-                env={**environment_of(devices, environment), "CHILD_NUMBER": str(number)},
+                [*command, *(() if slurm else place)],
+                env={
+                    **environment_of(devices, environment),
+                    **(slurm_task(number, count, job) if slurm else {}),
+                    "CHILD_NUMBER": str(number),
+                },
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -66,8 +93,13 @@ def ended(processes: Sequence[Process], timeout: float = TIMEOUT) -> list[Ended]
 
 
 def run(
-    command: Sequence[str], count: int, devices: int, environment: Mapping[str, str], timeout: float = TIMEOUT
+    command: Sequence[str],
+    count: int,
+    devices: int,
+    environment: Mapping[str, str],
+    timeout: float = TIMEOUT,
+    slurm: bool = False,
 ) -> list[Ended]:
     """``command`` in ``count`` processes, to its end."""
-    with started(command, count, devices, environment) as processes:
+    with started(command, count, devices, environment, slurm) as processes:
         return ended(processes, timeout)
