@@ -33,7 +33,7 @@ from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken
+from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken, refuse_unseen
 from param_decomp_lab.sinks import MetricsFile, Terminal, Wandb, brief, read_metrics
 from param_decomp_lab.stop_signal import StopSignal
 
@@ -63,7 +63,7 @@ def train(config: RunConfig, console: Console, processes: Processes = ALONE) -> 
         if processes.first:
             make_run_folder(folder, config)
     with processes.together():
-        _refuse_unseen(folder)
+        refuse_unseen(folder)
     return _Run(config, built, folder, console, processes).go(resumed=False)
 
 
@@ -97,12 +97,6 @@ def _refuse_different(config: RunConfig, processes: Processes) -> None:
             raise UserError(
                 f"all processes of a run take the same configuration; this differs from process 0's:\n  {lines}"
             )
-
-
-def _refuse_unseen(folder: Path) -> None:
-    """UserError where process 0 has made a run folder that this one does not see."""
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"out_dir: {folder} is not seen here; it must lie where all processes can read and write")
 
 
 def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:

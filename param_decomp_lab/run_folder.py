@@ -35,6 +35,12 @@ def make_run_folder(folder: Path, config: RunConfig) -> None:
         raise UserError(f"out_dir: cannot write the run folder {folder}: {error.strerror or error}") from error
 
 
+def refuse_unseen(folder: Path) -> None:
+    """UserError where process 0 has made a run folder that this one does not see."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"out_dir: {folder} is not seen here; it must lie where all processes can read and write")
+
+
 def _environment() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
