@@ -1,13 +1,17 @@
 """The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 75 preempted and saved."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from param_decomp_lab.errors import NonFiniteLoss, UserError
+
+if TYPE_CHECKING:
+    from param_decomp_lab.processes import Processes
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -29,8 +33,20 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="Wrapper YAML of the run.", show_default=False)] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.", show_default=False)] = None,
     overrides: Overrides = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where process 0 of several listens.", show_default=False)
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; 1 even in a Slurm job.", show_default=False)
+    ] = None,
+    process_id: Annotated[
+        int | None, typer.Option(min=0, help="Which of them this one is, from 0.", show_default=False)
+    ] = None,
 ) -> None:
     """Decompose a network, or go on with a run that was stopped.
+
+    One run may be made by several processes, on one machine or many: the same command for each of them. `srun` tells
+    them how to find each other, otherwise the last three options do, given to all of them.
 
     Examples:
 
@@ -39,29 +55,46 @@ def train(
         pd train configs/demo/decompose.yaml --set pd.steps=200 --set out_dir=/tmp/runs
 
         pd train --resume runs/p-1a2b3c4d
+
+        srun --ntasks=8 pd train configs/demo/decompose.yaml --set mesh.fsdp=8
+
+        pd train configs/demo/decompose.yaml --coordinator node01:29400 --processes 2 --process-id 0
     """
     from param_decomp_lab import run
-    from param_decomp_lab.config import load_config
+    from param_decomp_lab.joining import joined
 
-    console = Console()
     if config is None and resume is None:
         raise UserError("give a configuration (`pd train CONFIG`) or a run to go on with (`pd train --resume RUN`)")
     if config is None and overrides:
         raise UserError("--set changes a configuration, and a resumed run keeps its own; leave it out")
-    loaded = None if config is None else load_config(config, overrides or ())
+    with joined(coordinator, processes, process_id) as all_processes:
+        console = Console(quiet=not all_processes.first)
+        try:
+            _train(config, resume, overrides or (), console, all_processes)
+        except run.Preempted as stopped:
+            console.print(str(stopped), soft_wrap=True)
+        else:
+            return
+    raise typer.Exit(75)
+
+
+def _train(
+    config: Path | None, resume: Path | None, overrides: Sequence[str], console: Console, processes: "Processes"
+) -> None:
+    from param_decomp_lab import run
+    from param_decomp_lab.config import load_config
+
+    with processes.together():
+        loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
         for line in loaded.warnings:
             console.print(f"[yellow]note:[/] {_escaped(line)}", highlight=False, soft_wrap=True)
         if loaded.ignored:
             console.print(f"[yellow]note:[/] without effect here: {', '.join(loaded.ignored)}", soft_wrap=True)
-    try:
-        if resume is not None:
-            run.resume(resume, console, loaded)
-        elif loaded is not None:
-            run.train(loaded, console)
-    except run.Preempted as stopped:
-        console.print(str(stopped), soft_wrap=True)
-        raise typer.Exit(75) from None
+    if resume is not None:
+        run.resume(resume, console, loaded, processes)
+    elif loaded is not None:
+        run.train(loaded, console, processes)
 
 
 @app.command()

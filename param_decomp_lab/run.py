@@ -6,6 +6,8 @@ makes i + 1 of it. A checkpoint of step i therefore goes on with step i's evalua
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -28,10 +30,11 @@ from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
-from param_decomp_lab.eval.examples import write_examples
+from param_decomp_lab.eval.examples import find_examples, write_examples
+from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken
+from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken, refuse_unseen
 from param_decomp_lab.sinks import MetricsFile, Terminal, Wandb, brief, read_metrics
 from param_decomp_lab.stop_signal import StopSignal
 
@@ -43,26 +46,58 @@ class Preempted(Exception):
     """The run was told to stop; what could be saved is saved. Exit status 75."""
 
 
-def train(config: RunConfig, console: Console) -> Path:
-    """A new run; gives its folder. UserError, before anything is written, for what cannot work."""
-    run_id = config.wrapper.run_id or f"p-{secrets.token_hex(4)}"
+def train(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
+    """A new run; gives its folder. UserError, before anything is written, for what cannot work.
+
+    ``processes``: those that make the run together, each of which calls this with the same configuration.
+    """
+    run_id = processes.from_first(config.wrapper.run_id or f"p-{secrets.token_hex(4)}")
     config = config.with_run_id(run_id)
     folder = config.wrapper.out_dir / run_id
-    refuse_taken(folder)
-    built = build(config, console)
-    make_run_folder(folder, config)
-    return _Run(config, built, folder, console).go(resumed=False)
+    _refuse_different(config, processes)
+    with processes.together():
+        if processes.first:
+            refuse_taken(folder)
+    with processes.together():
+        built = build(config, console, processes)
+    with processes.together():
+        if processes.first:
+            make_run_folder(folder, config)
+    with processes.together():
+        refuse_unseen(folder)
+    return _Run(config, built, folder, console, processes).go(resumed=False)
 
 
-def resume(folder: Path, console: Console, config: RunConfig | None = None) -> Path:
-    """Goes on with a run from its last checkpoint. ``config``: must be what the run was made with."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
-    saved = RunConfig.from_yaml(path)
-    if config is not None:
-        _refuse_change(folder, saved, config)
-    return _Run(saved, build(saved, console), folder, console).go(resumed=True)
+def resume(folder: Path, console: Console, config: RunConfig | None = None, processes: Processes = ALONE) -> Path:
+    """Goes on with a run from its last checkpoint. ``config``: must be what the run was made with.
+
+    The number of processes and the devices of each may be others than those that the run was started with.
+    """
+    with processes.together():
+        path = folder / CONFIG_FILE
+        if not path.is_file():
+            raise UserError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
+        saved = RunConfig.from_yaml(path)
+        if config is not None:
+            _refuse_change(folder, saved, config)
+    _refuse_different(saved, processes)
+    with processes.together():
+        built = build(saved, console, processes)
+    return _Run(saved, built, folder, console, processes).go(resumed=True)
+
+
+def _refuse_different(config: RunConfig, processes: Processes) -> None:
+    """UserError, in all processes, when one was given another configuration than the first."""
+    if processes.count == 1:
+        return
+    first = processes.from_first(config.to_yaml())
+    with processes.together():
+        changes = difference(RunConfig.from_mapping(parse_yaml(first, "process 0"), "process 0"), config)
+        if changes:
+            lines = "\n  ".join(changes)
+            raise UserError(
+                f"all processes of a run take the same configuration; this differs from process 0's:\n  {lines}"
+            )
 
 
 def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
@@ -73,11 +108,12 @@ def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
 
 
 class _Run:
-    def __init__(self, config: RunConfig, built: Built, folder: Path, console: Console) -> None:
+    def __init__(self, config: RunConfig, built: Built, folder: Path, console: Console, processes: Processes) -> None:
         self.config, self.built, self.folder, self.console = config, built, folder, console
+        self.processes = processes
         self.spec = built.problem.decomposition
-        self.stop = StopSignal()
-        self.evaluation = None if built.eval is None else Evaluation(config, built.problem, built.eval)
+        self.stop = StopSignal(processes)
+        self.evaluation = None if built.eval is None else Evaluation(config, built.problem, built.eval, built.mesh)
         cadence = config.torch.cadence
         self.log_every, self.save_every = cadence.train_log_every, cadence.save_every
         self.at_once = config.wrapper.steps_per_dispatch
@@ -87,18 +123,26 @@ class _Run:
         with self.stop.listening(), jax.set_mesh(self.built.mesh):
             state = self._restored() if resumed else self._warmed_up(self._initial())
             first = int(state.step)
-            self.metrics = MetricsFile(self.folder, first)
-            self.wandb = Wandb(self.config, self.folder, self.console)
-            failed = True
-            try:
+            with self._sinks(first):
                 state = self._loop(state, first)
                 self._finish(state)
-                failed = False
-            finally:
-                self.metrics.close()
-                self.wandb.close(failed)
-                self.checkpoints.close()
         return self.folder
+
+    @contextmanager
+    def _sinks(self, first: int) -> Iterator[None]:
+        """Where rows go, opened at step ``first``; in process 0 alone."""
+        self.metrics = MetricsFile(self.folder, first) if self.processes.first else None
+        self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+            if self.wandb is not None:
+                self.wandb.close(failed)
+            self.checkpoints.close()
 
     # --- the state a run starts from ---
 
@@ -209,7 +253,8 @@ class _Run:
             row = evaluation.fast(state, self.built.weights, step, self.stop)
             figures = {}
             if evaluation.slow_due(step, self.spec.steps):
-                figures = evaluation.figures(state, self.built.weights, step, self.folder / "figures", self.stop)
+                folder = self.folder / "figures" if self.processes.first else None
+                figures = evaluation.figures(state, self.built.weights, step, folder, self.stop)
         except Abandoned:
             self.checkpoints.save(step, state, self.config.to_yaml())
             where = f"stopped while evaluating and saved at step {step}"
@@ -217,8 +262,10 @@ class _Run:
         self.recorder.evaluated(step, row, figures)
 
     def _write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
-        self.metrics.write(row)
-        self.wandb.write(row, figures)
+        if self.metrics is not None:
+            self.metrics.write(row)
+        if self.wandb is not None:
+            self.wandb.write(row, figures)
         if "train/loss/total" in row:
             self.bar.show(f"{row['train/perf/tok_per_s']:,.0f} tok/s  {brief(row)}")
 
@@ -232,7 +279,14 @@ class _Run:
             if text is None and isinstance(problem.target, Llama):
                 self.console.print("no tokenizer beside the data or the target: the report has no text examples")
             elif text is not None:
-                write_examples(self.folder, problem, state, weights, self.built.eval, n, statistics, text)
+                examples = find_examples(problem, state, weights, self.built.eval, n, statistics, self.built.mesh)
+                if self.processes.first:
+                    write_examples(self.folder, problem, examples, statistics, text)
+        if self.processes.first:
+            self._report()
+
+    def _report(self) -> None:
+        problem = self.built.problem
         report = write_report(self.folder)
         sites = {site.name: site.C for site in problem.target.sites.all}
         self.console.print(*summary_table(read_metrics(self.folder), sites))

@@ -35,6 +35,12 @@ def make_run_folder(folder: Path, config: RunConfig) -> None:
         raise UserError(f"out_dir: cannot write the run folder {folder}: {error.strerror or error}") from error
 
 
+def refuse_unseen(folder: Path) -> None:
+    """UserError where process 0 has made a run folder that this one does not see."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"out_dir: {folder} is not seen here; it must lie where all processes can read and write")
+
+
 def _environment() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
@@ -48,6 +54,7 @@ def _environment() -> dict[str, Any]:
             name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
         },
         "backend": jax.default_backend(),
+        "processes": jax.process_count(),
         "devices": [device.device_kind for device in jax.devices()],
         "cpu_count": os.cpu_count(),
     }

@@ -40,15 +40,29 @@ class Built:
 
 
 def build_mesh(config: RunConfig) -> Mesh:
-    """The configured mesh. UserError when this machine has too few devices."""
+    """The configured mesh. UserError when there are too few devices, or a process would have none of them."""
     m = config.wrapper.mesh
     shape = MeshShape(m.replica, m.fsdp, m.tensor)
     if shape.n_devices > jax.device_count():
         raise UserError(
             f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "
-            f"this machine has {jax.device_count()} ({jax.default_backend()})"
+            f"{_devices_there()}"
         )
-    return make_mesh(shape)
+    mesh = make_mesh(shape)
+    used = {device.process_index for device in mesh.devices.flat}
+    if len(used) < jax.process_count():
+        raise UserError(
+            f"mesh: takes {shape.n_devices} devices, those of {len(used)} processes, but {_devices_there()}; start "
+            "fewer processes, or take more devices"
+        )
+    return mesh
+
+
+def _devices_there() -> str:
+    found, kind, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes == 1:
+        return f"this machine has {found} ({kind})"
+    return f"{processes} processes have {found} together ({kind})"
 
 
 def check_site_patterns(settings: EvalConfig, sites: Sites) -> None:

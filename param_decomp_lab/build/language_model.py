@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.placement import shardings
+from param_decomp_jax.placement import process_batch_rows, shardings
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_axes, weight_shapes
 from param_decomp_lab.build.built import Built, build_mesh, check_site_patterns
@@ -49,7 +49,7 @@ def build_language_model(config: RunConfig) -> Built:
     mesh = build_mesh(config)
     evaluated = None
     if torch.eval is not None and held_out is not None:
-        evaluated = TokenSource(Batches(held_out, torch.eval.batch_size, torch.pd.seed), mesh)
+        evaluated = _source(held_out, torch.eval.batch_size, torch.pd.seed, mesh)
         wanted = torch.eval.n_steps * torch.eval.batch_size
         if wanted > len(held_out):
             raise UserError(
@@ -64,7 +64,7 @@ def build_language_model(config: RunConfig) -> Built:
         mesh=mesh,
         batch=jax.ShapeDtypeStruct(leading, jnp.int32),
         leading=leading,
-        train=TokenSource(Batches(train, torch.pd.batch_size, torch.pd.seed), mesh),
+        train=_source(train, torch.pd.batch_size, torch.pd.seed, mesh),
         eval=evaluated,
         text=_text(config, folder),
     )
@@ -78,6 +78,12 @@ def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
         is_leaf=lambda x: isinstance(x, tuple),
     )
     return shardings(mesh, weight_axes(architecture), shapes)
+
+
+def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
+    """Batches of which this process reads what its devices hold."""
+    lo, hi = process_batch_rows(mesh, batch_size)
+    return TokenSource(Batches(rows, batch_size, seed, lo=lo, hi=hi), mesh)
 
 
 def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:

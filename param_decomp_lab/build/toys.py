@@ -19,18 +19,19 @@ from param_decomp_lab.config.torch_schema import EvalConfig, ToyData, ToyFile
 from param_decomp_lab.data.sources import FeatureSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import ensure_target
+from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.weights.toys import ToyConfig, load_toy
 
 TRAIN, EVAL = 0, 1
 """Purposes of drawn batches: the two never share a draw."""
 
 
-def build_toy(config: RunConfig, console: Console) -> Built:
+def build_toy(config: RunConfig, console: Console, processes: Processes = ALONE) -> Built:
     """Target, weights, data and mesh of a toy run; the target is trained first if its recipe has made none yet."""
     torch = config.torch
     assert isinstance(torch, ToyFile)
     mesh = build_mesh(config)
-    folder = toy_folder(config, console)
+    folder = processes.in_turn(lambda: toy_folder(config, console))
     architecture, weights = load_toy(folder)
     problem = toy_problem(config, architecture, folder)
     low = 0.0 if isinstance(architecture, tms.TMSConfig) else -1.0

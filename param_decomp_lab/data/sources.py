@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.mesh import sharding
-from param_decomp_jax.placement import batch_sharding, from_host
+from param_decomp_jax.placement import batch_sharding, from_process_rows
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
 
@@ -34,19 +34,24 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Rows of token ids ``[B, T]``, read on the host."""
+    """Rows of token ids ``[B, T]``, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``)."""
 
     batches: Batches
     mesh: Mesh
 
     def __call__(self, number: int) -> Int[Array, "B T"]:
-        rows = self.batches[number]
-        return from_host(rows, batch_sharding(self.mesh, rows.shape))
+        return self._placed(self.batches[number], 0)
 
     def inputs(self, first: int, n: int, size: int) -> Int[Array, "size B T"]:
         rows = [self.batches[number] for number in range(first, first + n)]
         stacked = np.stack(rows + [np.zeros_like(rows[0])] * (size - n))
-        return from_host(stacked, sharding(self.mesh, stacked.shape, (None, "batch")))
+        return self._placed(stacked, 1)
+
+    def _placed(self, rows: np.ndarray, axis: int) -> Array:
+        """``rows`` of this process in the global array whose batch is ``axis``."""
+        batch = self.batches
+        where = sharding(self.mesh, (*rows.shape[:axis], batch.batch_size), (None,) * axis + ("batch",))
+        return from_process_rows(rows, where, axis, batch.lo, batch.batch_size)
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
         return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)

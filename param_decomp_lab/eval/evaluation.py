@@ -7,12 +7,14 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
 from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
 from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.mesh import whole as whole_on
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, keeps_outputs, total_loss
@@ -76,10 +78,15 @@ class Metrics:
 
 
 class Evaluation:
-    """``batches``: the evaluation's batches, already on the devices' mesh, by number; the same ones every time."""
+    """``batches``: the evaluation's batches, already on the devices' ``mesh``, by number; the same ones every time.
 
-    def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array]) -> None:
+    Every process of a run takes part in all of it and gets the same numbers.
+    """
+
+    def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array], mesh: Mesh) -> None:
         assert config.torch.eval is not None
+        # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
+        self._whole = whole = whole_on(mesh)
         self._settings, self._metrics, self._batches = config.torch.eval, Metrics.of(config), batches
         pd = config.torch.pd
         terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
@@ -87,9 +94,9 @@ class Evaluation:
         others = tuple(t for t in terms if not _is_persistent(t))
         self._problem = Problem(replace(problem.decomposition, terms=others), problem.target)
         target = problem.target
-        self._probe = Probe(problem, target, self._metrics.all) if isinstance(target, TMS | ResidMLP) else None
+        self._probe = Probe(problem, target, self._metrics.all, mesh) if isinstance(target, TMS | ResidMLP) else None
         self._sampling = Stochastic(pd.sampling)
-        self._fast = jax.jit(self._fast_batch)
+        self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
 
         def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
@@ -97,7 +104,7 @@ class Evaluation:
             _, judge = read_batch(problem, components, ci, weights, inputs)
             return batch_statistics(problem, components, judge, threshold)
 
-        self._statistics = jax.jit(statistics)
+        self._statistics = jax.jit(statistics, out_shardings=whole)
 
     def _fast_batch(
         self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray, adversaries: Adversaries
@@ -125,7 +132,10 @@ class Evaluation:
             return {}
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
         leading = inputs.shape if isinstance(self._problem.target, Llama) else inputs.shape[:1]
-        return jax.jit(lambda: fresh_adversaries(self._persistent, key, sites, leading, use_delta))()
+        start = jax.jit(
+            lambda: fresh_adversaries(self._persistent, key, sites, leading, use_delta), out_shardings=self._whole
+        )
+        return start()
 
     def due(self, step: int, total: int) -> bool:
         return step % self._settings.every == 0 or step == total
@@ -178,13 +188,18 @@ class Evaluation:
         return Statistics.over(self._problem.target.sites, batches, limit)
 
     def figures(
-        self, state: State, weights: Weights, step: int, folder: Path, stop: Callable[[], bool]
+        self, state: State, weights: Weights, step: int, folder: Path | None, stop: Callable[[], bool]
     ) -> dict[str, Path]:
-        """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`."""
+        """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`.
+
+        ``folder`` None: this process computes its part of what others draw.
+        """
         drawn = self._statistics_figures(state, weights, stop)
         if self._probe is not None:
             drawn |= self._probe.figures(replace_adversaries(state), weights)
-        paths = {}
+        paths: dict[str, Path] = {}
+        if folder is None:
+            return paths
         for name, figure in drawn.items():
             paths[f"slow_eval/figures/{name}"] = folder / f"{name}_{step}.png"
             save_figure(figure, folder / f"{name}_{step}.png")

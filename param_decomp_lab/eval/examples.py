@@ -5,14 +5,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import squashings
+from param_decomp_jax.mesh import whole
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
@@ -22,44 +24,58 @@ from param_decomp_lab.eval.importance import Statistics, importance_logits
 EXAMPLES_FILE = "examples.json"
 
 
-def write_examples(
-    run_folder: Path,
+class Examples(NamedTuple):
+    """The components chosen of each site, and what they do on the evaluation's rows."""
+
+    chosen: dict[str, Int[np.ndarray, "n"]]
+    tokens: Int[np.ndarray, "rows T"]
+    logits: dict[str, Float[np.ndarray, "rows T n"]]
+
+
+def find_examples(
     problem: Problem,
     state: State,
     weights: Weights,
     batches: Callable[[int], Array],
     n_batches: int,
     statistics: Statistics,
-    text: TokenText,
+    mesh: Mesh,
     n_components: int = 16,
-    n_examples: int = 6,
-    around: int = 24,
-) -> Path:
-    """For each site its ``n_components`` of largest mean λ, each with the positions of its largest logit in context.
-
-    Logits and not λ decide: many positions have λ = 1, and the first of them would stand for all. At most one position
-    per row of data; ``around`` tokens are shown on each side.
-    """
+) -> Examples:
+    """Logits of each site's ``n_components`` of largest mean λ. Every process of a run takes part."""
     sites = problem.target.sites
     chosen = {name: np.argsort(-mean)[:n_components] for name, mean in statistics.means.items()}
     by_stack = {s.name: np.stack([chosen[sites.all[n].name] for n in s.sites]) for s in sites.stacks}
 
-    @jax.jit
-    def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> dict[str, Array]:
+    def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:
         logits = importance_logits(problem, components, ci, weights, inputs)
         pick = partial(jnp.take, axis=-1)
-        return {name: jax.vmap(pick)(x, jnp.asarray(by_stack[name])) for name, x in logits.items()}
+        return inputs, {name: jax.vmap(pick)(x, jnp.asarray(by_stack[name])) for name, x in logits.items()}
 
-    tokens, active = [], []
-    for number in range(n_batches):
-        inputs = batches(number)
-        tokens.append(np.asarray(inputs))
-        active.append(
-            {k: list(v) for k, v in jax.device_get(of_batch(state.components, state.ci, weights, inputs)).items()}
-        )
-    rows = np.concatenate(tokens)
-    per_site = [sites.unstack(batch) for batch in active]
+    jitted = jax.jit(of_batch, out_shardings=whole(mesh))  # whole, so that it can be fetched
+    per_batch = [
+        jax.device_get(jitted(state.components, state.ci, weights, batches(number))) for number in range(n_batches)
+    ]
+    tokens = np.concatenate([tokens for tokens, _ in per_batch])
+    per_site = [sites.unstack({name: list(x) for name, x in logits.items()}) for _, logits in per_batch]
+    return Examples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})
 
+
+def write_examples(
+    run_folder: Path,
+    problem: Problem,
+    examples: Examples,
+    statistics: Statistics,
+    text: TokenText,
+    n_examples: int = 6,
+    around: int = 24,
+) -> Path:
+    """For each chosen component the positions of its largest logit in context.
+
+    Logits and not λ decide: many positions have λ = 1, and the first of them would stand for all. At most one position
+    per row of data; ``around`` tokens are shown on each side.
+    """
+    sites, rows = problem.target.sites, examples.tokens
     lower, _ = squashings(problem.decomposition.squashing)
 
     def example(logits: np.ndarray, values: np.ndarray, row: int) -> dict[str, Any]:
@@ -80,13 +96,10 @@ def write_examples(
 
     document = {}
     for site in sites.all:
-        logits = np.concatenate([batch[site.name] for batch in per_site])  # [rows, T, chosen]
-        means = statistics.means[site.name]
+        logits, means, chosen = examples.logits[site.name], statistics.means[site.name], examples.chosen[site.name]
         document[site.name] = {
             "C": site.C,
-            "components": [
-                component(logits[..., slot], int(c), float(means[c])) for slot, c in enumerate(chosen[site.name])
-            ],
+            "components": [component(logits[..., slot], int(c), float(means[c])) for slot, c in enumerate(chosen)],
         }
     path = run_folder / EXAMPLES_FILE
     written = path.with_suffix(".tmp")

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from param_decomp_jax.components import with_views
+from param_decomp_jax.mesh import whole
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
@@ -46,7 +48,7 @@ class Factored:
 class Probe:
     """``metrics``: those of the configuration; what is none of the probe's is passed over."""
 
-    def __init__(self, problem: Problem, target: Toy, metrics: Sequence[Any]) -> None:
+    def __init__(self, problem: Problem, target: Toy, metrics: Sequence[Any], mesh: Mesh) -> None:
         self._problem, self._target = problem, target
         self._errors = [m for m in metrics if isinstance(m, IdentityCIError)]
         self._heat_maps = next((m for m in metrics if isinstance(m, PermutedCIPlots)), None)
@@ -56,7 +58,12 @@ class Probe:
             inputs = LEVEL * jnp.eye(target.config.n_features)
             return lower_importances(problem, state.components, state.ci, weights, inputs)
 
-        self._importances = jax.jit(importances)
+        def matrices(state: State, weights: Weights) -> Any:
+            return target.site_weights(weights), with_views(state.components, target.sites)
+
+        # Whole on every device, so that every process can fetch them.
+        self._importances = jax.jit(importances, out_shardings=whole(mesh))
+        self._matrices_of = jax.jit(matrices, out_shardings=whole(mesh))
 
     def numbers(self, state: State, weights: Weights) -> dict[str, float]:
         """`eval/identity_ci_error/<site>` as configured; of a TMS whose `linear1` is a site, `eval/tms/*` too."""
@@ -120,7 +127,7 @@ class Probe:
 
     def _factored(self, state: State, weights: Weights) -> dict[str, Factored]:
         sites = self._target.sites
-        matrices, factors = jax.device_get((self._target.site_weights(weights), with_views(state.components, sites)))
+        matrices, factors = jax.device_get(self._matrices_of(state, weights))
         W = sites.unstack(matrices)
         V = sites.unstack({name: f.V for name, f in factors.items()})
         U = sites.unstack({name: f.U for name, f in factors.items()})

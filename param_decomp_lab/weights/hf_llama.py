@@ -5,6 +5,7 @@ Hugging Face keeps a matrix ``[out, in]`` per layer; here it is ``[in, out]``, s
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding
 from safetensors.numpy import save_file
 
+from param_decomp_jax.placement import from_slices
 from param_decomp_jax.targets.llama import KINDS, LlamaConfig, module_name, weight_shapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.hf_config import CONFIG_FILE, config_json, read_config
@@ -24,6 +27,8 @@ from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsF
 
 Weights = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
+BLOCK_ELEMENTS = 1 << 23
+"""Read from a file at once, so that a cast or a transposition needs no second copy of a whole slice."""
 DTYPES: dict[Dtype, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -61,8 +66,9 @@ def load_llama(
     """Configuration and weights of the Llama in ``folder``, in the layout of ``param_decomp_jax.targets.llama``.
 
     ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
-    structure of the weights: each process then reads only the slices of its devices. None: whole arrays on the
-    default device.
+    structure of the weights: each process then reads only the slices of its devices, one at a time, each straight into
+    the array that goes to the device (the host holds the largest of them and a block of some 32 MiB). None: whole
+    arrays on the default device.
 
     Raises UserError: what ``read_config`` refuses, a missing or truncated file, a tensor that is missing, of the
     wrong shape, or that no Llama has.
@@ -73,14 +79,12 @@ def load_llama(
         jax.tree.map(lambda leaf, shape: _expect(files, leaf, shape), sources, shapes, is_leaf=_is_leaf)
         _refuse_unknown(Path(folder), files.names, sources)
 
-        def load(leaf: Leaf, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
+        def load(leaf: Leaf, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
             to = DTYPES[dtype] if dtype is not None else files.dtype(leaf.tensors[0])
-            read = functools.lru_cache(maxsize=None)(functools.partial(_read, files, leaf, to))
+            read = functools.partial(_read, files, leaf, to)
             if sharding is None:
-                return jnp.asarray(read(*_bounds(shape, (slice(None),) * len(shape))))
-            return jax.make_array_from_callback(
-                shape, sharding, lambda index: read(*_bounds(shape, index or ())), dtype=to
-            )
+                return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+            return from_slices(shape, sharding, read)
 
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, sources, is_leaf=_is_leaf)
@@ -126,22 +130,18 @@ def _tensors(config: LlamaConfig, weights: Weights, dtype: np.dtype[Any]) -> Ite
             yield name, np.ascontiguousarray(row.T if leaf.transposed else row)
 
 
-Bounds = tuple[int, int]
-
-
-def _bounds(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[Bounds, ...]:
-    """``index`` as (start, stop) per axis: hashable, so that replicated devices share one read."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _read(files: SafetensorsFolder, leaf: Leaf, dtype: np.dtype[Any], *bounds: Bounds) -> np.ndarray:
-    names = leaf.tensors[slice(*bounds[0])] if leaf.stacked else leaf.tensors
-    inner = [slice(*pair) for pair in (bounds[1:] if leaf.stacked else bounds)]
-    stored = tuple(reversed(inner)) if leaf.transposed else tuple(inner)
+def _read(files: SafetensorsFolder, leaf: Leaf, dtype: np.dtype[Any], index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of a leaf: the only array of that size that is made, filled block by block of the file."""
+    names = leaf.tensors[index[0]] if leaf.stacked else leaf.tensors
+    inner = index[1:] if leaf.stacked else index
     out = np.empty((len(names), *(part.stop - part.start for part in inner)), dtype)
-    for row, name in enumerate(names):
-        part = files.read(name, stored)
-        out[row] = part.T if leaf.transposed else part
+    for row, name in zip(out, names, strict=True):
+        to = row.T if leaf.transposed else row  # as stored
+        first, *rest = reversed(inner) if leaf.transposed else inner
+        step = max(1, BLOCK_ELEMENTS // max(1, math.prod(to.shape[1:])))
+        for start in range(first.start, first.stop, step):
+            stop = min(start + step, first.stop)
+            to[start - first.start : stop - first.start] = files.read(name, (slice(start, stop), *rest))
     return out if leaf.stacked else out[0]
 
 

@@ -13,7 +13,13 @@ from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
     (): ("train", "check", "pretrain", "data", "weights", "report"),
-    ("train",): ("pd train configs/demo/decompose.yaml", "--set pd.steps=200", "pd train --resume runs/p-1a2b3c4d"),
+    ("train",): (
+        "pd train configs/demo/decompose.yaml",
+        "--set pd.steps=200",
+        "pd train --resume runs/p-1a2b3c4d",
+        "srun --ntasks=8 pd train",
+        "--coordinator node01:29400 --processes 2 --process-id 0",
+    ),
     ("check",): ("pd check configs/toys/tms_5-2.yaml", "--set pd.batch_size=32", "status is 0"),
     ("pretrain",): ("pd pretrain configs/demo/pretrain.yaml",),
     ("data",): ("tokenize",),

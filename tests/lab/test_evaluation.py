@@ -50,7 +50,7 @@ def evaluated(tiny: Tiny) -> Iterator[Evaluated]:
         built = build(config, Console(quiet=True))
         assert built.eval is not None
         state = core.ruffled_state(built.problem, leading=built.leading)
-        yield Evaluated(config, built, Evaluation(config, built.problem, built.eval), state)
+        yield Evaluated(config, built, Evaluation(config, built.problem, built.eval, built.mesh), state)
 
 
 class Reference:

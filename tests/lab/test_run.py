@@ -15,6 +15,7 @@ from rich.console import Console
 
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.processes import Processes
 from param_decomp_lab.sinks import read_metrics
 from param_decomp_lab.stop_signal import StopSignal
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
@@ -102,8 +103,8 @@ def test_stop_in_an_evaluation_abandons_and_saves(
     undisturbed = pd_here(*tiny.train(tmp_path, 1, *settings))
     assert undisturbed.status == 0, undisturbed
 
-    def interrupted(config: RunConfig, console: Console) -> Built:
-        built = build(config, console)
+    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Built:
+        built = build(config, console, processes)
         numbers: list[int] = []
 
         def batches(number: int) -> jax.Array:

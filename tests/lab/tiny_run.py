@@ -256,7 +256,10 @@ def saved_steps(run: Path) -> list[int]:
 def saved_arrays(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint under ``item/path``, read without our code."""
     arrays = {}
+    # Also what other devices, or several processes, have saved.
+    here = ocp.args.StandardRestore(fallback_sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     for item in ("learned", "training"):
-        tree = ocp.StandardCheckpointer().restore((run / "ckpts" / str(step) / item).resolve())
+        path = (run / "ckpts" / str(step) / item).resolve()
+        tree = ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(path, args=here)
         arrays |= {f"{item}/{name}": np.asarray(array) for name, array in tree.items()}
     return arrays

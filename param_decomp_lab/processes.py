@@ -1,0 +1,217 @@
+"""Several processes as one run: what they agree on, and that none is left waiting for one that has failed.
+
+Everything said here goes through the key-value store that JAX's coordination service keeps in process 0, never through
+the devices: it costs no device time, and it is heard while the devices, or a process's main thread, wait for another.
+"""
+
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+from param_decomp_lab.errors import NonFiniteLoss, UserError
+
+T = TypeVar("T")
+
+FOREVER_MS = 10**9
+"""Eleven days: others may take long to compile. A process that dies is noticed by JAX's heartbeats instead."""
+GRACE_S = 5.0
+"""For a process to end by itself after another one failed (closing its files), before it is ended."""
+
+
+class Refused(UserError):
+    """A user's mistake that every process knows of: each leaves by itself, with status 2."""
+
+
+class RefusedElsewhere(SystemExit):
+    """The same in a process that leaves the message to process 0."""
+
+
+class Processes:
+    """The processes of a run, seen from one of them: ``number`` of ``count``.
+
+    Every process must make the same calls in the same order. ``client``: JAX's, of the coordination service; None for a
+    process alone, for which every method is trivial.
+    """
+
+    def __init__(self, number: int = 0, count: int = 1, client: Any = None) -> None:
+        assert 0 <= number < count
+        assert (count == 1) == (client is None)
+        self.number, self.count, self.client = number, count, client
+        self._turns = itertools.count()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which does everything that is to be done once: files, wandb, the terminal."""
+        return self.number == 0
+
+    def turn(self) -> str:
+        """A name that is new, and the same in every process."""
+        return f"param_decomp/{next(self._turns)}"
+
+    def gather(self, value: str, name: str | None = None) -> list[str]:
+        """The value of every process, by number. ``name``: for those who are not in step with the main thread."""
+        if self.count == 1:
+            return [value]
+        name = name or self.turn()
+        self.client.key_value_set(f"{name}/{self.number}", value)
+        self.client.wait_at_barrier(name, FOREVER_MS)
+        found = {int(key.rpartition("/")[2]): said for key, said in self.client.key_value_dir_get(f"{name}/")}
+        return [found[number] for number in range(self.count)]
+
+    def from_first(self, value: str) -> str:
+        """The value that process 0 gave."""
+        return self.gather(value)[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that every process runs. A `UserError` in one of them stops all: process 0 raises it, as `Refused`,
+        the others leave in silence with the same status."""
+        if self.count == 1:
+            yield
+            return
+        refusal: UserError | None = None
+        try:
+            yield
+        except Refused:
+            raise
+        except UserError as error:
+            refusal = error
+        said = self.gather("" if refusal is None else str(refusal) or "refused")
+        who = next((number for number, reason in enumerate(said) if reason), None)
+        if who is None:
+            return
+        if not self.first:
+            raise RefusedElsewhere(2)
+        raise Refused(said[0] if who == 0 else f"process {who} of {self.count}: {said[who]}") from refusal
+
+    def in_turn(self, action: Callable[[], T]) -> T:
+        """What ``action`` gives: done by process 0 first, then by the others, who find done what need be done once."""
+        if not self.first:
+            with self.together():
+                pass
+            return action()
+        with self.together():
+            return action()
+
+
+ALONE = Processes()
+
+
+class News:
+    """Something that any process may say, at any time, and that all of them hear on a thread.
+
+    ``heard`` is called once in every process with the first thing said; from `close` on, nothing is heard.
+    """
+
+    def __init__(self, processes: Processes, name: str, heard: Callable[[str], None]) -> None:
+        assert processes.count > 1
+        self._processes, self._name, self._heard = processes, name, heard
+        self._thread = threading.Thread(target=self._listen, name=f"listens for {name}", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        """``text``: not empty."""
+        for number in range(self._processes.count):
+            self._processes.client.key_value_set(f"{self._name}/{number}", text, allow_overwrite=True)
+
+    def close(self) -> None:
+        # What a process says to itself alone: that there is nothing more to hear.
+        own = f"{self._name}/{self._processes.number}"
+        self._processes.client.key_value_set(own, "", allow_overwrite=True)
+        self._thread.join(GRACE_S)
+
+    def _listen(self) -> None:
+        try:
+            said = self._processes.client.blocking_key_value_get(f"{self._name}/{self._processes.number}", FOREVER_MS)
+            if said:
+                self._heard(said)
+        except RuntimeError:
+            pass  # another process has died: JAX ends this one
+
+
+@contextmanager
+def failing_together(processes: Processes) -> Iterator[None]:
+    """A run's whole work. If it fails in one process, that one says why and all end, with its status.
+
+    Without this the others would wait for it in a collective, and it for them on its way out: JAX gives up after five
+    minutes. They are ended by force, since Python cannot interrupt a thread that waits for a device.
+    """
+    if processes.count == 1:
+        yield
+        return
+    failures = _Failures(processes)
+    try:
+        yield
+    except (Refused, RefusedElsewhere):
+        failures.none()
+        raise
+    except BaseException as error:
+        failures.leave(error)
+    failures.none()
+
+
+class _Failures:
+    def __init__(self, processes: Processes) -> None:
+        self._processes, self._name, self._end = processes, processes.turn(), processes.turn()
+        self._own = False
+        self._news = News(processes, self._name, self._heard)
+
+    def none(self) -> None:
+        """Returns when all processes are done; a failure in the last one is still heard by all."""
+        self._processes.gather("", self._end)
+        self._news.close()
+
+    def leave(self, error: BaseException) -> NoReturn:
+        self._own = True
+        processes, key = self._processes, f"{self._name} first"
+        status = 2 if isinstance(error, UserError) else 1
+        said = f"{status} process {processes.number} of {processes.count}"
+        try:
+            processes.client.key_value_set(key, said)
+        except Exception:
+            # Another one failed before and says why; what happened here may be no more than its echo.
+            self._follow(processes.client.key_value_try_get(key))
+        _tell(f"process {processes.number} of {processes.count}", error)
+        self._news.say(said)
+        self._end_with(status)
+
+    def _heard(self, said: str) -> None:
+        time.sleep(GRACE_S)
+        if not self._own:
+            self._follow(said)
+
+    def _follow(self, said: str) -> NoReturn:
+        status, _, who = said.partition(" ")
+        print(f"process {self._processes.number}: ended, because {who} failed", file=sys.stderr)
+        self._end_with(int(status))
+
+    def _end_with(self, status: int) -> NoReturn:
+        """Ends this process at once. Process 0 goes last: with it goes the service through which the others hear."""
+        processes = self._processes
+        gone = f"{self._name} gone"
+        if processes.first:
+            until = time.monotonic() + 2 * GRACE_S
+            for number in range(1, processes.count):
+                left = int(1000 * max(0.001, until - time.monotonic()))
+                try:
+                    processes.client.blocking_key_value_get(f"{gone}/{number}", left)
+                except Exception:
+                    break
+        else:
+            processes.client.key_value_set(f"{gone}/{processes.number}", "", allow_overwrite=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _tell(who: str, error: BaseException) -> None:
+    if isinstance(error, UserError | NonFiniteLoss):
+        print(f"error: {who}: {error}", file=sys.stderr)
+    else:
+        print(f"{who} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
