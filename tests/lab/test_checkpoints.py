@@ -33,11 +33,9 @@ def _programs_shared(tiny: Tiny) -> Iterator[None]:
         yield
 
 
-def built_on(run: Path, devices: int) -> Built:
+def built_on(run: Path, mesh: Mesh) -> Built:
     config = RunConfig.from_yaml(run / "config.yaml")
-    return build(
-        replace(config, wrapper=config.wrapper.model_copy(update={"mesh": Mesh(fsdp=devices)})), Console(quiet=True)
-    )
+    return build(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": mesh})), Console(quiet=True))
 
 
 def initial(built: Built) -> State:
@@ -61,20 +59,26 @@ def assert_reused(built: Built, state: State) -> None:
 
 
 def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
-    built = built_on(finished, 1)
+    built = built_on(finished, Mesh())
     assert_reused(built, initial(built))
     assert_reused(built, Checkpoints(finished).restore(LATE, template(built)))
 
 
 def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
-    """D3: ten steps from a checkpoint of one device give its run's metrics; sources per row are split with the rows."""
-    built = built_on(finished, 8)
+    """D3: ten steps from a checkpoint of one device give its run's metrics.
+
+    Sources per row are split with the rows, what belongs to components by component.
+    """
+    built = built_on(finished, Mesh(replica=2, fsdp=4))
     state = Checkpoints(finished).restore(LATE, template(built))
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {8}
-    assert {x.sharding.spec for x in jax.tree.leaves((state.components, state.ci))} == {PartitionSpec()}
+    for stack in built.problem.target.sites.stacks:
+        factors, own = state.components[stack.name], stack.C // 4
+        assert factors.V.addressable_shards[0].data.shape[2] == factors.U.addressable_shards[0].data.shape[1] == own
+        assert {x.addressable_shards[0].data.shape[-1] for x in jax.tree.leaves(state.ci.heads[stack.name])} == {own}
     adversary = state.adversaries[PER_ROW]
     for x in jax.tree.leaves((adversary.raw, adversary.mean, adversary.square)):
-        assert x.sharding.spec == PartitionSpec(None, "fsdp")
+        assert x.sharding.spec == PartitionSpec(None, ("replica", "fsdp"))
         assert x.addressable_shards[0].data.shape[1] * 8 == x.shape[1] == BATCH
     kept = saved_arrays(finished, LATE)
     here = flatten(state)
@@ -82,7 +86,8 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
     for name, array in kept.items():
         np.testing.assert_array_equal(np.asarray(here[name.partition("/")[2]]), array)
 
-    step, names = compile_steps(built, state, 1)
+    with jax.set_mesh(built.mesh):
+        step, names = compile_steps(built, state, 1)
     expected = {row["step"]: row for row in rows(finished)}
 
     def compare(state: State, first: int, stop: int) -> list[int]:
