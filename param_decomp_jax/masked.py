@@ -165,7 +165,7 @@ class MaskedLinears:
 
     sites: Sites
     streams: tuple[Stream, ...]
-    residuals: tuple[Float[Array, "B *n d"], ...]
+    residuals: tuple[Float[Array, "B *n _"], ...]
     components: Components
     judge: Judge
     at: UInt32[Array, "*leading"]

@@ -140,7 +140,7 @@ def source_axes(sources: Sources, batch: int) -> Any:
     lead = (None, "batch" if per_row else None, *(None,) * (sources.components.ndim - 3))
     columns = "component_in_use" if per_row else "component"
 
-    def of(x: Array) -> Axes:
+    def of(x: Any) -> Axes:
         return Axes((*lead, columns) if x.ndim == sources.components.ndim else lead)
 
     return jax.tree.map(of, sources)

@@ -163,6 +163,11 @@ def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
 
 
 def _gather_backward(axes: Axes, dtype: Any, of_master: Array, g: Array) -> tuple[Array]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(n > 1 for n in _sizes(mesh).values()):
+        # With replica, fsdp and tensor all above 1, XLA (JAX 0.10.2, both partitioners) gives the rows of a batched
+        # product over split rows in a wrong order where its result is to be split over tensor and fsdp at once.
+        g = jax.lax.with_sharding_constraint(g, spec(g.shape, axes.in_use, mesh))
     return (constrain(constrain(g, *axes.names).astype(of_master.dtype), *axes.names),)
 
 
