@@ -63,6 +63,32 @@ def test_what_is_promised(experiment: str, values: dict[str, float], wanted: boo
     assert table1.as_wanted(of, table1.Result(0, of.steps, row, 1.0)) == wanted
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_run_goes_on_only_if_it_knows_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    """A run that was killed while its folder was being made has nothing to go on with."""
+    folder = table1.run_folder(tmp_path, "tms_5-2", 0)
+    folder.mkdir(parents=True)
+    if configured:
+        (folder / "config.yaml").touch()
+    started: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+        def __init__(self, arguments: list[str], **_: Any) -> None:
+            started.append(arguments)
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Done)
+    table1.run(tmp_path, "tms_5-2", 0, until=None)
+    assert ("--resume" in started[0]) == configured
+    assert folder.exists() == configured
+
+
 def test_an_unknown_experiment_is_named() -> None:
     done = subprocess.run((*SCRIPT, "--only", "tms_6-2"), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
