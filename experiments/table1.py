@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 
 from param_decomp_lab.report.numbers import duration
+from param_decomp_lab.run_folder import CONFIG_FILE
 from param_decomp_lab.sinks import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -107,9 +109,11 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
     """`pd train`, from the beginning or from the last checkpoint; with ``until`` stopped after that step."""
     folder = run_folder(out, name, seed)
     clock = folder.with_suffix(".seconds")
-    if folder.exists():
+    if (folder / CONFIG_FILE).is_file():
         arguments = ["--resume", str(folder)]
     else:
+        if folder.exists():
+            shutil.rmtree(folder)  # killed before it was told what it is: nothing is in it
         settings = {"out_dir": folder.parent, "run_id": folder.name, "pd.seed": seed}
         sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
         arguments = [str(CONFIGS / f"{name}.yaml"), *sets]

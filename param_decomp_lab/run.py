@@ -161,12 +161,12 @@ class _Run:
     def _restored(self) -> State:
         steps = self.checkpoints.steps()
         if not steps:
-            self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning")
+            self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning", soft_wrap=True)
             return self._warmed_up(self._initial())
         at = f"the checkpoint of step {steps[-1]}"
         made_with = RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(steps[-1]), at), at)
         _refuse_change(self.folder, made_with, self.config)
-        self.console.print(f"resuming {self.folder} at step {steps[-1]} of {self.spec.steps}")
+        self.console.print(f"resuming {self.folder} at step {steps[-1]} of {self.spec.steps}", soft_wrap=True)
         return self.checkpoints.restore(steps[-1], self._template())
 
     def _warmed_up(self, state: State) -> State:

@@ -4,6 +4,7 @@ Causal importances come as a matrix ``[features, C]``: row j is λ of one site w
 here is NumPy on the host, and nothing depends on the order in which a site keeps its components.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,8 +78,8 @@ def dense_ci_error(importances: Float[np.ndarray, "features C"], k: int) -> int:
 def dense_columns(importances: Float[np.ndarray, "features C"]) -> Integer[np.ndarray, "C"]:
     """Components by decreasing total importance; of equal ones first that with more to count if it were not used."""
     assert np.isfinite(importances).all(), "importances are numbers (N3)"
-    # In one memory layout: NumPy adds a transposed array in another order, which would undo ties.
-    totals = np.ascontiguousarray(importances, dtype=np.float64).sum(axis=0)
+    # Added without rounding: in another order of features another last bit would undo ties.
+    totals = np.array([math.fsum(column) for column in importances.T])
     counted_in_the_rest = (importances > OFF_ABOVE).sum(axis=0)
     counted_in_front = importances.max(axis=0) < ON_BELOW
     return np.lexsort((counted_in_front.astype(np.int64) - counted_in_the_rest, -totals))

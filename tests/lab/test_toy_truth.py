@@ -106,6 +106,12 @@ def test_ties_go_to_fewer_errors() -> None:
     assert identity_ci_error(matrix, 2) == identity_ci_error(matrix[:, ::-1], 2) == 3
 
 
+def test_dense_ties_survive_another_order_of_features() -> None:
+    """Both columns add up to 1.2, but in floats only in one of the two orders."""
+    matrix = np.array([[0.05, 0.5], [0.5, 0.1], [0.15, 0.1], [0.5, 0.5]])
+    assert dense_ci_error(matrix, 1) == dense_ci_error(matrix[[3, 0, 1, 2]], 1)
+
+
 @settings(deadline=None)
 @given(importances(), st.randoms(use_true_random=False))
 def test_order_does_not_matter(matrix: np.ndarray, random: object) -> None:
