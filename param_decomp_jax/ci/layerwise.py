@@ -27,13 +27,17 @@ class LayerwiseMLP:
     hidden: tuple[int, ...]
 
 
-class SharedMLP(eqx.Module):
-    """One MLP ``d_in → hidden … → C`` for every site."""
+class _Layerwise(eqx.Module):
+    """An MLP, or one per component, for every site, by stack; the sites share nothing."""
 
     heads: dict[str, MLP]
 
     def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
         return None
+
+
+class SharedMLP(_Layerwise):
+    """One MLP ``d_in → hidden … → C`` for every site."""
 
     def logits(
         self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
@@ -41,16 +45,11 @@ class SharedMLP(eqx.Module):
         return apply_mlp(head, x)
 
 
-class ScalarMLP(eqx.Module):
+class ScalarMLP(_Layerwise):
     """Every component has its own MLP ``1 → hidden … → 1`` on the scalar ``x · V[:, c]``.
 
     The scalar is not detached (C5): losses reach V through it.
     """
-
-    heads: dict[str, MLP]
-
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
-        return None
 
     def logits(
         self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
@@ -69,13 +68,8 @@ class ScalarMLP(eqx.Module):
         return jnp.moveaxis(z[..., 0], 0, -1)
 
 
-class VectorMLP(eqx.Module):
+class VectorMLP(_Layerwise):
     """Every component has its own MLP ``d_in → hidden … → 1``."""
-
-    heads: dict[str, MLP]
-
-    def features(self, inputs: dict[str, Array], compute_dtype: Any) -> None:
-        return None
 
     def logits(
         self, head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
