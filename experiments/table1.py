@@ -88,12 +88,14 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One run as it stands. ``step``: of its last evaluation, None before the first one. ``seconds``: wall time."""
+    """One run as it stands. ``step``: of its last evaluation, None before the first one. ``seconds``: wall time;
+    ``step_seconds``: median wall time of a training step, None before the first logged one."""
 
     seed: int
     step: int | None
     row: dict[str, Any]
     seconds: float
+    step_seconds: float | None = None
 
     def error(self, site: str) -> int | None:
         value = self.row.get(f"eval/identity_ci_error/{site}")
@@ -152,9 +154,11 @@ def read_result(out: Path, name: str, seed: int) -> Result | None:
     folder = run_folder(out, name, seed)
     if not folder.exists():
         return None
-    evaluated = [row for row in read_metrics(folder) if any(key.startswith("eval/") for key in row)]
+    rows = read_metrics(folder)
+    evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
     row = evaluated[-1] if evaluated else {}
-    return Result(seed, row.get("step"), row, seconds(folder))
+    times = [row["train/perf/step_time_s"] for row in rows if "train/perf/step_time_s" in row]
+    return Result(seed, row.get("step"), row, seconds(folder), statistics.median(times) if times else None)
 
 
 def finished(result: Result | None, experiment: Experiment) -> bool:
@@ -177,7 +181,7 @@ def table(out: Path) -> str:
         "`configs/toys` says, one run per seed.",
         f"Machine: {os.cpu_count()} x {platform.machine()} cores, Python {platform.python_version()}, on CPU. Times "
         "are wall time of the whole command (compilation, evaluations and figures included; the target's training "
-        "only where it was missing).",
+        "only where it was missing), with whatever else the machine was doing; of a step, the median of those logged.",
         "",
         "## TMS",
         "",
@@ -200,8 +204,8 @@ def table(out: Path) -> str:
         lines.append(f"| {' | '.join([*cells, errors, _times(done)])} |")
     lines += ["", "## Every run", ""]
     lines += [
-        "| | seed | step | MMCS | ML2R | expected, errors | as wanted | time |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | seed | step | MMCS | ML2R | expected, errors | as wanted | time | of a step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for experiment, results in toys:
         lines += [_line(experiment, result) for result in results]
@@ -220,6 +224,7 @@ def _line(experiment: Experiment, result: Result) -> str:
     cells += ["" if value is None else f"{value:.4f}" for value in similarity]
     cells.append(", ".join(f"{site}: {what}, {result.error(site)}" for site, what in experiment.expected.items()))
     cells += [("yes" if as_wanted(experiment, result) else "**no**") if complete else "", duration(result.seconds)]
+    cells.append("" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f} ms")
     return f"| {' | '.join(cells)} |"
 
 
@@ -255,7 +260,10 @@ def main() -> None:
     names = [experiment.name for experiment in EXPERIMENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"comma-separated, of {', '.join(names)}")
-    parser.add_argument("--seeds", help="comma-separated; default: three for the 5-2 models, one for the others")
+    parser.add_argument(
+        "--seeds",
+        help="comma-separated; default: three or four for the 5-2 models, one for the others",
+    )
     parser.add_argument("--until", type=int, help="stop each run after this step and save it")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "table1")
     parser.add_argument("--page", type=Path, default=TABLE, help="the page to write")

@@ -30,14 +30,18 @@ class LayerwiseMLP:
     hidden: tuple[int, ...]
 
 
-class SharedMLP(eqx.Module):
-    """One MLP ``d_in → hidden … → C`` for every site."""
+class _Layerwise(eqx.Module):
+    """An MLP, or one per component, for every site, by stack; the sites share nothing."""
 
     jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
     def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
+
+
+class SharedMLP(_Layerwise):
+    """One MLP ``d_in → hidden … → C`` for every site."""
 
     @staticmethod
     def logits(
@@ -55,17 +59,11 @@ class SharedMLP(eqx.Module):
         return described(self, heads={name: of(head) for name, head in self.heads.items()})
 
 
-class ScalarMLP(eqx.Module):
+class ScalarMLP(_Layerwise):
     """Every component has its own MLP ``1 → hidden … → 1`` on the scalar ``x · V[:, c]``.
 
     The scalar is not detached (C5): losses reach V through it.
     """
-
-    jointly: ClassVar[bool] = False
-    heads: dict[str, MLP]
-
-    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
-        return None
 
     @staticmethod
     def logits(
@@ -89,14 +87,8 @@ class ScalarMLP(eqx.Module):
         return described(self, heads=_of_components(self.heads))
 
 
-class VectorMLP(eqx.Module):
+class VectorMLP(_Layerwise):
     """Every component has its own MLP ``d_in → hidden … → 1``."""
-
-    jointly: ClassVar[bool] = False
-    heads: dict[str, MLP]
-
-    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
-        return None
 
     @staticmethod
     def logits(

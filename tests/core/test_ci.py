@@ -181,36 +181,26 @@ def test_scalar_mlps_in_blocks(fitting: int, monkeypatch: pytest.MonkeyPatch) ->
     core.clear_cache()
 
 
-def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
-    """C4: bidirectional; every site's logits depend on every site's input at every position of its own row."""
+def changes_by_the_last_site(config: CIConfig) -> dict[str, np.ndarray]:
+    """By site and position, how far its logits move when the last site's input moves at row 0's last position."""
     lead = LEADS["sequence"]
-    ci, of_components, inputs, zero = (
-        ci_of(CONFIGS["global_shared_transformer"]),
-        components(),
-        inputs_of(lead),
-        cotangents_of(lead),
-    )
+    ci, of_components, inputs, zero = ci_of(config), components(), inputs_of(lead), cotangents_of(lead)
     before, _ = core(ci, of_components, inputs, zero)
     last = SITES.stacks[-1].name
     after, _ = core(ci, of_components, {**inputs, last: inputs[last].at[:, 0, -1].add(1.0)}, zero)
-    for site, change in by_site(jax.tree.map(lambda a, b: jnp.abs(a - b).sum(axis=-1), before, after)).items():
+    return by_site(jax.tree.map(lambda a, b: jnp.abs(a - b).sum(axis=-1), before, after))
+
+
+def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
+    """C4: bidirectional; every site's logits depend on every site's input at every position of its own row."""
+    for site, change in changes_by_the_last_site(CONFIGS["global_shared_transformer"]).items():
         assert np.all(change[0] > 1e-6), site
         assert np.all(change[1] == 0), site
 
 
 def test_the_global_mlp_looks_at_all_sites_and_one_position() -> None:
     """C4."""
-    lead = LEADS["sequence"]
-    ci, of_components, inputs, zero = (
-        ci_of(CONFIGS["global_shared_mlp"]),
-        components(),
-        inputs_of(lead),
-        cotangents_of(lead),
-    )
-    before, _ = core(ci, of_components, inputs, zero)
-    last = SITES.stacks[-1].name
-    after, _ = core(ci, of_components, {**inputs, last: inputs[last].at[:, 0, -1].add(1.0)}, zero)
-    for site, change in by_site(jax.tree.map(lambda a, b: jnp.abs(a - b).sum(axis=-1), before, after)).items():
+    for site, change in changes_by_the_last_site(CONFIGS["global_shared_mlp"]).items():
         assert change[0, -1] > 1e-6, site
         assert np.count_nonzero(change) == 1, site
 

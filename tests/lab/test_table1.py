@@ -21,6 +21,7 @@ def made_up(out: Path, name: str, seed: int, step: int, **values: float) -> None
     folder = table1.run_folder(out, name, seed)
     folder.mkdir(parents=True)
     row: dict[str, Any] = {"step": step, **{f"eval/{key}": value for key, value in values.items()}}
+    row["train/perf/step_time_s"] = 0.0085
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     folder.with_suffix(".seconds").write_text("90.0")
 
@@ -38,6 +39,7 @@ def test_rows_of_made_up_runs(tmp_path: Path) -> None:
         **{f"identity_ci_error/layers.0.{k}": e for k, e in (("mlp_in", 0), ("mlp_out", 2))},
     )
     page = table1.table(tmp_path)
+    assert "| yes | 1 min 30 s | 8.5 ms |" in page
     assert (
         "| TMS 5-2 | 2 | 0.998 ± 0.002 | 1.000 ± 0.000 | 0.995 ± 0.000 | 0.993 ± 0.002 | linear1 0, linear2 0 |" in page
     )
