@@ -25,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 STEPS = 10
-SMALL_BLOCKS = {"component_block": 8, "token_block": 64}
+SMALL_BLOCKS = {"component_block": 8, "vocabulary_block": 64}
 
 
 @dataclass(frozen=True)

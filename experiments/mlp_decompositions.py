@@ -111,6 +111,7 @@ def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
         partial(training_step, problem),
         donate_argnums=(0,) if spec.memory.donate else (),
         out_shardings=(places, whole(mesh)),
+        compiler_options=spec.memory.compiler_options,
     )
     return step, (state, weights, tokens)
 

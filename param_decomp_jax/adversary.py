@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from param_decomp_jax.draws import positions, uniform
 from param_decomp_jax.masks import Bundle, Sources
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites, Stack
 
@@ -172,13 +173,13 @@ def init_adversary(
 
 def kept_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
     """As the train state keeps it: its moments in their dtype and place."""
-    mean, square = memory.store("sources_moments", (adversary.mean, adversary.square))
+    mean, square = store(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 
 def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
     """As updates compute with it."""
-    mean, square = memory.fetch("sources_moments", (adversary.mean, adversary.square))
+    mean, square = fetch(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 

@@ -5,23 +5,15 @@ All three take and give the same arrays and differ only in what they keep and in
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.memory import Attention
 from param_decomp_jax.numerics import wide
-
-Attention = Literal["plain", "blocked", "flash"]
-"""``plain``: all scores at once, kept for the backward.
-
-``blocked``: the scores of one block of queries at a time, made again in the backward.
-
-``flash``: cuDNN's kernel where the program is lowered for an NVIDIA GPU and the kernel takes such heads (bf16 or fp16;
-8, 16, … 128 dimensions), blocked otherwise.
-"""
 
 BLOCK = 128
 """Queries of a block: at T = 2048 its scores are a sixteenth of all, 32 MiB for 32 heads of one sequence in fp32. On a

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.components import Components, Factors, delta
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.recon import Reconstruction
+from param_decomp_jax.remat import over_layers
 from param_decomp_jax.schedules import Anneal, Schedule
 
 
@@ -68,7 +69,7 @@ def faithfulness(
     total = jnp.zeros(())
     for name, W in weights.items():
         if memory.recomputes("layers"):
-            total, _ = memory.over_layers(add, total, (W, components[name]))
+            total, _ = over_layers(memory, add, total, (W, components[name]))
         else:
             total, _ = add(total, (W, components[name]))
     return total / sum(W.size for W in weights.values())

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from param_decomp_jax.ci import Judge
 from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
 from param_decomp_jax.masks import SourceKind, interpolate
-from param_decomp_jax.memory import Intermediate, MemoryPolicy, named
+from param_decomp_jax.memory import Intermediate, MemoryPolicy
 from param_decomp_jax.mesh import (
     Axes,
     cast_tree,
@@ -31,6 +31,7 @@ from param_decomp_jax.mesh import (
     with_block,
 )
 from param_decomp_jax.numerics import matmul, wide
+from param_decomp_jax.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.plain_linears import FROZEN, output_record
 
@@ -63,6 +64,16 @@ class LiveSite(NamedTuple):
     column: Any
     sources: dict[int, Any]
     routes: dict[int, Any]
+
+
+class Positions(NamedTuple):
+    """What a live site works on at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: their global
+    numbers. ``features``: what the `Judge` reads."""
+
+    site: LiveSite
+    xs: list[Any]
+    at: Any
+    features: Any
 
 
 def side_by_side(streams: Sequence[Float[Array, "B *n"]]) -> Float[Array, "rows *n"]:
@@ -109,39 +120,59 @@ class MaskedLayer:
         return y
 
     def _masked(self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
-        """F2 with the mask of M1, block by block of the site's components: the product is a sum over them."""
-        of, site, stack, streams = self.of, self.live[kind], self.stacks[kind], self.of.streams
+        """A site that is live in some streams, block by block of the positions if the policy says so."""
+        of, site, stack = self.of, self.live[kind], self.stacks[kind]
         axes = of.site_axes(stack, tuple(site.sources))
-        xs = dict(enumerate(apart(rows, self.n_streams)))
-        deltas = {i: streams[i].sources.delta(source, of.at) for i, source in site.sources.items()}
-        n_blocks = of.memory.component_blocks(stack.C)
+        n_blocks = of.token_blocks
+        everywhere = Positions(site, apart(rows, self.n_streams), of.at, of.judge.features)
+
+        def of_block(block: Positions) -> tuple[Any, list[Array]]:
+            return self._at_positions(stack, with_block(everywhere, block), axes, W)
+
+        blocks = cut_tree(everywhere, of.positions_axes(everywhere, axes), n_blocks, "seq")
+        summary, ys = over_blocks(of_block, blocks, n_blocks)
+        if of.summarise is not None:
+            self.records[summary_record(kind)] = summary
+        outputs = [uncut(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]
+        return side_by_side([named(y, of.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
+
+    def _at_positions(
+        self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None
+    ) -> tuple[Any, list[Array]]:
+        """F2 with the mask of M1, block by block of the site's components: the product is a sum over them.
+
+        Gives the summary of the site's logits (None if none is asked for) and every stream's output.
+        """
+        of, site, streams, dtype = self.of, here.site, self.of.streams, here.xs[0].dtype
+        judge = of.judge.at(here.features)
+        deltas = {i: streams[i].sources.delta(source, here.at) for i, source in site.sources.items()}
+        n_blocks = component_blocks(of.memory, stack.C)
         # Wide where blocks add up their gradients.
-        into = {i: wide(xs[i]) if n_blocks > 1 else xs[i] for i in site.sources}
+        into = {i: wide(here.xs[i]) if n_blocks > 1 else here.xs[i] for i in site.sources}
 
         def through(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
-            part: LiveSite = gather_tree(with_block(site, block), axes, rows.dtype)
-            logits = of.judge.logits(part.judged, part.V)
-            importance = of.judge.squash(logits)
+            part: LiveSite = gather_tree(with_block(site, block), axes, dtype)
+            logits = judge.logits(part.judged, part.V)
+            importance = judge.squash(logits)
 
             def of_stream(i: int) -> Float[Array, "B *n d_out"]:
-                mask = interpolate(importance, streams[i].sources.components(part.sources[i], of.at, part.column))
-                y = through_components(into[i].astype(rows.dtype), part.V, part.U, mask, deltas[i], part.routes[i])
+                mask = interpolate(importance, streams[i].sources.components(part.sources[i], here.at, part.column))
+                y = through_components(into[i].astype(dtype), part.V, part.U, mask, deltas[i], part.routes[i])
                 return constrain(y, "batch")
 
             summary = None if of.summarise is None else of.summarise(logits)
             return {i: of_stream(i) for i in part.sources}, summary
 
-        ys, summaries = of.memory.over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
-        if summaries is not None:
-            self.records[summary_record(kind)] = uncut(summaries, 0, "component")
+        ys, summaries = over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
         def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *n d_out"]:
             if i not in ys:
                 return _product(x, W)
             past = past_components(x, W, deltas[i], site.routes[i])
-            return named((ys[i] if past is None else ys[i] + past).astype(rows.dtype), of.output_name)
+            return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
-        return side_by_side([output(i, x) for i, x in xs.items()])
+        summary = None if summaries is None else uncut(summaries, 0, "component")
+        return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
 def _product(x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
@@ -233,7 +264,8 @@ class MaskedLinears:
                 routes={i: _routes(self.streams[i], stack.sites[rows]) for i in streams},
             )
             axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
-            return cast_tree(found, axes, self.judge.compute_dtype)
+            # Wide where blocks of tokens add up its gradients.
+            return found if self.token_blocks > 1 else cast_tree(found, axes, self.judge.compute_dtype)
 
         return {stack.kind: of_stack(stack, streams) for stack, streams in self._live(first).items()}
 
@@ -245,8 +277,21 @@ class MaskedLinears:
             judged=self.judge.axes(stack),
             column=Axes(("component_in_use",)),
             sources={i: self.streams[i].sources.axes(stack) for i in streams},
-            routes={i: None if self.streams[i].routes is None else Axes(("batch",)) for i in streams},
+            routes={i: None if self.streams[i].routes is None else self._rows for i in streams},
         )
+
+    def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
+        """Logical axes of ``positions``; ``site``: of its site."""
+        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.judge.features_axes)
+
+    @property
+    def _rows(self) -> Axes:
+        return Axes(("batch", "seq")[: self.at.ndim])
+
+    @property
+    def token_blocks(self) -> int:
+        """Into how many blocks of positions a site cuts its work."""
+        return token_blocks(self.at.shape, self.memory.token_block)
 
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}

@@ -137,7 +137,7 @@ class GivenSources:
 def source_axes(sources: Sources, batch: int) -> Any:
     """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component."""
     per_row = sources.components.shape[1] == batch
-    lead = (None, "batch" if per_row else None, *(None,) * (sources.components.ndim - 3))
+    lead = (None, "batch" if per_row else None, *("seq" if n > 1 else None for n in sources.components.shape[2:-1]))
     columns = "component_in_use" if per_row else "component"
 
     def of(x: Any) -> Axes:

@@ -12,8 +12,8 @@ from param_decomp_jax.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """T1: decoupled decay (default 0, unlike optax), eps 1e-8; ``clip_norm``: bound on the gradient's global norm."""
+class _Optimizer:
+    """``weight_decay``: decoupled (default 0, unlike optax). ``clip_norm``: bound on the gradient's global norm."""
 
     schedule: Schedule
     betas: tuple[float, float] = (0.9, 0.999)
@@ -21,9 +21,47 @@ class AdamW:
     clip_norm: float | None = None
 
 
-def transformation(spec: AdamW, total: int) -> optax.GradientTransformation:
+class AdamW(_Optimizer):
+    """T1, with eps 1e-8: two moments of every parameter (Loshchilov and Hutter 2019)."""
+
+
+class Lion(_Optimizer):
+    """The sign of an average of gradients, one moment of every parameter (Chen et al. 2023).
+
+    Every entry moves by the whole learning rate: a tenth of AdamW's is a usual one.
+    """
+
+
+class Adafactor(_Optimizer):
+    """Second moments by row and column alone, no first moments (Shazeer and Stern 2018).
+
+    Updates are of the size of AdamW's: not multiplied by the size of the parameter. ``betas`` have no part in it.
+    """
+
+
+Optimizer = AdamW | Lion | Adafactor
+"""All but `AdamW` trade T1 for memory."""
+
+
+def transformation(spec: Optimizer, total: int) -> optax.GradientTransformation:
     """The optax transformation, without the clip. ``total``: steps of the whole training (T2)."""
-    return optax.adamw(lambda count: spec.schedule(count, total), *spec.betas, eps=1e-8, weight_decay=spec.weight_decay)
+
+    def rate(count: Any) -> Any:
+        return spec.schedule(count, total)
+
+    match spec:
+        case AdamW(betas=(b1, b2), weight_decay=decay):
+            return optax.adamw(rate, b1, b2, eps=1e-8, weight_decay=decay)
+        case Lion(betas=(b1, b2), weight_decay=decay):
+            return optax.lion(rate, b1, b2, weight_decay=decay)
+        case Adafactor(weight_decay=decay):
+            # Not `optax.adafactor`, whose decay is not multiplied by the learning rate.
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(decay),
+                optax.scale_by_learning_rate(rate),
+            )
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

@@ -13,7 +13,8 @@ from param_decomp_jax.ci import CIConfig, CIFunction, Squashing, init_ci
 from param_decomp_jax.components import Components, init_components
 from param_decomp_jax.losses import Term
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.optim import AdamW, transformation
+from param_decomp_jax.offload import store
+from param_decomp_jax.optim import Optimizer, transformation
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.sites import Sites
 
@@ -38,8 +39,8 @@ class Decomposition:
     use_delta: bool
     ci: CIConfig
     terms: tuple[Term, ...]
-    components_optimizer: AdamW
-    ci_optimizer: AdamW
+    components_optimizer: Optimizer
+    ci_optimizer: Optimizer
     warmup: FaithfulnessWarmup = FaithfulnessWarmup()
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     memory: MemoryPolicy = PLAIN
@@ -86,8 +87,8 @@ def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, .
     return State(
         components=components,
         ci=ci,
-        components_moments=memory.store("components_moments", of_components),
-        ci_moments=memory.store("ci_moments", of_ci),
+        components_moments=store(memory, "components_moments", of_components),
+        ci_moments=store(memory, "ci_moments", of_ci),
         adversaries={
             name: adversary(number, attack)
             for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())

@@ -34,7 +34,8 @@ from param_decomp_jax.losses import (
 from param_decomp_jax.masked import Stream, Summarise
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.mesh import constrain
-from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
+from param_decomp_jax.offload import fetch, store
+from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
 from param_decomp_jax.reads import site_inputs
 from param_decomp_jax.recon import Reconstruction, errors, persistent_error, streams
 from param_decomp_jax.scene import Scene
@@ -82,10 +83,10 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
         spec.steps,
         state.components,
         gradients.components,
-        memory.fetch("components_moments", state.components_moments),
+        fetch(memory, "components_moments", state.components_moments),
     )
     ci, ci_moments, ci_norm = descend(
-        spec.ci_optimizer, spec.steps, state.ci, gradients.ci, memory.fetch("ci_moments", state.ci_moments)
+        spec.ci_optimizer, spec.steps, state.ci, gradients.ci, fetch(memory, "ci_moments", state.ci_moments)
     )
 
     metrics |= {
@@ -97,8 +98,8 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     }
     for name, (_, attack) in spec.persistent.items():
         metrics[f"schedules/{name}_lr"] = attack.optimizer.schedule(state.step, spec.steps)
-    components_moments = memory.store("components_moments", components_moments)
-    ci_moments = memory.store("ci_moments", ci_moments)
+    components_moments = store(memory, "components_moments", components_moments)
+    ci_moments = store(memory, "ci_moments", ci_moments)
     return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
 
 
@@ -283,8 +284,8 @@ def when_on(spec: Decomposition, attack: PersistentAttack, state: State, then: A
     return jax.lax.cond(state.step >= first, then, lambda x: x, otherwise)
 
 
-def descend(spec: AdamW, steps: int, parameters: Any, gradient: Any, moments: Any) -> tuple[Any, Any, Array]:
-    """Clip and AdamW: new parameters, new moments, and the gradient's norm before the clip."""
+def descend(spec: Optimizer, steps: int, parameters: Any, gradient: Any, moments: Any) -> tuple[Any, Any, Array]:
+    """Clip, then the optimiser: new parameters, new moments, and the gradient's norm before the clip."""
     norm = global_norm(gradient)
     updates, moments = transformation(spec, steps).update(clip(gradient, norm, spec.clip_norm), moments, parameters)
     return optax.apply_updates(parameters, updates), moments, norm

@@ -301,8 +301,13 @@ def compile_steps(built: Built, state: State, size: int) -> tuple[Any, list[str]
     names = metric_names(built.problem, state, built.weights, built.batch)
     steps = partial(training_steps, built.problem, built.train.batch_of, size)
     outputs = (jax.tree.map(lambda x: x.sharding, state), whole(built.mesh))
-    donated = (0,) if built.problem.decomposition.memory.donate else ()
-    jitted = jax.jit(steps, donate_argnums=donated, out_shardings=outputs)
+    memory = built.problem.decomposition.memory
+    jitted = jax.jit(
+        steps,
+        donate_argnums=(0,) if memory.donate else (),
+        out_shardings=outputs,
+        compiler_options=memory.compiler_options,
+    )
     inputs = built.train.inputs(0, 1, size)
     return jitted.lower(state, built.weights, inputs, np.int32(1)).compile(), names
 

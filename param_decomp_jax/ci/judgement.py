@@ -5,7 +5,7 @@ then a site's logits exist only where they are used, for one block of its compon
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather_tree, uncut, with_block
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.reads import Reads, SiteInputs
+from param_decomp_jax.remat import component_blocks, over_layers
 from param_decomp_jax.sites import Sites, Stack
 
 
@@ -102,6 +103,22 @@ class Judge:
             judgement, squash, inputs, n_leading, jax.tree.map(Axes.below, ci.axes().heads), ci.logits, compute_dtype
         )
 
+    @property
+    def features(self) -> Any:
+        """What all sites' logits are made from; None where every site has its own."""
+        return None if isinstance(self.judgement, Logits) else self.judgement.features
+
+    @property
+    def features_axes(self) -> Any:
+        """Of `features`, in its structure."""
+        return jax.tree.map(lambda _: Axes(("batch", "seq")[: self.n_leading]), self.features)
+
+    def at(self, features: Any) -> "Judge":
+        """The same at some of the positions: those of ``features``."""
+        if isinstance(self.judgement, Logits):
+            return self
+        return replace(self, judgement=Lazy(features, self.judgement.heads))
+
     def slices(self, stack: Stack, first: int, stop: int) -> SiteJudgement:
         """For the layers ``first .. stop - 1``, with a leading layer axis."""
         rows = slice(first - stack.first, stop - stack.first)
@@ -112,18 +129,17 @@ class Judge:
 
     def axes(self, stack: Stack) -> SiteJudgement:
         """Of one layer's slice, in its structure."""
-        rows = ("batch", *(None,) * (self.n_leading - 1))
+        rows = ("batch", "seq")[: self.n_leading]
         if isinstance(self.judgement, Logits):
             return SiteJudgement(Axes((*rows, "component_in_use")), None, None)
-        x = Axes((*rows, None)) if self.judgement.features is None else None
+        x = Axes(rows) if self.judgement.features is None else None
         return SiteJudgement(None, self.head_axes[stack.name], x)
 
     def logits(self, of_site: SiteJudgement, V: Float[Array, "d_in C"]) -> Float[Array, "*n C"]:
         """From a slice, or one block of it, gathered for use."""
         if isinstance(self.judgement, Logits):
             return of_site.logits
-        features = self.judgement.features
-        now = None if features is None else features.astype(self.compute_dtype)
+        now = None if self.features is None else self.features.astype(self.compute_dtype)
         x = None if of_site.x is None else of_site.x.astype(self.compute_dtype)
         return self.head_logits(of_site.head, now, x, V)
 
@@ -144,7 +160,7 @@ def per_component(
         of_sites = judge.slices(stack, stack.first, stack.first + stack.n_layers)
         if isinstance(judge.judgement, Logits):
             return jax.vmap(reduce)(of_sites.logits)
-        axes, n_blocks = (judge.axes(stack), V_AXES), memory.component_blocks(stack.C)
+        axes, n_blocks = (judge.axes(stack), V_AXES), component_blocks(memory, stack.C)
 
         def of_block(site: Any, block: Any) -> Any:
             of_site, V = gather_tree(with_block(site, block), axes, judge.compute_dtype)
@@ -158,6 +174,6 @@ def per_component(
             found = jax.lax.map(lambda block: recomputed(site, block), blocks)
             return None, jax.tree.map(lambda x: uncut(x, 0, "component"), found)
 
-        return memory.over_layers(of_site, None, (of_sites, components[stack.name].V))[1]
+        return over_layers(memory, of_site, None, (of_sites, components[stack.name].V))[1]
 
     return {stack.name: of_stack(stack) for stack in sites.stacks}

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.attention import Attention, attend
+from param_decomp_jax.attention import attend
 from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.memory import Attention, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
 from param_decomp_jax.numerics import matmul, rms_norm
 from param_decomp_jax.reads import Reads
+from param_decomp_jax.remat import over_layers
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
 
@@ -70,7 +71,7 @@ class TransformerCI(eqx.Module):
         def block(h: Array, w: Block) -> tuple[Array, None]:
             return constrain(self._block(h, w, memory.attention), "batch"), None
 
-        h, _ = memory.over_layers(block, constrain(h.astype(compute_dtype), "batch"), self.blocks, "ci")
+        h, _ = over_layers(memory, block, constrain(h.astype(compute_dtype), "batch"), self.blocks, "ci")
         return h[:, 0] if no_sequence else h
 
     def _block(self, h: Float[Array, "B T d"], w: Block, attention: Attention) -> Float[Array, "B T d"]:

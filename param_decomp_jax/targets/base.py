@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes
+from param_decomp_jax.remat import over_layers
 from param_decomp_jax.sites import PRE_IDENTITY, Site, Sites, Stack
 
 Weights = Any
@@ -189,5 +190,5 @@ def _run(
             return x, linear.records
 
         x = linears.join(a, x)
-        x, records[a] = memory.over_layers(body, x, (run.of(a, b), linears.slices(a, b)))
+        x, records[a] = over_layers(memory, body, x, (run.of(a, b), linears.slices(a, b)))
     return x, records

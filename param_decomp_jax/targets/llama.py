@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
 from param_decomp_jax.fused_kl import fused_kl
-from param_decomp_jax.memory import PLAIN, MemoryPolicy, named
-from param_decomp_jax.mesh import Axes, constrain, fitting_blocks, gather
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
+from param_decomp_jax.remat import named, token_blocks
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.base import (
@@ -206,9 +207,8 @@ class Llama:
         """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
         head = partial(self._head, self._gathered_head(weights, clean.dtype), weights["norm"])
         if self.memory.recomputes("vocabulary"):
-            B, T, _ = clean.shape
-            block = None if self.memory.token_block is None else max(1, self.memory.token_block // B)
-            return fused_kl(head, clean, masked, fitting_blocks(T, block, "seq"))
+            n_blocks = token_blocks(clean.shape[:-1], self.memory.vocabulary_block)
+            return fused_kl(head, clean, masked, n_blocks)
         logits = head(clean)
         return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
 

@@ -13,7 +13,7 @@ from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
 from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
-from param_decomp_lab.check.words import of_architecture, of_ci, shown_path
+from param_decomp_lab.check.words import of_architecture, of_ci, of_memory, shown_path
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.torch_schema import LanguageModelFile
@@ -62,7 +62,8 @@ def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | Unkn
     warmup = spec.warmup
     before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
     mesh = f"{wrapper.mesh.devices} device{'s'[: wrapper.mesh.devices > 1]}"
-    split = f" (replica {wrapper.mesh.replica} × fsdp {wrapper.mesh.fsdp})" if wrapper.mesh.devices > 1 else ""
+    axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1)
+    split = f" ({axes})" if axes else ""
     rows = [
         ("run", f"{wrapper.run_name}: {_EXPERIMENTS[config.experiment]}"),
         ("schema file", shown_path(wrapper.torch_config)),
@@ -72,7 +73,8 @@ def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | Unkn
         ("training", f"{pd.steps:,} steps of {_batch(config)}{before}"),
         ("importances", f"{of_ci(spec.ci)}; {spec.squashing}"),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
-        ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}, memory {wrapper.memory.preset}"),
+        ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}"),
+        ("memory", of_memory(wrapper.memory.preset or "", spec.memory)),
         ("results", _results(config)),
     ]
     grid = Table.grid(padding=(0, 2))

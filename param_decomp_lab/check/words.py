@@ -1,6 +1,7 @@
 """Terms, metrics and targets in a few words."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -18,6 +19,7 @@ from param_decomp_jax.adversary import (
 from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Constant, Stochastic
+from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
 from param_decomp_jax.routing import Everywhere, Routing, StaticProbability, UniformKSubset
 from param_decomp_jax.schedules import Schedule
@@ -166,3 +168,32 @@ def shown_path(path: Path) -> str:
     """Relative to the current folder where that is shorter."""
     relative = os.path.relpath(path)
     return min(str(path), relative, key=len)
+
+
+def of_memory(preset: str, policy: MemoryPolicy) -> str:
+    """What a policy keeps, and what it does block by block; the presets' usual choices are left out."""
+    kept = [name for name in INTERMEDIATES if name in policy.save]
+    said = [f"{preset}: everything kept" if len(kept) == len(INTERMEDIATES) else f"{preset}: keeps {_listed(kept)}"]
+    away = [*(name for name in INTERMEDIATES if name in policy.offload), *sorted(policy.offload_state)]
+    if away:
+        said.append(f"{_listed(away)} in host memory")
+    blocks = {
+        "sites by {:,} components": policy.component_block,
+        "sites by {:,} tokens": policy.token_block,
+        "KL by {:,} tokens": policy.vocabulary_block if policy.recomputes("vocabulary") else None,
+    }
+    said += [words.format(size) for words, size in blocks.items() if size is not None]
+    if policy.layers == "unroll":
+        said.append("layers unrolled")
+    if policy.layer_group is not None:
+        said.append(f"one input kept in {policy.layer_group} layers")
+    if policy.micro_batches > 1:
+        said.append(f"{policy.micro_batches} micro-batches")
+    if not policy.donate:
+        said.append("nothing donated")
+    said += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
+    return "; ".join(said)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "nothing"

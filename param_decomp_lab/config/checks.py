@@ -53,6 +53,12 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
 
 def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
     """Mistakes in the wrapper, given the schema file."""
+    parts, devices = wrapper.memory.micro_batches, wrapper.mesh.batch_devices
+    for section in (torch.pd, torch.eval):
+        if section is not None and section.batch_size % devices == 0 and section.batch_size // devices % parts:
+            on = f"{section.batch_size} rows on {devices} device{'s'[: devices > 1]}"
+            key = "pd.batch_size" if section is torch.pd else "eval.batch_size"
+            yield Problem("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
     if isinstance(torch, ToyFile):
         if wrapper.data is not None:
             yield Problem("data", "is for language models; a toy's features are drawn as its schema file says")

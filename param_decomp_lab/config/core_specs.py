@@ -6,6 +6,7 @@ from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_lab.config import loss_schema as schema
 from param_decomp_lab.config.checks import term_names
+from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
 from param_decomp_lab.config.torch_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
@@ -25,8 +26,8 @@ def decomposition(config: RunConfig) -> state.Decomposition:
         use_delta=pd.use_delta_component,
         ci=_ci(pd.ci_config),
         terms=tuple(term(loss, name, pd) for loss, name in terms),
-        components_optimizer=_adamw(pd.components_optimizer),
-        ci_optimizer=_adamw(pd.ci_fn_optimizer),
+        components_optimizer=_optimizer(pd.components_optimizer, config.wrapper.memory.optimizers.components),
+        ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn),
         warmup=state.FaithfulnessWarmup(
             steps=pd.faithfulness_warmup_steps,
             lr=pd.faithfulness_warmup_lr,
@@ -168,8 +169,15 @@ def _schedule(config: schema.ScheduleConfig) -> schedules.Schedule:
     return schedules.Schedule(config.start_val, config.fn_type, config.warmup_pct, config.final_val_frac)
 
 
-def _adamw(config: OptimizerConfig) -> optim.AdamW:
-    return optim.AdamW(_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
+def _optimizer(config: OptimizerConfig, name: OptimizerName) -> optim.Optimizer:
+    settings = (_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
+    match name:
+        case "adamw":
+            return optim.AdamW(*settings)
+        case "lion":
+            return optim.Lion(*settings)
+        case "adafactor":
+            return optim.Adafactor(*settings)
 
 
 def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:

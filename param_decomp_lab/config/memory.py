@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from param_decomp_jax.attention import Attention
 from param_decomp_jax.memory import (
     BALANCED,
     INTERMEDIATES,
@@ -14,6 +13,7 @@ from param_decomp_jax.memory import (
     PLAIN,
     PUBLISHED,
     STATE_PARTS,
+    Attention,
     Intermediate,
     MemoryPolicy,
     StatePart,
@@ -28,6 +28,14 @@ PRESETS: dict[Preset, MemoryPolicy] = {
     "published": PUBLISHED,
 }
 Names = ListOf[Annotated[str, "an intermediate"]]
+OptimizerName = Literal["adamw", "lion", "adafactor"]
+
+
+class Optimizers(Strict):
+    """Which optimiser takes the place of AdamW (T1), with the schema file's learning rates, betas and decay."""
+
+    components: OptimizerName = "adamw"
+    ci_fn: OptimizerName = "adamw"
 
 
 class Memory(Strict):
@@ -41,10 +49,13 @@ class Memory(Strict):
     layer_group: Count | None = None
     component_block: Count | None = None
     token_block: Count | None = None
+    vocabulary_block: Count | None = None
     attention: Attention = "plain"
     micro_batches: Count = 1
     donate: bool = True
+    xla_remat: bool = True
     state_dtypes: dict[StatePart, Literal["bfloat16", "float32"]] = Field(default_factory=dict)
+    optimizers: Optimizers = Optimizers()
 
     @field_validator("save", "offload", "recompute")
     @classmethod
@@ -78,6 +89,7 @@ class Memory(Strict):
             offload=tuple(name for name in (*INTERMEDIATES, *STATE_PARTS) if name in self._offloaded(policy)),
             recompute=tuple(name for name in INTERMEDIATES if policy.recomputes(name)),
             state_dtypes=dict(policy.state_dtypes),
+            optimizers=self.optimizers,
             **chosen,
         )
 
@@ -98,7 +110,10 @@ class Memory(Strict):
         return replace(base, save=save, offload=offload, offload_state=base.offload_state | on_host, **given)
 
 
-_CHOICES = ("layers", "layer_group", "component_block", "token_block", "attention", "micro_batches", "donate")
+_CHOICES = (
+    *("layers", "layer_group", "component_block", "token_block", "vocabulary_block"),
+    *("attention", "micro_batches", "donate", "xla_remat"),
+)
 """Keys that are fields of `MemoryPolicy` as they stand."""
 
 

@@ -35,7 +35,7 @@ LEADING = (8, 5)
 STEPS = 10
 ALONE = MeshShape()
 SHAPES = [MeshShape(fsdp=8), MeshShape(replica=2, fsdp=4), MeshShape(fsdp=4, tensor=2), MeshShape(2, 2, 2)]
-POLICIES = {"plain": PLAIN, "lean": dataclasses.replace(LEAN, component_block=4, token_block=8)}
+POLICIES = {"plain": PLAIN, "lean": dataclasses.replace(LEAN, component_block=4, vocabulary_block=8)}
 
 # Components that all meshes divide, that some of them do, and that few do.
 CONFIG = dataclasses.replace(tiny.CONFIG, vocab_size=16)

@@ -261,7 +261,7 @@ def test_a_llama_scanned_and_unrolled() -> None:
     matrices = sum(2 * B * T * config.matrix_shape(kind)[0] * config.matrix_shape(kind)[1] for kind in KINDS)
     expected = config.n_layers * (matrices + attention) + 2 * B * T * config.d_model * config.vocab_size
     for layers in ("scan", "unroll"):
-        llama = tiny.target(chosen={}, memory=MemoryPolicy(layers))
+        llama = tiny.target(chosen={}, memory=MemoryPolicy(layers=layers))
         got = exactly(
             lambda w, x, llama=llama: llama.logits(w, llama.forward(w, x, UNTOUCHED).output), *_llama_arguments()
         )

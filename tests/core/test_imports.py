@@ -30,12 +30,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def mentioned(tree: ast.AST) -> Iterator[str]:
-    """Forbidden names and attributes that the code uses."""
+    """Forbidden names, and forbidden attributes of something imported, that the code uses."""
+    modules = {alias.asname or alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             yield node.id
-        elif isinstance(node, ast.Attribute) and node.attr in FORBIDDEN_ATTRIBUTES:
-            yield node.attr
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] in modules:
+            yield from {node.attr} & FORBIDDEN_ATTRIBUTES
 
 
 def test_the_core_is_found() -> None:

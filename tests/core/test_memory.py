@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, named
+from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy
+from param_decomp_jax.remat import component_blocks, named, over_blocks, over_layers, token_blocks
 
 
 def recomputing(*names: Intermediate, **changes: Any) -> MemoryPolicy:
@@ -40,7 +41,7 @@ def body(x: jax.Array, layer: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.
 
 
 def run(policy: MemoryPolicy, x: Any, xs: Any) -> tuple[jax.Array, Any]:
-    last, records = policy.over_layers(body, x, xs)
+    last, records = over_layers(policy, body, x, xs)
     return jnp.sum(last**2) + jnp.sum(records["in"][1:] * records["out"][:-1] ** 2), (last, records)
 
 
@@ -71,13 +72,13 @@ def test_same_values_and_gradients(policy: MemoryPolicy) -> None:
 @pytest.mark.parametrize("policy", [PLAIN, *POLICIES.values()], ids=["scan", *POLICIES])
 def test_like_a_loop(policy: MemoryPolicy) -> None:
     with jax.enable_x64(True):
-        want, got = loop(), jax.jit(policy.over_layers, static_argnums=0)(body, X, XS)
+        want, got = loop(), jax.jit(over_layers, static_argnums=(0, 1))(policy, body, X, XS)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), want, got)
 
 
 @pytest.mark.parametrize("policy", [PLAIN, *POLICIES.values()], ids=["scan", *POLICIES])
 def test_a_body_that_records_nothing(policy: MemoryPolicy) -> None:
-    last, records = policy.over_layers(lambda x, layer: (x + layer["b"], {}), jnp.asarray(X), XS)
+    last, records = over_layers(policy, lambda x, layer: (x + layer["b"], {}), jnp.asarray(X), XS)
     np.testing.assert_allclose(last, X + XS["b"].sum(axis=0), rtol=1e-5, atol=1e-5)
     assert records == {}
 
@@ -86,7 +87,7 @@ def kept(policy: MemoryPolicy) -> int:
     """Numbers that the forward keeps for the backward."""
 
     def forward(x: jax.Array, xs: Any) -> jax.Array:
-        return policy.over_layers(lambda x, layer: (body(x, layer)[0], {}), x, xs)[0]
+        return over_layers(policy, lambda x, layer: (body(x, layer)[0], {}), x, xs)[0]
 
     _, backward = jax.eval_shape(lambda x, xs: jax.vjp(forward, x, xs), X, XS)
     return sum(leaf.size for leaf in jax.tree.leaves(backward))
@@ -122,7 +123,7 @@ def test_what_is_offloaded_waits_in_host_memory() -> None:
 
     def text(policy: MemoryPolicy) -> str:
         def loss(x: jax.Array, xs: Any) -> jax.Array:
-            return jnp.sum(policy.over_layers(lambda x, layer: (body(x, layer)[0], {}), x, xs)[0])
+            return jnp.sum(over_layers(policy, lambda x, layer: (body(x, layer)[0], {}), x, xs)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(X, XS))
 
@@ -142,7 +143,7 @@ def test_another_intermediate_decides_over_other_layers() -> None:
     """The CI function's layers go by "ci"."""
 
     def kept_of(policy: MemoryPolicy, of: Intermediate) -> int:
-        forward = partial(policy.over_layers, lambda x, layer: (body(x, layer)[0], {}), of=of)
+        forward = partial(over_layers, policy, lambda x, layer: (body(x, layer)[0], {}), of=of)
         _, backward = jax.eval_shape(lambda x, xs: jax.vjp(lambda *args: forward(*args)[0], x, xs), X, XS)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
@@ -155,7 +156,7 @@ def test_layers_are_one_body_or_many() -> None:
     """The point of a scan: the body is compiled once however many layers there are."""
 
     def bodies(policy: MemoryPolicy) -> int:
-        return str(jax.make_jaxpr(lambda x, xs: policy.over_layers(body, x, xs))(X, XS)).count(" tanh ")
+        return str(jax.make_jaxpr(lambda x, xs: over_layers(policy, body, x, xs))(X, XS)).count(" tanh ")
 
     assert bodies(PLAIN) == 1
     assert bodies(recomputing("layers", layer_group=2)) == 1
@@ -174,14 +175,14 @@ def blocks_of(factors: Any, n_blocks: int) -> Any:
     return {"V": V, "U": jnp.reshape(factors["U"], (n_blocks, -1, D))}
 
 
-def over_blocks(n_blocks: int, x: Any, factors: Any) -> Any:
+def sum_over_blocks(n_blocks: int, x: Any, factors: Any) -> Any:
     """A sum over components that is not linear in any of them, in two results; and something of each component."""
 
     def of_block(block: Any) -> Any:
         inner = jnp.sin(x @ block["V"])
         return {"y": inner @ block["U"], "total": jnp.sum(inner**2)}, {"own": jnp.sum(inner**2, axis=0)}
 
-    total, found = PLAIN.over_blocks(of_block, blocks_of(factors, n_blocks), n_blocks)
+    total, found = over_blocks(of_block, blocks_of(factors, n_blocks), n_blocks)
     return {**total, "own": found["own"].reshape(-1)}
 
 
@@ -190,7 +191,7 @@ def test_over_blocks(n_blocks: int) -> None:
     """Values and gradients, of what is cut and of what all blocks read."""
 
     def loss(n_blocks: int, x: Any, factors: Any) -> Any:
-        found = over_blocks(n_blocks, x, factors)
+        found = sum_over_blocks(n_blocks, x, factors)
         return jnp.sum(found["y"] ** 3) + found["total"] * jnp.sum(found["own"] ** 2), found
 
     with jax.enable_x64(True):
@@ -205,7 +206,7 @@ def test_over_blocks(n_blocks: int) -> None:
 @pytest.mark.parametrize("n_blocks", [2, 3, 12])
 def test_nothing_of_several_blocks_is_kept(n_blocks: int) -> None:
     """Neither what is inside a block, nor a partial sum."""
-    _, backward = jax.eval_shape(lambda *args: jax.vjp(partial(over_blocks, n_blocks), *args), ROWS_IN, FACTORS)
+    _, backward = jax.eval_shape(lambda *args: jax.vjp(partial(sum_over_blocks, n_blocks), *args), ROWS_IN, FACTORS)
     given = ROWS_IN.size + sum(x.size for x in FACTORS.values())
     assert sum(leaf.size for leaf in jax.tree.leaves(backward)) <= given + n_blocks
 
@@ -215,4 +216,21 @@ def test_nothing_of_several_blocks_is_kept(n_blocks: int) -> None:
     [(12, None, 1), (12, 12, 1), (12, 99, 1), (12, 11, 2), (12, 5, 3), (12, 1, 12), (7, 6, 7)],
 )
 def test_blocks_are_equal_and_as_large_as_allowed(C: int, largest: int | None, n_blocks: int) -> None:
-    assert MemoryPolicy(component_block=largest).component_blocks(C) == n_blocks
+    assert component_blocks(MemoryPolicy(component_block=largest), C) == n_blocks
+
+
+@pytest.mark.parametrize(
+    ("leading", "most", "n_blocks"),
+    [
+        ((4, 6), None, 1),
+        ((4, 6), 24, 1),
+        ((4, 6), 23, 2),
+        ((4, 6), 8, 3),
+        ((4, 6), 1, 6),
+        ((4, 5), 12, 5),
+        ((4,), 1, 1),
+    ],
+)
+def test_blocks_of_tokens(leading: tuple[int, ...], most: int | None, n_blocks: int) -> None:
+    """They are cut along T, and there is at least one position of every row in one."""
+    assert token_blocks(leading, most) == n_blocks

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from param_decomp_jax.optim import AdamW, clip, global_norm, transformation
+from param_decomp_jax.optim import Adafactor, AdamW, Lion, Optimizer, clip, global_norm, transformation
 from param_decomp_jax.schedules import Schedule
 from tests import reference as ref
 from tests.core import tiny
@@ -29,7 +29,7 @@ def gradients_of_steps() -> list[dict[str, np.ndarray]]:
     return [arrays(n + 1, scale) for n, scale in enumerate([1.0, 0.1, 1e-8, 10.0, 0.0, 1.0])]
 
 
-def run_core(spec: AdamW, params: Any, gradients: list[Any]) -> list[Any]:
+def run_core(spec: Optimizer, params: Any, gradients: list[Any]) -> list[Any]:
     optimizer = transformation(spec, TOTAL)
 
     @jax.jit
@@ -98,6 +98,52 @@ def test_warmup_starts_at_zero() -> None:
     first, second = run_core(SPEC, params, [arrays(1)] * 2)
     jax.tree.map(np.testing.assert_array_equal, first, params)
     assert all(np.any(second[name] != params[name]) for name in params)
+
+
+# ---- the optimisers that need less memory ----
+
+
+def test_lion() -> None:
+    """Chen et al. 2023, algorithm 2: the sign of an average that the moment does not have yet."""
+    spec = Lion(Schedule(1e-2, "linear", 0.0, 0.5), (0.6, 0.9), weight_decay=0.3)
+    params, gradients = arrays(0), gradients_of_steps()
+    want, moment, path = ref.tree_map(np.float64, params), dict.fromkeys(params, 0.0), []
+    for n, gradient in enumerate(gradients):
+        lr = ref.schedule(tiny.schema_schedule(spec.schedule), n, TOTAL)
+        for name, g in gradient.items():
+            direction = np.sign(0.6 * moment[name] + 0.4 * g.astype(np.float64))
+            want[name] = want[name] - lr * (direction + 0.3 * want[name])
+            moment[name] = 0.9 * moment[name] + 0.1 * g
+        path.append(dict(want))
+    with jax.enable_x64(True):
+        tiny.assert_alike(path, run_core(spec, *tiny.to_float64((params, gradients))), 1e-9)
+
+
+def test_adafactor() -> None:
+    """Shazeer and Stern 2018, algorithm 4 without the parameter's scale: a moment for every row and every column."""
+    rng, lr, decay = np.random.default_rng(0), 0.1, 0.3
+    spec = Adafactor(Schedule(lr), weight_decay=decay)
+    params = {"V": rng.normal(size=(2, 130, 140))}
+    gradients = [{"V": scale * rng.normal(size=(2, 130, 140))} for scale in (1.0, 0.1, 10.0)]
+    want, rows, columns, path = params["V"], 0.0, 0.0, []
+    for n, gradient in enumerate(gradients):
+        g, beta = gradient["V"], 1 - (n + 1.0) ** -0.8
+        rows = beta * rows + (1 - beta) * (g**2).mean(axis=2)
+        columns = beta * columns + (1 - beta) * (g**2).mean(axis=1)
+        second = rows[:, :, None] * columns[:, None, :] / rows.mean(axis=1)[:, None, None]
+        update = g / np.sqrt(second)
+        update /= max(1.0, float(np.sqrt((update**2).mean())))
+        want = want - lr * (update + decay * want)
+        path.append({"V": want})
+    with jax.enable_x64(True):
+        tiny.assert_alike(path, run_core(spec, *tiny.to_float64((params, gradients))), 1e-6)
+
+
+@pytest.mark.parametrize(("spec", "share"), [(AdamW, 2.0), (Lion, 1.0), (Adafactor, 0.02)])
+def test_what_an_optimiser_keeps(spec: type, share: float) -> None:
+    """Elements of its state over those of the parameters."""
+    state = jax.eval_shape(transformation(spec(Schedule(1.0)), TOTAL).init, {"V": jnp.zeros((3, 128, 256))})
+    assert sum(x.size for x in jax.tree.leaves(state)) / (3 * 128 * 256) == pytest.approx(share, abs=0.01)
 
 
 # ---- the clip ----

@@ -15,7 +15,7 @@ from tests.core import tiny
 from tests.core.test_step import CASES
 
 TRANSFORMER, SHARED, SCALAR, NO_DELTA = CASES
-SMALL = {"component_block": 2, "token_block": 8}
+SMALL = {"component_block": 2, "vocabulary_block": 8}
 EVERYTHING = frozenset(INTERMEDIATES)
 POLICIES: dict[str, MemoryPolicy] = {
     "lean": dataclasses.replace(LEAN, **SMALL),
@@ -25,6 +25,10 @@ POLICIES: dict[str, MemoryPolicy] = {
     "lazy logits": MemoryPolicy(save=EVERYTHING - {"logits"}),
     "lazy logits in blocks": MemoryPolicy(save=EVERYTHING - {"logits"}, component_block=2),
     "blocks": MemoryPolicy(component_block=2),
+    "blocks of tokens": MemoryPolicy(token_block=8),
+    "blocks of tokens and components, lazy": MemoryPolicy(
+        save=EVERYTHING - {"logits"}, component_block=2, token_block=8
+    ),
     "recomputed layers": MemoryPolicy(save=EVERYTHING - {"layers"}),
     "recomputed layers in groups": MemoryPolicy(save=EVERYTHING - {"layers"}, layer_group=2),
     "offloaded outputs": MemoryPolicy(
@@ -32,7 +36,7 @@ POLICIES: dict[str, MemoryPolicy] = {
     ),
     "recomputed ci": MemoryPolicy(save=EVERYTHING - {"ci"}),
     "replayed site inputs": MemoryPolicy(save=EVERYTHING - {"site_inputs"}),
-    "fused kl": MemoryPolicy(save=EVERYTHING - {"vocabulary"}, token_block=8),
+    "fused kl": MemoryPolicy(save=EVERYTHING - {"vocabulary"}, vocabulary_block=8),
     "offloaded moments": MemoryPolicy(offload_state=frozenset(STATE_PARTS)),
     "micro-batches": MemoryPolicy(micro_batches=2),
 }

@@ -146,10 +146,13 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
             "layer_group": None,
             "component_block": None,
             "token_block": None,
+            "vocabulary_block": None,
             "attention": "plain",
             "micro_batches": 1,
             "donate": True,
+            "xla_remat": True,
             "state_dtypes": {},
+            "optimizers": {"components": "adamw", "ci_fn": "adamw"},
         },
         "data": None,
         "target": None,
@@ -395,6 +398,10 @@ REFUSED = [
     ("data.column_name=tokens", "data.column_name: should be 'text' or 'input_ids'"),
     ("pd.batch_size=60", "pd.batch_size: is 60; it must be a multiple of mesh.replica · mesh.fsdp = 1 · 8"),
     ("eval.batch_size=4", "eval.batch_size: is 4; it must be a multiple of mesh.replica"),
+    (
+        "memory.micro_batches=3",
+        "memory.micro_batches: is 3; pd.batch_size (64 rows on 8 devices) cannot be cut into as",
+    ),
     ("eval.slow_every=1500", "eval.slow_every: is 1500; it must be a multiple of every (1000)"),
     ("eval.metrics.0.n_batches=1", "eval.metrics.0.n_batches: unknown key 'n_batches'; did you mean 'n_batches_accum'"),
     ("eval.metrics.7.coeff=0.5", "eval.metrics.7.coeff: is 0.5, but a metric"),
@@ -452,7 +459,7 @@ REFUSED = [
     ("memory.attention=fast", "memory.attention: should be 'plain', 'blocked' or 'flash', not 'fast'"),
     *(
         (f"memory.{key}=0", f"memory.{key}: should be greater than or equal to 1")
-        for key in ("layer_group", "component_block", "token_block", "micro_batches")
+        for key in ("layer_group", "component_block", "token_block", "vocabulary_block", "micro_batches")
     ),
     ("memory.state_dtypes={ci_moments: float16}", "memory.state_dtypes.ci_moments: should be 'bfloat16' or 'float32'"),
     ("memory.state_dtypes={components: bfloat16}", "memory.state_dtypes.components"),
@@ -515,7 +522,7 @@ def test_anneal_order_and_all_problems_at_once() -> None:
 
 def test_the_file_is_named_without_set(tmp_path: Path) -> None:
     path = write(tmp_path, "memory: {remat: true}")
-    with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'recompute'"):
+    with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'xla_remat'"):
         load_config(path)
     path = write(tmp_path, "data: {train: a, eval: b}", {"cadence": {"train_log_every": 1, "save_evry": 2}})
     torch = tmp_path / "torch.yaml"

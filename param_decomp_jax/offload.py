@@ -1,0 +1,40 @@
+"""The train state between updates, as a memory policy keeps it: in pinned host memory, or in fewer bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from param_decomp_jax.memory import MemoryPolicy, StatePart
+from param_decomp_jax.numerics import wide
+
+
+def fetch(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
+    """A part of the train state as its update computes with it: on the device, in fp32 or wider."""
+
+    def of(x: Array) -> Array:
+        if not _is_kept(x):
+            return x
+        here = jax.device_put(x, jax.memory.Space.Device) if part in memory.offload_state else x
+        return wide(here)
+
+    return jax.tree.map(of, state)
+
+
+def store(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
+    """A part of the train state as it is kept."""
+    dtype = dict(memory.state_dtypes).get(part)
+
+    def of(x: Array) -> Array:
+        if not _is_kept(x):
+            return x
+        kept = x if dtype is None else x.astype(dtype)
+        return jax.device_put(kept, jax.memory.Space.Host) if part in memory.offload_state else kept
+
+    return jax.tree.map(of, state)
+
+
+def _is_kept(x: Array) -> bool:
+    """Counts stay as they are and where they are."""
+    return x.ndim > 0 and bool(jnp.issubdtype(x.dtype, jnp.floating))
