@@ -6,9 +6,12 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax import mesh as mesh_module
+from param_decomp_jax import step as step_module
 from param_decomp_jax.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
@@ -17,10 +20,11 @@ from param_decomp_jax.adversary import (
     RepeatAcrossBatch,
 )
 from param_decomp_jax.ci import LayerwiseMLP
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.draws import positions
+from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
 from param_decomp_jax.masks import Sources, Stochastic
 from param_decomp_jax.memory import LEAN, PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.mesh import Axes, MeshShape, make_mesh
 from param_decomp_jax.placement import batch_sharding, from_host, shardings, state_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
@@ -130,9 +134,14 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
 
 
 def run(
-    problem: Problem, state: State, weights: Any, batch: Callable[[int], np.ndarray], shape: MeshShape
+    problem: Problem,
+    state: State,
+    weights: Any,
+    batch: Callable[[int], np.ndarray],
+    shape: MeshShape,
+    steps: int = STEPS,
 ) -> tuple[dict[str, list[float]], State]:
-    """Ten steps on other batches each; every metric's trajectory and the last state."""
+    """Steps on other batches each; every metric's trajectory and the last state."""
     mesh = make_mesh(shape)
     with jax.set_mesh(mesh):
         places = state_shardings(mesh, problem.decomposition, state)
@@ -141,7 +150,7 @@ def run(
         weights = jax.tree.map(lambda x, place: from_host(np.asarray(x), place), weights, frozen)
         step = jax.jit(training_step, static_argnums=0, donate_argnums=1, out_shardings=(places, None))
         rows = []
-        for number in range(STEPS):
+        for number in range(steps):
             inputs = batch(number)
             state, metrics = step(problem, state, weights, from_host(inputs, batch_sharding(mesh, inputs.shape)))
             rows.append(metrics)
@@ -150,13 +159,15 @@ def run(
 
 
 @cache
-def of_llama(policy: MemoryPolicy, shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State]:
+def of_llama(
+    policy: MemoryPolicy, shape: MeshShape, exact: bool, steps: int = STEPS
+) -> tuple[dict[str, list[float]], State]:
     problem, weights = make_problem(), tiny.weights(CONFIG)
     state = tiny.ruffled_state(problem, step=0, leading=LEADING)
     with jax.enable_x64(exact):
         if exact:
             problem, state, weights = tiny.in_float64(problem), tiny.to_float64(state), tiny.to_float64(weights)
-        return run(under(problem, policy), state, weights, tokens, shape)
+        return run(under(problem, policy), state, weights, tokens, shape, steps)
 
 
 @cache
@@ -194,6 +205,52 @@ def test_one_device_is_eight(shape: MeshShape, policy: str, exact: bool) -> None
 def test_one_device_is_eight_on_a_toy(shape: MeshShape, exact: bool) -> None:
     """One row for each device, no sequence axis."""
     assert_one_is_eight(make_tms_problem(), of_toy(ALONE, exact), of_toy(shape, exact), exact)
+
+
+# ---- a step that is broken across devices ----
+
+
+def next_device(x: jax.Array, axes: Axes, dtype: Any, gather: Any = mesh_module.gather) -> jax.Array:
+    """A gather that puts every device's part where the next one's belongs."""
+    used = gather(x, axes, dtype)
+    for axis, (at_rest, in_use) in enumerate(zip(axes.names, axes.in_use, strict=True)):
+        if at_rest != in_use:
+            used = jnp.roll(used, x.shape[axis] // mesh_module.n_parts(at_rest or "", x.shape[axis]), axis)
+    return used
+
+
+def alike_on_all(leading: tuple[int, ...]) -> jax.Array:
+    """Numbers of the positions on a device: every device then draws the same."""
+    return positions((1, *leading[1:])) + jnp.zeros((leading[0], 1), jnp.uint32)
+
+
+def not_reduced(penalty: Any, importance: jax.Array, *args: Any) -> jax.Array:
+    """The sum over one device's rows, taken for that over the batch (L3)."""
+    return penalty_sum(penalty, importance[:1], *args) * importance.shape[0]
+
+
+BREAKS: dict[str, Any] = {
+    "gather": (mesh_module, "gather", next_device),
+    "draws": (step_module, "positions", alike_on_all),
+    "reduction": (step_module, "penalty_sum", not_reduced),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [None, *BREAKS])
+def test_a_broken_step_is_noticed(
+    what: str | None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What the comparison above would say if a part were gathered, drawn or summed up wrongly."""
+    want, _ = of_llama(PLAIN, ALONE, True)
+    if what is not None:
+        module, name, broken = BREAKS[what]
+        monkeypatch.setattr(module, name, broken)
+        request.addfinalizer(jax.clear_caches)
+    jax.clear_caches()
+    got, _ = of_llama.__wrapped__(POLICIES["lean"], MeshShape(fsdp=8), True, steps=2)
+    worst = max(tiny.deviation(np.asarray(x[:2]), got[name]) for name, x in want.items())
+    assert worst > 1e-3 if what else worst < 1e-9
 
 
 def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool) -> None:

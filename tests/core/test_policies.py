@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax import adversary as adversary_module
+from param_decomp_jax import fused_kl as fused_kl_module
+from param_decomp_jax import losses as losses_module
+from param_decomp_jax import masked as masked_module
+from param_decomp_jax import numerics as numerics_module
+from param_decomp_jax import recon as recon_module
+from param_decomp_jax import step as step_module
 from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, STATE_PARTS, MemoryPolicy
-from param_decomp_jax.step import Problem
+from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.targets import llama as llama_module
 from tests.core import tiny
 from tests.core.test_step import CASES
 
@@ -66,6 +77,48 @@ def assert_same(case: str, name: str, exact: bool) -> None:
     worst = max(deviations, key=lambda path: deviations[path])
     print(f"{case}, {name}: {deviations[worst]:.1e} at {worst}")
     assert deviations[worst] <= (1e-9 if exact else 2e-5), (worst, deviations[worst])
+
+
+SAME_FOR_ALL = {
+    step_module: ["streams", "errors", "faithfulness", "importance_minimality", "penalty_sum", "descend", "ascend"],
+    masked_module: ["interpolate", "through_components", "past_components"],
+    numerics_module: ["kl_divergence"],
+}
+"""What computes losses and updates: of these there is one of each."""
+
+
+def calls_in_a_step(policy: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Which of these functions a step goes through, under this policy."""
+    called: set[str] = set()
+
+    def spied(name: str, function: Any) -> Any:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return function(*args, **kwargs)
+
+        return spy
+
+    with monkeypatch.context() as patch:
+        for module, names in SAME_FOR_ALL.items():
+            for name in names:
+                function = getattr(module, name)
+                for user in (module, fused_kl_module, llama_module):
+                    if getattr(user, name, None) is function:
+                        patch.setattr(user, name, spied(name, function))
+        problem = under(CASES[TRANSFORMER], policy)
+        state = tiny.ruffled_state(CASES[TRANSFORMER])
+        jax.eval_shape(partial(training_step, problem), state, tiny.weights(), jnp.asarray(tiny.TOKENS))
+    return called
+
+
+@pytest.mark.parametrize("preset", [PLAIN, BALANCED, LEAN, PUBLISHED], ids=["plain", "balanced", "lean", "published"])
+def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All go through the same functions, and none of these knows one preset from another."""
+    everything = {name for names in SAME_FOR_ALL.values() for name in names}
+    assert calls_in_a_step(preset, monkeypatch) == everything
+    for module in (*SAME_FOR_ALL, recon_module, adversary_module, losses_module):
+        source = inspect.getsource(module)
+        assert not re.search(r"\b(PLAIN|BALANCED|LEAN|PUBLISHED|preset)\b", source), module.__name__
 
 
 FAST = [(TRANSFORMER, "lean", False), (TRANSFORMER, "lean", True), (SCALAR, "lean", True)]
