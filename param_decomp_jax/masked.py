@@ -130,7 +130,8 @@ class MaskedLayer:
             return self._at_positions(stack, with_block(everywhere, block), axes, W)
 
         blocks = cut_tree(everywhere, of.positions_axes(everywhere, axes), n_blocks, "seq")
-        summary, ys = over_blocks(of_block, blocks, n_blocks)
+        with jax.named_scope(kind):
+            summary, ys = over_blocks(of_block, blocks, n_blocks)
         if of.summarise is not None:
             self.records[summary_record(kind)] = summary
         outputs = [uncut(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]

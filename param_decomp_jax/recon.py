@@ -175,7 +175,8 @@ def errors(
             scene, components, judge, streams, "hidden_acts" in kinds, summarise, output_name
         )
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
-        of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
+        with jax.named_scope("error"):
+            of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
         found = [
             hidden_acts_error(scene.target.sites, scene.clean, masked) if kind == "hidden_acts" else next(of_outputs)
             for masked, kind in zip(forwards, kinds, strict=True)

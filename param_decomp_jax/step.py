@@ -75,19 +75,22 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     spec = problem.decomposition
     key = jax.random.fold_in(spec.key("train"), state.step)
 
-    scene = clean_pass(problem, state.ci, weights, inputs)
+    with jax.named_scope("clean_pass"):
+        scene = clean_pass(problem, state.ci, weights, inputs)
     adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, key)
     memory = spec.memory
-    components, components_moments, components_norm = descend(
-        spec.components_optimizer,
-        spec.steps,
-        state.components,
-        gradients.components,
-        fetch(memory, "components_moments", state.components_moments),
-    )
-    ci, ci_moments, ci_norm = descend(
-        spec.ci_optimizer, spec.steps, state.ci, gradients.ci, fetch(memory, "ci_moments", state.ci_moments)
-    )
+    with jax.named_scope("components_update"):
+        components, components_moments, components_norm = descend(
+            spec.components_optimizer,
+            spec.steps,
+            state.components,
+            gradients.components,
+            fetch(memory, "components_moments", state.components_moments),
+        )
+    with jax.named_scope("ci_update"):
+        ci, ci_moments, ci_norm = descend(
+            spec.ci_optimizer, spec.steps, state.ci, gradients.ci, fetch(memory, "ci_moments", state.ci_moments)
+        )
 
     metrics |= {
         "grad_norms/summary/components": components_norm,
@@ -143,23 +146,23 @@ def losses_and_ascents(
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
     spec, sites = problem.decomposition, problem.target.sites
 
+    def judge(components: Components, ci: CIFunction) -> Judgement:
+        with jax.named_scope("causal_importance"):
+            return judged(problem, scene, with_views(components, sites), ci)
+
     # The CI function is run once; its backward waits until the losses have said what they want of the judgement.
-    judgement, judge_backward = jax.vjp(
-        lambda components, ci: judged(problem, scene, with_views(components, sites), ci), state.components, state.ci
-    )
+    judgement, judge_backward = jax.vjp(judge, state.components, state.ci)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
 
+    def warmed_up(attack: PersistentAttack, adversary: Adversary) -> Adversary:
+        with jax.named_scope("warm_up_ascents"):
+            return update(adversary, lambda a: warm_up(attack, a, climb, state.step, spec.steps))
+
     climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
     adversaries = {
-        name: when_on(
-            spec,
-            attack,
-            state,
-            lambda a, attack=attack: update(a, lambda a: warm_up(attack, a, climb, state.step, spec.steps)),
-            adversary,
-        )
+        name: when_on(spec, attack, state, partial(warmed_up, attack), adversary)
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
     }
@@ -212,7 +215,8 @@ def total_loss(
     for term in spec.terms:
         match term:
             case Faithfulness():
-                value = faithfulness(components, scene.target.site_weights(scene.weights), memory)
+                with jax.named_scope("faithfulness"):
+                    value = faithfulness(components, scene.target.site_weights(scene.weights), memory)
             case ImportanceMinimality():
                 of_term = {name: S[..., minimised.index(term)] for name, S in sums.items()}
                 value, frequency = importance_minimality(term, of_term, scene.at.size)

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from param_decomp_jax.losses import Faithfulness
+from param_decomp_jax.memory import STATE_PARTS
 from param_decomp_jax.state import State, init_state
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints, flatten
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.memory import Memory
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.run import compile_steps
 from tests.core import tiny as core
@@ -62,6 +64,26 @@ def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
     built = built_on(finished, Mesh())
     assert_reused(built, initial(built))
     assert_reused(built, Checkpoints(finished).restore(LATE, template(built)))
+
+
+def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
+    """Offloaded by the policy of the run that goes on: restored to where they belong, and the same numbers."""
+    config = RunConfig.from_yaml(finished / "config.yaml")
+    memory = Memory(offload=tuple(STATE_PARTS)).settled("plain")
+    offloaded = replace(config, wrapper=config.wrapper.model_copy(update={"memory": memory}))
+    metrics = []
+    for built in (build(config, Console(quiet=True)), build(offloaded, Console(quiet=True))):
+        state = Checkpoints(finished).restore(LATE, template(built))
+        kinds = {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim}
+        step, _ = compile_steps(built, state, 1)
+        state, (values,) = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
+        assert {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim} == kinds
+        metrics.append(np.asarray(values))
+    in_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
+    assert in_host == {
+        name for name in kinds if {"components_moments", "ci_moments", "mean", "square"} & set(name.split("/"))
+    }
+    np.testing.assert_array_equal(*metrics)
 
 
 def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
