@@ -80,7 +80,7 @@ def measure(of: MLPs, policy: str, mesh_shape: MeshShape, rounds: int) -> dict[s
     rate = next((rate for name, rate in DENSE_BF16.items() if name in device.device_kind), None)
     return {
         "policy": policy,
-        "device": f"{mesh_shape.n_devices} x {device.device_kind}",
+        "device": f"{mesh_shape.n_devices} x {device.device_kind}, {of.compute_dtype}",
         "batch": of.batch,
         "seq": of.seq,
         "step_s": seconds,
@@ -120,6 +120,7 @@ def _tokens(of: MLPs, number: int) -> jax.Array:
 def as_text(lines: list[dict[str, Any]]) -> str:
     """The table, in Markdown."""
     rows = [
+        *dict.fromkeys(x["device"] + "\n" for x in lines if "device" in x),
         "| policy | batch | seq | step | tokens/s | MFU | FLOPs × saved | planned | live | compile |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -155,7 +156,10 @@ def main() -> None:
         parser.error(f"--policies: {', '.join(sorted(unknown))} unknown; choose from {', '.join(POLICIES)}")
     batches = [int(size) for size in options.batches.split(",")] if options.batches else [shape.batch]
     if options.one:
-        line = measure(replace(shape, batch=batches[0]), policies[0], MeshShape(fsdp=options.fsdp), options.rounds)
+        # CPUs have no bf16 products: they would be counted as time of the policy.
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        of = replace(shape, batch=batches[0], compute_dtype=dtype)
+        line = measure(of, policies[0], MeshShape(fsdp=options.fsdp), options.rounds)
         print(json.dumps(line))
         return
     lines = [_in_a_process(options, shape, policy, batch) for batch in batches for policy in policies]

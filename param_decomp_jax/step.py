@@ -146,12 +146,12 @@ def losses_and_ascents(
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
     spec, sites = problem.decomposition, problem.target.sites
 
-    def judge(components: Components, ci: CIFunction) -> Judgement:
+    def of_batch(components: Components, ci: CIFunction) -> Judgement:
         with jax.named_scope("causal_importance"):
             return judged(problem, scene, with_views(components, sites), ci)
 
     # The CI function is run once; its backward waits until the losses have said what they want of the judgement.
-    judgement, judge_backward = jax.vjp(judge, state.components, state.ci)
+    judgement, judge_backward = jax.vjp(of_batch, state.components, state.ci)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))

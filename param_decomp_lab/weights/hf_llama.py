@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding
-from safetensors.numpy import save_file
 
 from param_decomp_jax.placement import from_slices
 from param_decomp_jax.targets.llama import KINDS, LlamaConfig, module_name, weight_shapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.hf_config import CONFIG_FILE, config_json, read_config
-from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder
+from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
 
 Weights = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
@@ -112,7 +111,7 @@ def save_llama(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{SINGLE_FILE}.partial"
-        save_file(tensors, partial, metadata={"format": "pt"})
+        save_tensors(tensors, partial, metadata={"format": "pt"})
         os.replace(partial, folder / SINGLE_FILE)
         partial = folder / f".{CONFIG_FILE}.partial"
         partial.write_text(json.dumps(settings, indent=2) + "\n")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from safetensors.numpy import save_file
 
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.errors import UserError
@@ -20,7 +19,7 @@ from param_decomp_lab.weights.gguf_llama import Stored, read_architecture, store
 from param_decomp_lab.weights.gguf_tokenizer import write_tokenizer
 from param_decomp_lab.weights.hf_config import CONFIG_FILE, config_json
 from param_decomp_lab.weights.hf_llama import DTYPES, Dtype
-from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, save_tensors
 
 SOURCE_FILE = "gguf.json"
 """Where a folder came from; also tells a folder of this command from any other."""
@@ -113,7 +112,7 @@ def _write_weights(
             for tensor in shard:
                 arrays[tensor.name] = np.ascontiguousarray(tensor.read(file).astype(dtype, copy=False))
                 progress.advance(task)
-            save_file(arrays, folder / name, metadata={"format": "pt"})
+            save_tensors(arrays, folder / name, metadata={"format": "pt"})
 
 
 def _shards(tensors: Sequence[Stored], dtype: np.dtype[Any], shard_bytes: int) -> Iterator[list[Stored]]:

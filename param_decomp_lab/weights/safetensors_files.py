@@ -1,6 +1,8 @@
-"""Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for."""
+"""Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for; and
+writing them."""
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -8,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from param_decomp_lab.errors import UserError
 
@@ -103,3 +106,11 @@ def _open(file: Path) -> Any:
         ) from error
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file with the permissions of any new file: the library's own are for the user alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)

@@ -19,14 +19,13 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from param_decomp_jax.targets import resid_mlp, tms
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.strict import Count, Natural, Place, Strict, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder
+from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
 
 CONFIG_FILE = "config.json"
 
@@ -83,7 +82,7 @@ def save_toy(folder: str | Path, config: ToyConfig, weights: Weights) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{SINGLE_FILE}.partial"
-        save_file(tensors, partial)
+        save_tensors(tensors, partial)
         os.replace(partial, folder / SINGLE_FILE)
         partial = folder / f".{CONFIG_FILE}.partial"
         partial.write_text(json.dumps(settings, indent=2) + "\n")

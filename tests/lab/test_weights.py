@@ -45,6 +45,7 @@ def test_what_is_saved_is_loaded(tmp_path, config):
     assert found_config == config
     jax.tree.map(np.testing.assert_array_equal, found, weights)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1, "others may read one file and not the other"
 
 
 def test_layout_is_the_one_of_transformers(tmp_path):
