@@ -23,13 +23,23 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Before JAX is imported: with a GPU at hand it would take its memory.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-from experiments.mlp_decompositions import POLICIES, SMALL, SMALL_CI, MLPs, flops_of, problem_of, step_of
+from experiments.mlp_decompositions import (
+    POLICIES,
+    SMALL,
+    SMALL_CI,
+    MLPs,
+    eval_of,
+    flops_of,
+    init_of,
+    problem_of,
+    step_of,
+)
 from param_decomp_jax.aot.buffers import live_at_peak, table
 from param_decomp_jax.aot.compile import Estimate, Memory, estimate
 from param_decomp_jax.aot.topology import target_configs
@@ -43,17 +53,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """One compile. ``goal_gib``: at most."""
+    """One compile. ``goal_gib``: at most. ``program``: what of a run is compiled."""
 
     policy: str
     mesh: MeshShape
     of: MLPs
     goal_gib: float | None = None
+    program: Literal["step", "init", "eval"] = "step"
 
     @property
     def name(self) -> str:
         size = "small" if self.of.model is SMALL else f"{3 * len(self.of.layers)}"
-        return f"{self.policy}/{size}/{self.mesh.n_devices}x{self.of.batch}"
+        program = "" if self.program == "step" else f"/{self.program}"
+        return f"{self.policy}/{size}/{self.mesh.n_devices}x{self.of.batch}{program}"
 
 
 MIDDLE, EVERY = range(18, 27), range(32)
@@ -66,7 +78,10 @@ ROWS = (
     Row("lean", EIGHT_NODES, MLPs(64, EVERY, sites_per_chunk=32), goal_gib=50),
     Row("balanced", EIGHT_NODES, MLPs(64, MIDDLE), goal_gib=30),
     Row("balanced", EIGHT_NODES, MLPs(1024, MIDDLE), goal_gib=110),
+    Row("lean", EIGHT_NODES, MLPs(64, MIDDLE), program="init"),
+    Row("lean", EIGHT_NODES, MLPs(64, MIDDLE), program="eval"),
 )
+PROGRAMS = {"step": step_of, "init": init_of, "eval": eval_of}
 
 
 # ---- one row ----
@@ -77,12 +92,11 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
     policy = POLICIES[row.policy]
     problem = problem_of(row.of, policy)
     start = time.perf_counter()
-    flops, everything_saved = flops_of(row.of, policy), flops_of(row.of, PLAIN)
+    flops, everything_saved = (flops_of(row.of, p) if row.program == "step" else None for p in (policy, PLAIN))
     flops_s = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as dump:
-        found = estimate(
-            lambda mesh: step_of(problem, row.of, mesh), row.mesh, target_configs(CARDS.read_text())[gpu], dump
-        )
+        program, card = PROGRAMS[row.program], target_configs(CARDS.read_text())[gpu]
+        found = estimate(lambda mesh: program(problem, row.of, mesh), row.mesh, card, dump)
         peak = live_at_peak(*(_dumped(Path(dump), ending) for ending in ("-buffer-assignment", "-live-range", "")))
     children, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
     numbers = {
@@ -90,9 +104,9 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
         "gpu": gpu,
         "goal_gib": row.goal_gib,
         **memory_numbers(found),
-        "matmul_flops": flops.total,
-        "matmul_flops_saved": everything_saved.total,
-        "flops_unknown": [*flops.unknown, *everything_saved.unknown],
+        "matmul_flops": flops and flops.total,
+        "matmul_flops_saved": everything_saved and everything_saved.total,
+        "flops_unknown": [unknown for of in (flops, everything_saved) if of for unknown in of.unknown],
         "flops_s": flops_s,
         "lower_s": found.real.lower_s,
         "compile_s": found.real.compile_s,
@@ -158,10 +172,11 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         goal = "" if r["goal_gib"] is None else f"{r['goal_gib']:g}"
         unlimited = f"{r['peak_gib_unlimited']:.2f}" + (" (limit-bound)" if r["limit_bound"] else "")
         memory = " | ".join(f"{r[key]:.2f}" for key in ("temp_gib", "arguments_gib", "host_gib"))
-        ratio = r["matmul_flops"] / r["matmul_flops_saved"]
+        flops, saved = r["matmul_flops"], r["matmul_flops_saved"]
+        arithmetic = f"{flops:.3g} | {flops / saved:.2f}" if flops else " | "
         lines.append(
-            f"| {r['row']} | {goal} | {r['peak_gib']:.2f} | {unlimited} | {memory} | {r['matmul_flops']:.3g} |"
-            f" {ratio:.2f} | {r['compile_s']:.0f} s | {r['lower_s']:.0f} s | {r['commit']} |"
+            f"| {r['row']} | {goal} | {r['peak_gib']:.2f} | {unlimited} | {memory} | {arithmetic} |"
+            f" {r['compile_s']:.0f} s | {r['lower_s']:.0f} s | {r['commit']} |"
         )
     return "\n".join(lines)
 
@@ -177,7 +192,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goals")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = [row for row in ROWS if row.name.startswith(options.only)]
+    chosen = [
+        row for row in ROWS if row.name == options.only or (not options.one and row.name.startswith(options.only))
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     code = code_digest()
     for row in [] if options.table else chosen:

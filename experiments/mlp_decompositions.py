@@ -29,6 +29,8 @@ from param_decomp_jax.state import Decomposition, init_state
 from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling, matrices, module_name, weight_shapes
+from param_decomp_lab.eval.ce_kl import ce_and_kl
+from param_decomp_lab.eval.importance import read_batch
 
 LLAMA_8B = LlamaConfig(
     128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -114,6 +116,26 @@ def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
         compiler_options=spec.memory.compiler_options,
     )
     return step, (state, weights, tokens)
+
+
+def init_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted making of the state."""
+    spec, sites = problem.decomposition, problem.target.sites
+    init = partial(init_state, spec, sites, (of.batch, of.seq))
+    return jax.jit(init, out_shardings=state_shardings(mesh, spec, jax.eval_shape(init))), ()
+
+
+def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted evaluation of a language model: six maskings, their KL and cross-entropy; nothing is donated."""
+
+    def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
+        scene, judge = read_batch(problem, state.components, state.ci, weights, tokens)
+        target, key = problem.target, jax.random.key(0)
+        assert isinstance(target, Llama)
+        return ce_and_kl(target, scene, state.components, judge, key, Stochastic(), 0.0)
+
+    _, arguments = step_of(problem, of, mesh)
+    return jax.jit(evaluate, out_shardings=whole(mesh)), arguments
 
 
 def flops_of(of: MLPs, policy: MemoryPolicy) -> Flops:

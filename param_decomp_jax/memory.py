@@ -103,6 +103,7 @@ BALANCED = MemoryPolicy(
 LEAN = MemoryPolicy(
     save=frozenset({"attack_outputs"}),
     component_block=1 << 12,
+    token_block=1 << 20,
     vocabulary_block=1 << 15,
     attention="flash",
     xla_remat=False,

@@ -5,25 +5,42 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci import Judge
 from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.components import Components
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
+from param_decomp_jax.mesh import constrain, cut, uncut
 from param_decomp_jax.numerics import kl_divergence
 from param_decomp_jax.recon import run_masked
+from param_decomp_jax.remat import token_blocks
 from param_decomp_jax.scene import Scene
 from param_decomp_jax.targets.llama import Llama
 
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
 
 
-def next_token_ce(logits: Float[Array, "B T vocab"], tokens: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean cross-entropy of the next token in nats, over positions 0 … T − 2."""
-    log_p = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1))
+def kl_and_ce(target: Llama, scene: Scene, hidden: Float[Array, "B T d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Of what is predicted from ``hidden``, in nats: mean KL from the clean prediction, over all positions; mean
+    cross-entropy of the next token, over positions 0 … T − 2.
+
+    Logits of as many tokens at a time as in a training step, both passes'.
+    """
+    memory = target.memory
+    n_blocks = token_blocks(hidden.shape[:-1], memory.vocabulary_block if memory.recomputes("vocabulary") else None)
+
+    def of_block(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        clean, masked, following = block
+        logits = target.logits(scene.weights, masked)
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), following[..., None], axis=-1)[..., 0]
+        return kl_divergence(target.logits(scene.weights, clean), logits), -log_p
+
+    following = jnp.roll(scene.inputs, -1, axis=1)
+    blocks = [constrain(cut(x, 1, n_blocks, "seq"), None, "batch") for x in (scene.clean.output, hidden, following)]
+    kl, ce = (uncut(x, 1, "seq") for x in jax.lax.map(of_block, tuple(blocks)))
+    return jnp.mean(kl), jnp.mean(ce[:, :-1])
 
 
 def ce_and_kl(
@@ -54,14 +71,11 @@ def ce_and_kl(
         ),
         "zero_masked": (jnp.zeros_like, off),
     }
-    clean = target.logits(scene.weights, scene.clean.output)
-    measured = {"ce_target": next_token_ce(clean, scene.inputs)}
+    measured = {"ce_target": kl_and_ce(target, scene, scene.clean.output)[1]}
     for masking in MASKINGS:
         squash, sources = maskings[masking]
         [masked], _ = run_masked(scene, components, replace(judge, squash=squash), [Stream(live, sources)])
-        logits = target.logits(scene.weights, masked.output)
-        measured[f"kl_{masking}"] = jnp.mean(kl_divergence(clean, logits))
-        measured[f"ce_{masking}"] = next_token_ce(logits, scene.inputs)
+        measured[f"kl_{masking}"], measured[f"ce_{masking}"] = kl_and_ce(target, scene, masked.output)
     return measured
 
 
