@@ -15,9 +15,10 @@ from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.mesh import whole as whole_on
+from param_decomp_jax.objective import total_loss
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, keeps_outputs, total_loss
+from param_decomp_jax.step import Problem, keeps_outputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_jax.targets.resid_mlp import ResidMLP
@@ -114,7 +115,7 @@ class Evaluation:
         components = with_views(state.components, problem.target.sites)
         scene, judge = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
         of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem, state, scene, components, judge, {}, of_losses)
+        _, losses = total_loss(problem.decomposition, state, scene, components, judge, {}, of_losses)
         adversaries, errors = attack_batch(
             self._persistent, adversaries, scene, components, judge, state, spec.steps, of_losses
         )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from param_decomp_jax import mesh as mesh_module
+from param_decomp_jax import objective as objective_module
 from param_decomp_jax import step as step_module
 from param_decomp_jax.adversary import (
     AdamAscent,
@@ -233,7 +234,7 @@ def not_reduced(penalty: Any, importance: jax.Array, *args: Any) -> jax.Array:
 BREAKS: dict[str, Any] = {
     "gather": (mesh_module, "gather", next_device),
     "draws": (step_module, "positions", alike_on_all),
-    "reduction": (step_module, "penalty_sum", not_reduced),
+    "reduction": (objective_module, "penalty_sum", not_reduced),
 }
 
 

@@ -46,6 +46,7 @@ from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, Smoo
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, indices
+from param_decomp_jax.objective import Metrics
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
 from param_decomp_jax.routing import draw_routes
@@ -53,7 +54,7 @@ from param_decomp_jax.scene import Scene
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
-from param_decomp_jax.step import Gradients, Metrics, Problem, run_clean, training_step
+from param_decomp_jax.step import Gradients, Problem, run_clean, training_step
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, module_name, weight_shapes
 from param_decomp_jax.targets.resid_mlp import ResidMLP
