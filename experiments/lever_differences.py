@@ -83,10 +83,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--page", type=Path, help="write the table here as well")
     options = parser.parse_args()
+    columns = " | ".join(f"`{c}` / zero" for c in COLUMNS)
     lines = [
-        "| | total loss after 10 steps, apart by | "
-        + " | ".join(f"`{c}` / zero" for c in COLUMNS)
-        + " | L0, all sites |",
+        f"| | loss after 10 steps, apart by | {columns} | L0, all sites |",
         "|---|---|" + "---|" * (len(COLUMNS) + 1),
     ]
     print("\n".join(lines), flush=True)
@@ -98,14 +97,9 @@ def main() -> None:
         print(lines[-1], flush=True)
     if options.page:
         where = f"{platform.machine()}, Python {platform.python_version()}"
-        text = f"""# Levers that change numbers
-
-`python -m experiments.lever_differences`: {options.config.stem}, {options.steps} steps, on {where}. All other levers leave the numbers as they are
-([policies](../memory.md)).
-
-{chr(10).join(lines)}
-"""
-        options.page.write_text(text)
+        what = f"`python -m experiments.lever_differences`: `{options.config.name}`, {options.steps} steps, {where}."
+        others = "The run's total loss after 10 steps, and its last evaluation. No other lever changes numbers."
+        options.page.write_text("\n".join(["# Levers that change numbers", "", what, others, "", *lines, ""]))
 
 
 if __name__ == "__main__":

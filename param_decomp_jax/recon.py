@@ -199,7 +199,7 @@ def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Ar
             a = wide(clean.records[segment.first][name])
             b = wide(_of_stack(masked, stack, name))
             total, elements = total + jnp.sum((a - b) ** 2), elements + a.size
-    return total / elements
+    return total / float(elements)  # beyond int32 in a large run
 
 
 def reconstruction(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import Judge, Logits, per_component, squashings
 from param_decomp_jax.components import Components, with_views
@@ -54,7 +54,7 @@ def lower_importances(
 
 def batch_statistics(
     problem: Problem, components: Components, judge: Judge, threshold: float
-) -> dict[str, tuple[Int[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
+) -> dict[str, tuple[Float[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
     """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold."""
 
     def of_components(logits: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
@@ -64,7 +64,8 @@ def batch_statistics(
         return counts, jnp.mean(flat, axis=0), jnp.mean(flat > threshold, axis=0)
 
     found = per_component(judge, components, problem.target.sites, problem.target.memory, of_components)
-    return {name: (jnp.sum(counts, axis=1), *rest) for name, (counts, *rest) in found.items()}
+    # One row of an 8B has more entries than an int32 counts.
+    return {name: (jnp.sum(counts, axis=1, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
 
 
 def mean_l0(

@@ -92,6 +92,16 @@ def test_faithfulness_is_over_all_entries_not_a_mean_of_sites(memory: MemoryPoli
     assert float(jit_faithfulness(zero, ones, memory)) == pytest.approx(60 / (60 + 14), rel=1e-6)
 
 
+def test_faithfulness_of_more_entries_than_an_int32_counts() -> None:
+    """The MLPs of all layers of an 8B: found by compiling them."""
+
+    def of(V: jax.Array, U: jax.Array, W: jax.Array) -> jax.Array:
+        return faithfulness({"mlp": Factors(V, U)}, {"mlp": W}, SAVED)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((96, 4096, 8), (96, 8, 14336), (96, 4096, 14336))]
+    assert jax.eval_shape(of, *shapes).shape == ()
+
+
 # ---- L2 ----
 
 LEAD = (4, 5)
