@@ -123,8 +123,8 @@ class Terminal:
 
     def __init__(self, console: Console, what: str, total: int, done: int = 0, seconds: float = 10.0) -> None:
         self._console, self._what, self._total, self._seconds = console, what, total, seconds
-        self._first, self._done, self._last_line, self._start = done, done, 0.0, time.monotonic()
-        self._text = ""
+        self._done, self._last_line = done, 0.0
+        self._first: tuple[int, float] | None = None
         self._progress = Progress(
             SpinnerColumn(), TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
@@ -140,6 +140,8 @@ class Terminal:
         self._progress.stop()
 
     def advance(self, done: int) -> None:
+        # The clock starts here: what comes before the first step (an evaluation, compiling) comes once.
+        self._first = self._first or (done, time.monotonic())
         self._done = done
         self._progress.update(self._task, completed=done)
 
@@ -150,7 +152,8 @@ class Terminal:
         if self._console.is_terminal or now - self._last_line < self._seconds:
             return
         self._last_line = now
-        rate = (self._done - self._first) / max(now - self._start, 1e-9)
+        first, start = self._first or (self._done, now)
+        rate = (self._done - first) / max(now - start, 1e-9)
         left = f", {(self._total - self._done) / rate:.0f} s left" if rate > 0 else ""
         self._console.print(f"{self._what} {self._done}/{self._total}{left}  {text}", markup=False)
 

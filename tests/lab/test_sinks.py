@@ -171,5 +171,6 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
             bar.advance(step)
             bar.show(brief({"train/loss/total": 0.125, "step": step, "train/loss/A": float("inf")}))
     lines = text.getvalue().splitlines()
-    assert lines[0] == "demo 21/100, 79 s left  total 0.125  A inf"  # the rate is of this process's own steps
-    assert [line.split()[1] for line in lines] == ["21/100,", "31/100,", "41/100,"]
+    assert lines[0] == "demo 21/100  total 0.125  A inf"  # nothing is known of the rate yet
+    assert lines[1] == "demo 31/100, 69 s left  total 0.125  A inf"  # of this process's own steps after the first
+    assert [line.split()[1] for line in lines] == ["21/100", "31/100,", "41/100,"]
