@@ -133,9 +133,9 @@ def test_tile() -> None:
     ("lead", "of_lead", "of_components"),
     [
         ((1, 1), (None, None), "component"),
-        ((1, 4), (None, None), "component"),
-        ((2, 4), (None, None), "component"),
-        ((6, 4), ("batch", None), "component_in_use"),
+        ((1, 4), (None, "seq"), "component"),
+        ((2, 4), (None, "seq"), "component"),
+        ((6, 4), ("batch", "seq"), "component_in_use"),
         ((1,), (None,), "component"),
         ((6,), ("batch",), "component_in_use"),
     ],

@@ -343,7 +343,7 @@ def test_a_partial_folder_never_shows(tmp_path: Path, monkeypatch: pytest.Monkey
         raise error
 
     file = gguf(tmp_path)
-    monkeypatch.setattr(importing, "save_file", fails)
+    monkeypatch.setattr(importing, "save_tensors", fails)
     expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if isinstance(error, OSError) else None):
         import_gguf(file, tmp_path / "out")
