@@ -165,7 +165,8 @@ def of_llama(
     policy: MemoryPolicy, shape: MeshShape, exact: bool, steps: int = STEPS
 ) -> tuple[dict[str, list[float]], State]:
     problem, weights = make_problem(), tiny.weights(CONFIG)
-    state = tiny.ruffled_state(problem, step=0, leading=LEADING)
+    # From seed 1 a logit comes to the edge of the squashing, whose gradient turns rounding into 1.4e-5 after eight steps.
+    state = tiny.ruffled_state(problem, step=0, seed=2, leading=LEADING)
     with jax.enable_x64(exact):
         if exact:
             problem, state, weights = tiny.in_float64(problem), tiny.to_float64(state), tiny.to_float64(weights)
