@@ -1,7 +1,8 @@
 """Table 1 on the toy models: trains the targets, decomposes them, and writes docs/measurements/table1.md.
 
 Each run is `pd train` in a process of its own, in a run folder of its own, so what is interrupted goes on where it was
-and what is finished is not run again. Start it in the background; ask it at any time for the table of what is there:
+and what is finished is not run again. The figures are kept in a JSON file beside the page, which outlives the run
+folders. Start it in the background; ask it at any time for the table of what is there:
 
     python experiments/table1.py                                      # everything that is sensible on two cores
     python experiments/table1.py --only tms_5-2 --seeds 0,1,2,3,4
@@ -10,6 +11,7 @@ and what is finished is not run again. Start it in the background; ask it at any
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -165,14 +167,37 @@ def finished(result: Result | None, experiment: Experiment) -> bool:
     return result is not None and result.step == experiment.steps
 
 
-def seeds_there(out: Path, name: str) -> list[int]:
-    return [seed for seed in range(100) if run_folder(out, name, seed).exists()]
+# --- the figures ---
+
+Results = dict[str, dict[int, Result]]
+"""By the experiment's name and the seed."""
+
+
+def update_results(kept: Path, out: Path) -> Results:
+    """What the file ``kept`` holds (it need not be there) and what the run folders under ``out`` add, written back.
+
+    Of a run that is in both, the one that went further counts, else the folder's.
+    """
+    found: Results = {experiment.name: {} for experiment in EXPERIMENTS}
+    if kept.is_file():
+        for name, results in json.loads(kept.read_text()).items():
+            found[name] = {result["seed"]: Result(**result) for result in results}
+    for name, results in found.items():
+        for seed in range(100):
+            here, before = read_result(out, name, seed), results.get(seed)
+            if here is not None and (before is None or (here.step or 0) >= (before.step or 0)):
+                judged = ("eval/tms/", "eval/identity_ci_error/")
+                row = {key: value for key, value in here.row.items() if key.startswith(judged)}
+                results[seed] = dataclasses.replace(here, row=row)
+    text = {name: [dataclasses.asdict(results[seed]) for seed in sorted(results)] for name, results in found.items()}
+    kept.write_text(json.dumps(text, indent=1) + "\n")
+    return found
 
 
 # --- the table ---
 
 
-def table(out: Path) -> str:
+def table(found: Results) -> str:
     """The whole page, of whatever has been run."""
     lines = [
         "# Table 1: the toy models",
@@ -191,7 +216,7 @@ def table(out: Path) -> str:
         "| | seeds | MMCS | published | ML2R | published | errors by site | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    toys = [(e, [r for s in seeds_there(out, e.name) if (r := read_result(out, e.name, s))]) for e in EXPERIMENTS]
+    toys = [(e, [result for _, result in sorted(found[e.name].items())]) for e in EXPERIMENTS]
     for experiment, results in toys:
         if experiment.mmcs is None or experiment.ml2r is None:
             continue
@@ -256,6 +281,10 @@ def _times(results: Sequence[Result]) -> str:
     return duration(statistics.median(result.seconds for result in results)) if results else ""
 
 
+def write_page(page: Path, out: Path) -> None:
+    page.write_text(table(update_results(page.with_suffix(".json"), out)))
+
+
 def main() -> None:
     names = [experiment.name for experiment in EXPERIMENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,7 +295,7 @@ def main() -> None:
     )
     parser.add_argument("--until", type=int, help="stop each run after this step and save it")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "table1")
-    parser.add_argument("--page", type=Path, default=TABLE, help="the page to write")
+    parser.add_argument("--page", type=Path, default=TABLE, help="the page to write, with a JSON file beside it")
     parser.add_argument("--table", action="store_true", help="write the page from what has been run, and run nothing")
     arguments = parser.parse_args()
     chosen = names if arguments.only is None else arguments.only.split(",")
@@ -283,8 +312,8 @@ def main() -> None:
             if finished(result, experiment) or (arguments.until is not None and reached >= arguments.until):
                 continue
             run(arguments.out, experiment.name, seed, arguments.until)
-            arguments.page.write_text(table(arguments.out))
-    arguments.page.write_text(table(arguments.out))
+            write_page(arguments.page, arguments.out)
+    write_page(arguments.page, arguments.out)
     print(f"written: {arguments.page}")
 
 

@@ -22,6 +22,8 @@ FOREVER_MS = 10**9
 """Eleven days: others may take long to compile. A process that dies is noticed by JAX's heartbeats instead."""
 GRACE_S = 5.0
 """For a process to end by itself after another one failed (closing its files), before it is ended."""
+LAST_WORDS_S = 2.0
+"""From a process's saying that it goes to its having gone, on a machine that is busy."""
 
 
 class Refused(UserError):
@@ -192,21 +194,22 @@ class _Failures:
         self._end_with(int(status))
 
     def _end_with(self, status: int) -> NoReturn:
-        """Ends this process at once. Process 0 goes last: with it goes the service through which the others hear."""
+        """Ends this process at once. Process 0 goes last: with it goes the service, and JAX aborts who still uses it."""
         processes = self._processes
         gone = f"{self._name} gone"
+        sys.stdout.flush()
+        sys.stderr.flush()
         if processes.first:
-            until = time.monotonic() + 2 * GRACE_S
+            until = time.monotonic() + 4 * GRACE_S
             for number in range(1, processes.count):
                 left = int(1000 * max(0.001, until - time.monotonic()))
                 try:
                     processes.client.blocking_key_value_get(f"{gone}/{number}", left)
                 except Exception:
                     break
+            time.sleep(LAST_WORDS_S)
         else:
             processes.client.key_value_set(f"{gone}/{processes.number}", "", allow_overwrite=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 

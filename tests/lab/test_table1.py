@@ -38,7 +38,7 @@ def test_rows_of_made_up_runs(tmp_path: Path) -> None:
         20000,
         **{f"identity_ci_error/layers.0.{k}": e for k, e in (("mlp_in", 0), ("mlp_out", 2))},
     )
-    page = table1.table(tmp_path)
+    page = table1.table(table1.update_results(tmp_path / "kept.json", tmp_path))
     assert "| yes | 1 min 30 s | 8.5 ms |" in page
     assert (
         "| TMS 5-2 | 2 | 0.998 ± 0.002 | 1.000 ± 0.000 | 0.995 ± 0.000 | 0.993 ± 0.002 | linear1 0, linear2 0 |" in page
@@ -48,6 +48,22 @@ def test_rows_of_made_up_runs(tmp_path: Path) -> None:
         (False, True), (True, False), (False, False), (False, True),
     ]  # fmt: skip
     assert "2,500 of 10,000" in lines[2]
+
+
+def test_figures_outlive_the_run_folders(tmp_path: Path) -> None:
+    """A run that was begun again does not take the place of the finished one; one that has gone as far does."""
+    kept, page = tmp_path / "page.json", tmp_path / "page.md"
+    made_up(tmp_path / "a", "tms_5-2", 0, 10000, **{"tms/mmcs": 0.9999, "tms/ml2r": 0.995, "loss/total": 1.0})
+    table1.write_page(page, tmp_path / "a")
+    written = page.read_text()
+    assert "| TMS 5-2 | 0 | 10,000 | 0.9999 |" in written
+    made_up(tmp_path / "b", "tms_5-2", 0, 500, **{"tms/mmcs": 0.5, "tms/ml2r": 0.5})
+    table1.write_page(page, tmp_path / "b")
+    assert page.read_text() == written
+    assert "loss/total" not in kept.read_text()
+    made_up(tmp_path / "c", "tms_5-2", 0, 10000, **{"tms/mmcs": 0.9998, "tms/ml2r": 0.995})
+    table1.write_page(page, tmp_path / "c")
+    assert "| TMS 5-2 | 0 | 10,000 | 0.9998 |" in page.read_text()
 
 
 @pytest.mark.parametrize(
