@@ -194,7 +194,7 @@ class _Failures:
         self._end_with(int(status))
 
     def _end_with(self, status: int) -> NoReturn:
-        """Ends this process at once. Process 0 goes last: with it goes the service, and JAX aborts who still uses it."""
+        """Ends this process at once. Process 0 goes last: with it goes the service, whose loss aborts who uses it."""
         processes = self._processes
         gone = f"{self._name} gone"
         sys.stdout.flush()
