@@ -1,6 +1,6 @@
 """The forms of attention side by side: time on this machine, and memory on GPUs that are not here.
 
-    python experiments/attention_forms.py            # times; memory too where the extra `aot` is installed
+    python experiments/attention_forms.py            # times; memory too where the extra `probe` is installed
 
 Times are of forward and backward in fp32, forms taken in turn, medians (and least) over the rounds.
 """

@@ -1,6 +1,6 @@
 """What one training step of large decompositions needs on GPUs, compiled with none: memory, arithmetic, compile time.
 
-    pip install -e '.[aot]'
+    pip install -e '.[probe]'
     python -m experiments.goals_table                    # every row, one after the other (minutes each)
     python -m experiments.goals_table --only small       # rows whose name begins so
     python -m experiments.goals_table --only lean/27/64x64 --force --buffers 60

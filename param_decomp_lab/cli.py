@@ -1,4 +1,5 @@
-"""The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 75 preempted and saved."""
+"""The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 3 does not
+fit, 75 preempted and saved."""
 
 import sys
 from collections.abc import Sequence
@@ -120,6 +121,59 @@ def check(
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
     check_run(load_config(config, overrides or ()), Console())
+
+
+@app.command()
+def probe(
+    config: Annotated[Path, typer.Argument(help="Wrapper YAML of a run.", show_default=False)],
+    gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100_80, a6000 or a5000.")] = "b200",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 8.", show_default=False)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Instead of pd.batch_size.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Instead of data.max_seq_len.")] = None,
+    overrides: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the answer here too.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Draw the memory over the course of the step: a page, and a PNG beside it.")
+    ] = None,
+    mem_fraction: Annotated[float, typer.Option(help="Share of the GPU's memory that JAX may take.")] = 0.92,
+    margin_gib: Annotated[float, typer.Option(help="Of it, for workspaces that XLA does not plan.")] = 5.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile the training step alone, at the real size.")] = False,
+    cache: Annotated[bool, typer.Option(help="Keep what was compiled, and use it again.")] = True,
+) -> None:
+    """Say what a run would need of GPUs that are not here, and whether it fits.
+
+    Compiles the run's own programs for the GPUs: making the state, faithfulness warm-up, training step, evaluation,
+    restoring a checkpoint. Nothing is allocated, no GPU and no weights are needed; some minutes and 4 GiB of RAM are.
+    Needs JAX's CUDA compiler: `pip install 'param-decomp[probe]'`.
+
+    The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when nobody can say.
+
+    Examples:
+
+        pd probe configs/llama8b_l18-26_9layer_chunkwise.yaml --gpu b200 --nodes 8 --gpus-per-node 8
+
+        pd probe configs/llama8b_l18.yaml --quick --batch 64 --seq 512 --set memory.component_block=8192
+
+        pd probe configs/llama8b_l18.yaml --gpu h100 --set mesh.fsdp=16 --json answer.json --html memory.html
+    """
+    from param_decomp_lab.probe.cache import cache_folder
+    from param_decomp_lab.probe.cards import Pool, card
+    from param_decomp_lab.probe.command import probe as ask
+    from param_decomp_lab.probe.command import write_json
+    from param_decomp_lab.probe.show import show
+
+    pool = Pool.of(card(gpu), mem_fraction, margin_gib)
+    given = {"pd.batch_size": batch, "data.max_seq_len": seq}
+    sets = [*(overrides or ()), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    folder = cache_folder() if cache else None
+    answer = ask(config, sets, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick)
+    if json_file is not None:
+        write_json(answer, json_file)
+    if html is not None:
+        raise NotImplementedError
+    show(answer, Console())
+    raise typer.Exit({"fits": 0, "does_not_fit": 3, "unknown": 1}[answer.verdict])
 
 
 @app.command()

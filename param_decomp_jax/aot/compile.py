@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, with_memory
 from param_decomp_jax.mesh import MeshShape, make_mesh
@@ -69,22 +70,62 @@ class Estimate:
 
 
 def compile_for(
-    program: Program, shape: MeshShape, target_config: str, dump_to: str = "", options: Options = OPTIONS
+    program: Program,
+    shape: MeshShape,
+    target_config: str,
+    dump_to: str = "",
+    options: Options = OPTIONS,
+    per_node: int = 8,
 ) -> Compiled:
     """Compiles ``program`` for a mesh of the card that ``target_config`` describes (`topology.py:target_configs`).
 
     ``dump_to``: a folder for XLA to write its buffers and its final program into (see `buffers.py`); some 50 MB for a
-    training step. ``options``: XLA's.
+    training step. ``options``: XLA's. ``per_node``: GPUs of a node.
     """
-    mesh = make_mesh(shape, gpus(target_config, shape.n_devices))
+    mesh = make_mesh(shape, gpus(target_config, shape.n_devices, per_node))
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         function, arguments = program(mesh)
-        lowered = function.lower(*arguments)
+        lowered = lower(function, arguments)
     lowered_at = time.perf_counter()
     compiled = lowered.compile(compiler_options={**options, **({"xla_dump_to": dump_to} if dump_to else {})})
     done = time.perf_counter()
     return Compiled(memory_plan(compiled), lowered_at - start, done - lowered_at, compiled)
+
+
+def lower(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """``function`` (from `jax.jit`) lowered for abstract arguments, under the mesh in force.
+
+    Of a sharding on devices that are not here JAX drops the memory kind without a word; on their abstract mesh it
+    stays. That it did is checked.
+    """
+
+    def placed(x: Any) -> Any:
+        where = getattr(x, "sharding", None)
+        if not isinstance(where, NamedSharding):
+            return x
+        abstract = NamedSharding(where.mesh.abstract_mesh, where.spec, memory_kind=where.memory_kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract)
+
+    arguments = jax.tree.map(placed, arguments)
+    lowered = function.lower(*arguments)
+    on_host = sum(on_the_host(x) for x in jax.tree.leaves(arguments))
+    if on_host:
+        signature, _, _ = lowered.as_text().partition("func.func public @main(")[2].partition(") -> (")
+        found = signature.count('mhlo.memory_kind = "pinned_host"')
+        assert found == on_host, f"{on_host} arguments lie in host memory, JAX lowered {found} so"
+    return lowered
+
+
+def on_the_host(x: Any) -> bool:
+    """Whether an array, or what stands for one, lies in pinned host memory."""
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
+
+
+def device_bytes(tree: Any) -> int:
+    """What arrays (or shapes with shardings) take of one device's own memory."""
+    leaves = [x for x in jax.tree.leaves(tree) if not on_the_host(x)]
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def estimate(

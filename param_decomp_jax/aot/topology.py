@@ -86,10 +86,15 @@ def with_memory(target_config: str, n_bytes: int) -> str:
     return _MEMORY.sub(str(n_bytes), target_config)
 
 
+class MissingPlugin(RuntimeError):
+    """JAX cannot compile for GPUs here."""
+
+
 def gpus(target_config: str, n_gpus: int, per_node: int = 8) -> Sequence[Any]:
     """``n_gpus`` devices to compile for, ``per_node`` to a node, none of which exists.
 
-    Raises RuntimeError where JAX's CUDA plugin is missing or JAX is not told to run on the CPU.
+    Raises MissingPlugin where JAX's CUDA plugin is missing, RuntimeError where JAX is not told to run on the CPU,
+    ValueError for GPUs that are no whole nodes.
     """
     if jax.config.values["jax_platforms"] != "cpu":
         raise RuntimeError("compiling for GPUs that are not here needs JAX_PLATFORMS=cpu in the environment")
@@ -100,5 +105,5 @@ def gpus(target_config: str, n_gpus: int, per_node: int = 8) -> Sequence[Any]:
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=topology)
     except RuntimeError as error:
-        raise RuntimeError(f"no CUDA plugin to compile with (pip install 'param-decomp[aot]'): {error}") from error
+        raise MissingPlugin(f"no CUDA plugin to compile with: pip install 'param-decomp[probe]' ({error})") from error
     return described.devices

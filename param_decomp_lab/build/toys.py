@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 
 from param_decomp_jax.placement import replicate
@@ -14,7 +15,7 @@ from param_decomp_lab.build.sites import build_sites
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.metric_schema import IdentityCIError
-from param_decomp_lab.config.torch_schema import EvalConfig, ToyData, ToyFile
+from param_decomp_lab.config.torch_schema import EvalConfig, ToyFile
 from param_decomp_lab.data.sources import FeatureSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import ensure_target
@@ -33,18 +34,16 @@ def build_toy(config: RunConfig, console: Console, processes: Processes = ALONE)
     folder = processes.in_turn(lambda: toy_folder(config, console))
     architecture, weights = load_toy(folder)
     problem = toy_problem(config, architecture, folder)
-    low = 0.0 if isinstance(architecture, tms.TMSConfig) else -1.0
-    features = toy_features(torch.data, architecture.n_features, low)
     size = torch.pd.batch_size
     evaluated = None
     if torch.eval is not None:
-        evaluated = FeatureSource(features, torch.eval.batch_size, torch.pd.seed, EVAL, mesh)
+        evaluated = toy_source(torch, architecture, torch.eval.batch_size, EVAL, mesh)
     return Built(
         problem=problem,
         weights=replicate(weights, mesh),
         mesh=mesh,
         leading=(size,),
-        train=FeatureSource(features, size, torch.pd.seed, TRAIN, mesh),
+        train=toy_source(torch, architecture, size, TRAIN, mesh),
         eval=evaluated,
     )
 
@@ -82,9 +81,12 @@ def toy_folder(config: RunConfig, console: Console) -> Path:
     return ensure_target(source.pretrain, console)
 
 
-def toy_features(data: ToyData, n_features: int, low: float) -> SparseFeatures:
-    """The inputs that the schema's `data` describes."""
-    return SparseFeatures(n_features, data.feature_probability, low, data.data_generation_type)
+def toy_source(torch: ToyFile, architecture: ToyConfig, size: int, purpose: int, mesh: Mesh) -> FeatureSource:
+    """Batches of ``size`` inputs that the schema's `data` describes; of two purposes they share no draw."""
+    low = 0.0 if isinstance(architecture, tms.TMSConfig) else -1.0
+    data = torch.data
+    features = SparseFeatures(architecture.n_features, data.feature_probability, low, data.data_generation_type)
+    return FeatureSource(features, size, torch.pd.seed, purpose, mesh)
 
 
 def _check_experiment(config: RunConfig, found: str, origin: Path) -> None:

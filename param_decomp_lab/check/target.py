@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets import llama, resid_mlp, tms
 from param_decomp_jax.targets.llama import LlamaConfig
@@ -17,7 +19,8 @@ from param_decomp_lab.config.torch_schema import HubSpec, LanguageModelFile
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.weights.hf_config import CONFIG_FILE, read_config
-from param_decomp_lab.weights.published import PUBLISHED
+from param_decomp_lab.weights.hf_llama import DTYPES, stored_dtype
+from param_decomp_lab.weights.published import PUBLISHED, PUBLISHED_DTYPE
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 from param_decomp_lab.weights.toys import ToyConfig, read_toy_config
 
@@ -27,13 +30,13 @@ Architecture = LlamaConfig | TMSConfig | ResidMLPConfig
 @dataclass(frozen=True)
 class KnownTarget:
     """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine.
-    ``bytes_per_weight``: of the frozen weights, None where they stay as they are stored."""
+    ``dtype``: of the frozen weights on the devices."""
 
     architecture: Architecture
     problem: Problem
     leading: tuple[int, ...]
     origin: str
-    bytes_per_weight: int | None
+    dtype: np.dtype[Any]
     missing: tuple[str, ...] = ()
 
     @property
@@ -66,22 +69,24 @@ def _llama(config: RunConfig, torch: LanguageModelFile) -> KnownTarget | Unknown
     found = _llama_architecture(config, torch)
     if isinstance(found, UnknownTarget):
         return found
-    architecture, origin, missing = found
+    architecture, stored, origin, missing = found
     leading = torch.pd.batch_size, torch.data.max_seq_len
-    size = {"bfloat16": 2, "float32": 4, None: None}[torch.target.weights_dtype]
-    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, size, missing)
+    wanted = torch.target.weights_dtype
+    dtype = stored if wanted is None else DTYPES[wanted]
+    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, dtype, missing)
 
 
 def _llama_architecture(
     config: RunConfig, torch: LanguageModelFile
-) -> tuple[LlamaConfig, str, tuple[str, ...]] | UnknownTarget:
+) -> tuple[LlamaConfig, np.dtype[Any], str, tuple[str, ...]] | UnknownTarget:
+    """The architecture, the dtype its weights are stored in, where these were read, and what is missing."""
     spec = torch.target.spec
     try:
         folder = target_folder(config)
         if folder.is_dir():
             has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
             missing = () if has_weights else (f"the target's weights: no {SINGLE_FILE} in {shown_path(folder)}",)
-            return read_config(folder), shown_path(folder / CONFIG_FILE), missing
+            return read_config(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
         reason = f"target.folder: {folder} is not there; give the folder of a Llama (its {CONFIG_FILE} is enough)"
     except UserError as error:
         if isinstance(spec, HubSpec) and Path(spec.model_name).expanduser().is_dir():
@@ -91,7 +96,8 @@ def _llama_architecture(
     if published is None or not isinstance(spec, HubSpec):
         return UnknownTarget(reason)
     where = "the wrapper's target.folder" if config.wrapper.target is not None else "the local Hugging Face cache"
-    return published, "its published configuration", (f"the target's weights: {spec.model_name} is not in {where}",)
+    missing = (f"the target's weights: {spec.model_name} is not in {where}",)
+    return published, PUBLISHED_DTYPE, "its published configuration", missing
 
 
 def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
@@ -114,4 +120,4 @@ def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
             )
         architecture, origin = read_toy_config(place), shown_path(place / CONFIG_FILE)
     leading = (config.torch.pd.batch_size,)
-    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin, bytes_per_weight=4)
+    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin, DTYPES["float32"])

@@ -90,6 +90,16 @@ def load_llama(
         return config, jax.tree.map(load, sources, shapes, shardings, is_leaf=_is_leaf)
 
 
+def stored_dtype(folder: Path) -> np.dtype[Any]:
+    """What the weights in ``folder`` are stored in; what their config.json says where the weights are not there."""
+    try:
+        with SafetensorsFolder(folder) as files:
+            return files.dtype(next(iter(leaf_sources(read_config(folder))["embed"].tensors)))
+    except (UserError, KeyError):
+        raw = json.loads((folder / CONFIG_FILE).read_text())
+        return np.dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+
+
 def save_llama(
     folder: str | Path,
     config: LlamaConfig,

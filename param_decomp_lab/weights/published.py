@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
+from param_decomp_lab.weights.hf_llama import DTYPES
 
 _LLAMA_3_8B = LlamaConfig(
     vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, d_mlp=14_336,
@@ -33,3 +34,6 @@ PUBLISHED: dict[str, LlamaConfig] = {
     }.items()
     for suffix in ("", "-Instruct")
 }
+
+PUBLISHED_DTYPE = DTYPES["bfloat16"]
+"""What all of them are stored in."""

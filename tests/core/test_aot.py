@@ -1,6 +1,6 @@
 """Compiling for GPUs that are not here: descriptions of cards, what is read from XLA, and what comes out of it.
 
-Tests that compile need JAX's CUDA plugin (`pip install -e '.[aot]'`) and are skipped without it.
+Tests that compile need JAX's CUDA plugin (`pip install -e '.[probe]'`) and are skipped without it.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ DUMP = {
 settings of single kernels and its own list at the peak are cut off): `state` donated, both arguments split in 8."""
 
 needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's CUDA plugin (the extra `aot`)"
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's CUDA plugin (the extra `probe`)"
 )
 
 

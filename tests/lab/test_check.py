@@ -20,6 +20,7 @@ from param_decomp_jax.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.check.plots import curve
 from param_decomp_lab.check.words import of_live
+from param_decomp_lab.report.numbers import byte_size
 from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import save_llama
 from param_decomp_lab.weights.published import PUBLISHED
@@ -103,7 +104,7 @@ def test_counts_are_those_of_the_state(tiny: Tiny) -> None:
     assert f"sources of PersistentPGDReconLoss {16 * kept:,}" in said
     assert f"sources of PersistentPGDReconSubsetLoss {8 * 16 * kept:,}" in said
     n_weights = sum(leaf.size for leaf in jax.tree.leaves(core.weights(read_config(tiny.folder / "target"))))
-    assert f"target, frozen {n_weights:,} as stored" in said
+    assert f"target, frozen {n_weights:,} {byte_size(4 * n_weights)}".replace("\u00a0", " ") in said
 
 
 def test_many_sites_stay_readable() -> None:

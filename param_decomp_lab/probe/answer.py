@@ -1,0 +1,204 @@
+"""A run asked about: its parts compiled one after the other, and whether all of them fit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from param_decomp_jax.aot.roofline import Precision, Roofline, Work, card_rates, roofline
+from param_decomp_jax.aot.traffic import traffic
+
+from param_decomp_jax.aot.buffers import Buffer, ledger, peak_of
+from param_decomp_lab.probe.cache import cached
+from param_decomp_lab.probe.cards import TABLE, Pool
+from param_decomp_lab.probe.measure import Measured, Where, limit_bound, measure
+from param_decomp_lab.probe.subject import STEP, Subject
+
+GIB = 2**30
+Verdict = Literal["fits", "does_not_fit", "unknown"]
+Tell = Callable[[str], None]
+
+N_BUFFERS = 400
+"""How many of the buffers at the peak are kept; the rest as a sum."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of the step beside its size.
+
+    ``buffers``: alive at its peak, largest first, ``smaller`` bytes more in lesser ones and ``unused`` between them.
+    ``matmul_flops``: of all devices; ``unknown``: what was counted once, not knowing how often it is run. ``hbm``,
+    ``within``, ``across``: bytes that one device moves in its memory, sends within its node, and to other nodes;
+    ``collectives``: by kind, ``(within or across, times, bytes sent)``.
+    """
+
+    buffers: tuple[Buffer, ...]
+    smaller: int
+    unused: int
+    explained: float
+    planned: int
+    matmul_flops: int
+    hbm: int
+    within: int
+    across: int
+    collectives: Mapping[str, tuple[str, int, int]]
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``parts``: what was compiled, by name, in the order of a run, for the card as it is. ``unlimited``: the step with
+    memory without end, None where that was not asked for. All bytes are of one device."""
+
+    subject: Subject
+    gpu: str
+    per_node: int
+    pool: Pool
+    parts: Mapping[str, Measured]
+    unlimited: Measured | None
+    step: Step
+
+    @property
+    def largest(self) -> str:
+        """The part of the run that needs most."""
+        return max(self.parts, key=lambda name: self.parts[name].peak)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the run needs."""
+        return self.parts[self.largest].peak
+
+    @property
+    def limit_bound(self) -> bool | None:
+        """Whether the step's size is what XLA made of it seeing the end of the memory; None if that is not known."""
+        return None if self.unlimited is None else limit_bound(self.parts[STEP], self.unlimited)
+
+    @property
+    def verdict(self) -> Verdict:
+        return "fits" if self.peak <= self.pool.usable else "does_not_fit"
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """None for a card whose rates are not in the table."""
+        rates = card_rates(TABLE.read_text()).get(self.gpu)
+        if rates is None:
+            return None
+        precision: Precision = "bf16" if self.subject.compute_dtype == "bfloat16" else "tf32"
+        each = self.step.matmul_flops / self.subject.mesh.n_devices
+        return roofline(Work({precision: each}, self.step.hbm, self.step.within, self.step.across), rates)
+
+    def as_json(self) -> dict[str, Any]:
+        """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step."""
+        step, unlimited = self.parts[STEP], self.unlimited
+        fastest = self.roofline
+        return {
+            "verdict": self.verdict,
+            "peak_gib": self.peak / GIB,
+            "peak_gib_unlimited": None if unlimited is None else max(unlimited.peak, *self._others()) / GIB,
+            "limit_bound": self.limit_bound,
+            "capacity_gib": self.pool.capacity / GIB,
+            "temp_gib": step.memory.temp / GIB,
+            "arguments_gib": step.memory.arguments / GIB,
+            "host_gib": step.memory.host / GIB,
+            "compile_s": step.compile_s,
+            "matmul_flops": self.step.matmul_flops,
+            "pool_gib": self.pool.usable / GIB,
+            "gpu": self.gpu,
+            "n_gpus": self.subject.mesh.n_devices,
+            "run": self.subject.title,
+            "tokens_per_step": self.subject.tokens,
+            "largest_part": self.largest,
+            "parts": {name: _part(measured) for name, measured in self.parts.items()},
+            "arguments": {name: size / GIB for name, size in step.groups.items()},
+            "buffers": [
+                {"gib": b.n_bytes / GIB, "role": b.role, "shape": b.shape, "scope": b.scope, "source": b.source}
+                for b in self.step.buffers[:40]
+            ],
+            "ledger_gib": self.step.planned / GIB,
+            "bytes_moved": {
+                "memory": self.step.hbm,
+                "within_node": self.step.within,
+                "between_nodes": self.step.across,
+            },
+            "collectives": dict(self.step.collectives),
+            "roofline_s": None if fastest is None else {**fastest.terms, "at least": fastest.least},
+            "counted_once": list(self.step.unknown),
+        }
+
+    def _others(self) -> list[int]:
+        return [part.peak for name, part in self.parts.items() if name != STEP] or [0]
+
+
+def _part(measured: Measured) -> dict[str, Any]:
+    memory = measured.memory
+    sizes = {
+        "peak_gib": measured.peak,
+        "temp_gib": memory.temp,
+        "arguments_gib": memory.arguments,
+        "output_gib": memory.output,
+        "alias_gib": memory.alias,
+        "elsewhere_gib": measured.elsewhere,
+        "host_gib": memory.host,
+    }
+    return {
+        **{name: size / GIB for name, size in sizes.items()},
+        "lower_s": measured.lower_s,
+        "compile_s": measured.compile_s,
+    }
+
+
+def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick: bool = False) -> Answer:
+    """Compiles what is not in the cache. ``quick``: the step alone, for the card as it is. ``tell``: hears what is
+    under way."""
+    tell(f"compiling the {STEP}")
+    step = measure(subject, STEP, where, dump=True)
+    tell("counting what the step does")
+    found = _read(subject, step, where)
+    parts: dict[str, Measured] = {}
+    unlimited = None
+    for name in subject.phases:
+        if name == STEP:
+            parts[name] = step
+        elif not quick:
+            tell(f"compiling: {name}")
+            parts[name] = measure(subject, name, where)
+    if not quick:
+        tell(f"compiling the {STEP} for a card without limit")
+        unlimited = measure(subject, STEP, where, limited=False)
+    return Answer(subject, gpu, where.per_node, pool, parts, unlimited, found)
+
+
+def _read(subject: Subject, step: Measured, where: Where) -> Step:
+    def answer() -> dict[str, Any]:
+        kept = ledger(*step.dump)
+        peak, moved, counted = peak_of(kept), traffic(step.dump[-1], where.per_node), subject.flops()
+        return {
+            "buffers": [vars(b) for b in peak.buffers[:N_BUFFERS]],
+            "smaller": sum(b.n_bytes for b in peak.buffers[N_BUFFERS:] if b.role != "host"),
+            "unused": peak.unused,
+            "explained": peak.explained,
+            "planned": kept.planned,
+            "matmul_flops": counted.total,
+            "hbm": moved.hbm,
+            "within": moved.within,
+            "across": moved.across,
+            "collectives": {
+                f"{kind}, {'between' if crosses else 'within'} nodes": (
+                    "across" if crosses else "within",
+                    total.count,
+                    total.within + total.across,
+                )
+                for (kind, crosses), total in moved.by_kind().items()
+            },
+            "unknown": [*moved.unknown, *counted.unknown],
+        }
+
+    question = "\n".join(("what the step does", subject.identity, str(subject.mesh), str(where.per_node), where.card))
+    kept, _ = cached(where.cache, question, answer)
+    return Step(
+        **{
+            **kept,
+            "buffers": tuple(Buffer(**b) for b in kept["buffers"]),
+            "collectives": {name: tuple(values) for name, values in kept["collectives"].items()},
+            "unknown": tuple(kept["unknown"]),
+        }
+    )

@@ -1,0 +1,59 @@
+"""Answers of the compiler kept on disk, so that a question asked before is answered at once."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+"""Whose versions decide what is compiled, besides our own code."""
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/param-decomp/probe``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "param-decomp" / "probe"
+
+
+def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """``answer()``, or what it gave to the same ``question`` before, and whether it was there. It must fit in JSON.
+
+    ``folder``: None keeps nothing. A file that cannot be read is asked for again.
+    """
+    if folder is None:
+        return answer(), False
+    key = hashlib.sha256(f"{_code()}\n{_versions()}\n{question}".encode()).hexdigest()[:32]
+    file = folder / f"{key}.json"
+    try:
+        return json.loads(file.read_text()), True
+    except (OSError, ValueError):
+        found = answer()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(found))
+    partial.replace(file)
+    return found, False
+
+
+@cache
+def _code() -> str:
+    """A digest of everything of ours that may decide what is compiled."""
+    digest = hashlib.sha256()
+    for package in ("param_decomp_jax", "param_decomp_lab"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> str:
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "none"
+
+    return " ".join(f"{package} {of(package)}" for package in PACKAGES)

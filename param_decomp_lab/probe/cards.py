@@ -1,0 +1,45 @@
+"""The GPUs that can be asked about, and how much of their memory a run can use."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import param_decomp_jax.aot
+from param_decomp_jax.aot.topology import memory_of, target_configs
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+
+TABLE = Path(param_decomp_jax.aot.__file__).parent / "gpus" / "cards.csv"
+
+MEM_FRACTION = 0.92
+"""Share of a device's memory that JAX is told to take (``XLA_PYTHON_CLIENT_MEM_FRACTION``; slurm/train.sbatch)."""
+MARGIN_GIB = 5.0
+"""For workspaces of libraries, which XLA's plan does not contain."""
+
+
+def card(name: str) -> str:
+    """XLA's description of a card. UserError for one that is not in the table."""
+    known = target_configs(TABLE.read_text())
+    if name.lower() not in known:
+        raise UserError(f"--gpu {name}: unknown; {nearest(name.lower(), known)}")
+    return known[name.lower()]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Bytes of a device's memory: all of it, and what programs can use."""
+
+    capacity: int
+    usable: int
+
+    @classmethod
+    def of(cls, description: str, fraction: float = MEM_FRACTION, margin_gib: float = MARGIN_GIB) -> "Pool":
+        """Raises UserError unless 0 < ``fraction`` ≤ 1 and something is left."""
+        if not 0 < fraction <= 1:
+            raise UserError(f"--mem-fraction {fraction:g}: should be a share of the device's memory, up to 1")
+        if margin_gib < 0:
+            raise UserError(f"--margin-gib {margin_gib:g}: should not be negative")
+        capacity = memory_of(description)
+        usable = int(capacity * fraction - margin_gib * 2**30)
+        if usable <= 0:
+            raise UserError(f"--margin-gib {margin_gib:g}: nothing is left of {capacity / 2**30:.1f} GiB")
+        return cls(capacity, usable)

@@ -1,0 +1,88 @@
+"""`pd probe`: a configuration, and GPUs to ask about, to an answer."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from param_decomp_jax.mesh import MeshShape
+from param_decomp_lab.config import load_config
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.answer import Answer, Tell, ask
+from param_decomp_lab.probe.cards import Pool, card
+from param_decomp_lab.probe.measure import Where
+from param_decomp_lab.probe.subject import run_subject
+
+
+def probe(
+    path: Path,
+    overrides: Sequence[str],
+    gpu: str,
+    nodes: int | None,
+    per_node: int | None,
+    pool: Pool,
+    cache: Path | None,
+    console: Console,
+    quick: bool,
+) -> Answer:
+    """The answer for the configuration in ``path``. UserError for a question that cannot be asked."""
+    compile_without_gpus()
+    subject = run_subject(load_config(path, overrides))
+    where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)
+    with progress(console) as tell:
+        return ask(subject, gpu.lower(), where, pool, tell, quick)
+
+
+def compile_without_gpus() -> None:
+    """Before JAX starts: with a GPU at hand it would take its memory, and no compiler would answer for another one."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def gpus_of_a_node(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
+    """UserError unless the mesh takes all GPUs of all nodes."""
+    n = mesh.n_devices
+    each = per_node or (8 if nodes is None else max(1, n // nodes))
+    axes = f"mesh: replica {mesh.replica} × fsdp {mesh.fsdp} × tensor {mesh.tensor} are {n} devices"
+    if nodes is None and per_node is None:
+        if n > each and n % each:
+            raise UserError(
+                f"{axes}, which are no whole nodes of {each}; say how many GPUs a node has (--gpus-per-node)"
+            )
+        return min(n, each)
+    there = (nodes or max(1, -(-n // each))) * each
+    if there != n:
+        which = f"{nodes or there // each} node{'s'[: (nodes or 2) > 1]} of {each} GPUs are {there}"
+        fsdp = there // (mesh.replica * mesh.tensor) or 1
+        raise UserError(f"{axes}, but {which}; make them equal, such as with --set mesh.fsdp={fsdp}")
+    return each
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Tell]:
+    """What is under way and for how long; on a terminal one line that goes, elsewhere a line each."""
+    if not console.is_terminal:
+        yield lambda what: console.print(f"{what} …", highlight=False, soft_wrap=True)
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading")
+
+        def tell(what: str) -> None:
+            bar.reset(task, description=what)
+
+        yield tell
+
+
+def write_json(answer: Answer, file: Path) -> None:
+    """Raises UserError where it cannot be written."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(answer.as_json(), indent=1) + "\n")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f"--json {file}: cannot be written ({error.strerror})") from error

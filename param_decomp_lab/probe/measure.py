@@ -1,0 +1,101 @@
+"""One program of a run compiled for GPUs that are not here, as a record that the cache can keep."""
+
+import dataclasses
+import gzip
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from param_decomp_jax.aot.compile import Memory, compile_for
+from param_decomp_jax.aot.topology import UNLIMITED, MissingPlugin, with_memory
+from param_decomp_jax.mesh import MeshShape
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.cache import cached
+from param_decomp_lab.probe.subject import Subject
+
+TEXTS = ("-buffer-assignment", "-live-range", "")
+"""Endings of the dumped files that `aot/buffers.py` reads, before ``.txt``."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program on one device, in bytes and seconds. ``elsewhere``, ``groups``: see `subject.py:Phase`. ``dump``: what
+    XLA says of its buffers and its program, if that was asked for. ``fresh``: compiled just now."""
+
+    memory: Memory
+    elsewhere: int
+    groups: dict[str, int]
+    lower_s: float
+    compile_s: float
+    dump: tuple[str, ...]
+    fresh: bool
+
+    @property
+    def peak(self) -> int:
+        """Of the device's memory, with what lies there beside the program's own arguments."""
+        return self.memory.peak + self.elsewhere
+
+
+@dataclass(frozen=True)
+class Where:
+    """``card``: XLA's description. ``cache``: a folder, None to keep nothing."""
+
+    card: str
+    per_node: int
+    cache: Path | None
+
+    def on(self, shape: MeshShape) -> int:
+        """Nodes that a mesh takes."""
+        return -(-shape.n_devices // self.per_node)
+
+
+def measure(subject: Subject, phase: str, where: Where, limited: bool = True, dump: bool = False) -> Measured:
+    """``phase`` of the subject compiled. ``limited``: for the card as it is, else with memory without end."""
+    card = where.card if limited else with_memory(where.card, UNLIMITED)
+    question = "\n".join((subject.identity, phase, str(subject.mesh), str(where.per_node), card, str(dump)))
+
+    def answer() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def program(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+            made = subject.phases[phase](mesh)
+            found.update(elsewhere=made.elsewhere, groups=dict(made.groups))
+            return made.program.function, made.program.arguments
+
+        with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
+            try:
+                compiled = compile_for(program, subject.mesh, card, folder if dump else "", per_node=where.per_node)
+            except MissingPlugin as error:
+                raise UserError(str(error)) from error
+            texts = [_dumped(Path(folder), ending) for ending in TEXTS] if dump else []
+        return {
+            **found,
+            "memory": dataclasses.asdict(compiled.memory),
+            "lower_s": compiled.lower_s,
+            "compile_s": compiled.compile_s,
+            "dump": [gzip.compress(text.encode(), 3).hex() for text in texts],
+        }
+
+    kept, was_there = cached(where.cache, question, answer)
+    texts = tuple(gzip.decompress(bytes.fromhex(text)).decode() for text in kept["dump"])
+    return Measured(
+        Memory(**kept["memory"]),
+        kept["elsewhere"],
+        kept["groups"],
+        kept["lower_s"],
+        kept["compile_s"],
+        texts,
+        not was_there,
+    )
+
+
+def _dumped(folder: Path, ending: str) -> str:
+    """The largest, should there have been more than one program."""
+    files = sorted(folder.glob(f"*gpu_after_optimizations{ending}.txt"), key=lambda path: path.stat().st_size)
+    return files[-1].read_text()
+
+
+def limit_bound(real: Measured, unlimited: Measured) -> bool:
+    """Whether XLA, seeing the card's memory end, planned something else (see `compile.py:Estimate`)."""
+    return abs(real.peak - unlimited.peak) > 1e-3 * unlimited.peak

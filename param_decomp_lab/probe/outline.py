@@ -1,0 +1,63 @@
+"""A run on devices that need not exist: its outline, from its configuration alone."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.placement import shardings
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_lab.build.built import Outline
+from param_decomp_lab.build.toys import EVAL, TRAIN, toy_source
+from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
+from param_decomp_lab.data.sources import BatchShapes, TokenShapes
+from param_decomp_lab.errors import UserError
+
+
+def known_target(config: RunConfig) -> KnownTarget:
+    """The target's shapes. UserError where neither a file nor a published name tells them."""
+    target = find_target(config)
+    if isinstance(target, UnknownTarget):
+        raise UserError(target.reason)
+    return target
+
+
+def mesh_shape(config: RunConfig) -> MeshShape:
+    m = config.wrapper.mesh
+    return MeshShape(m.replica, m.fsdp, m.tensor)
+
+
+def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
+    """What the programs of the run are compiled from, on ``mesh``."""
+    torch = config.torch
+    held_out = None if torch.eval is None else _batches(config, target, torch.eval.batch_size, EVAL, mesh)
+    return Outline(
+        problem=target.problem,
+        mesh=mesh,
+        weights=_weights(target, mesh),
+        leading=target.leading,
+        train=_batches(config, target, torch.pd.batch_size, TRAIN, mesh),
+        eval=held_out,
+    )
+
+
+def _weights(target: KnownTarget, mesh: Mesh) -> Any:
+    """Shapes of the frozen weights, where a run puts them."""
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, target.dtype),
+        target.weight_shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    places = shardings(mesh, target.problem.target.weight_axes(shapes), shapes)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
+def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, mesh: Mesh) -> BatchShapes:
+    if isinstance(config.torch, LanguageModelFile):
+        return TokenShapes(rows, config.torch.data.max_seq_len, mesh)
+    assert isinstance(config.torch, ToyFile)
+    assert not isinstance(target.architecture, LlamaConfig)
+    return toy_source(config.torch, target.architecture, rows, purpose, mesh)

@@ -1,0 +1,144 @@
+"""An answer on the terminal: tables, and the verdict as the last line."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from param_decomp_jax.aot.buffers import Buffer
+from param_decomp_jax.aot.scopes import stage
+from param_decomp_lab.probe.answer import GIB, Answer
+from param_decomp_lab.probe.subject import STEP
+from param_decomp_lab.report.numbers import duration
+from param_decomp_lab.report.tables import house_table
+
+VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}
+
+
+def show(answer: Answer, console: Console, n_buffers: int = 16) -> None:
+    """The whole answer."""
+    console.print(_overview(answer))
+    console.print("", _parts(answer))
+    console.print(_arguments(answer))
+    console.print(_buffers(answer, n_buffers))
+    console.print(_work(answer))
+    console.print(verdict_line(answer), soft_wrap=True)
+
+
+def verdict_line(answer: Answer) -> Text:
+    """``fits: 14.4 of 159.1 GiB (9 %), most of it in the training step``."""
+    words, style = VERDICTS[answer.verdict]
+    need, usable = answer.peak / GIB, answer.pool.usable / GIB
+    line = Text.assemble((words, style), f": {need:.1f} of {usable:.1f} GiB ({need / usable:.0%}) on each GPU")
+    line.append(f", needed by the {answer.largest}" if len(answer.parts) > 1 else f", the {STEP} alone was asked about")
+    if answer.limit_bound:
+        assert answer.unlimited is not None
+        line.append(f"; limit-bound: {answer.unlimited.peak / GIB:.1f} GiB if XLA saw no limit")
+    return line
+
+
+def _overview(answer: Answer) -> RenderableType:
+    subject, pool = answer.subject, answer.pool
+    n = subject.mesh.n_devices
+    nodes, rest = divmod(n, answer.per_node)
+    gpus = f"{nodes} node{'s'[: nodes > 1]} × {answer.per_node}" if nodes and not rest else f"{n}"
+    rows = {
+        "run": subject.title,
+        **subject.described,
+        "GPUs": f"{gpus} {answer.gpu.upper()} of {pool.capacity / GIB:.1f} GiB, {pool.usable / GIB:.1f} of it to use",
+    }
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    for label, value in rows.items():
+        grid.add_row(label, Text(value))
+    return grid
+
+
+def _parts(answer: Answer) -> RenderableType:
+    columns = ("peak", "temporary", "arguments", "results", "elsewhere", "host", "compiled in")
+    table = house_table(
+        "What each part of the run needs of a GPU (GiB)", ("", "left"), *((c, "right") for c in columns)
+    )
+    for name, part in answer.parts.items():
+        memory = part.memory
+        sizes = part.peak, memory.temp, memory.arguments, memory.output - memory.alias, part.elsewhere, memory.host
+        seconds = duration(part.lower_s + part.compile_s) if part.fresh else "cached"
+        style = "bold" if name == answer.largest and len(answer.parts) > 1 else ""
+        table.add_row(name, *(_gib(size) for size in sizes), seconds, style=style)
+    if answer.unlimited is not None:
+        memory = answer.unlimited.memory
+        sizes = answer.unlimited.peak, memory.temp, memory.arguments, memory.output - memory.alias, 0, memory.host
+        part = answer.unlimited
+        seconds = duration(part.lower_s + part.compile_s) if part.fresh else "cached"
+        table.add_row(f"{STEP}, no limit", *(_gib(size) for size in sizes), seconds, style="dim")
+    return table
+
+
+def _arguments(answer: Answer) -> RenderableType:
+    groups = answer.parts[STEP].groups
+    table = house_table("Arguments of the step (GiB on each GPU)", ("", "left"), ("", "right"))
+    for name, size in groups.items():
+        table.add_row(name, _gib(size))
+    return table
+
+
+def _buffers(answer: Answer, most: int) -> RenderableType:
+    """Alike ones, of one shape and scope, on one line."""
+    step = answer.step
+    table = house_table(
+        "Alive at the peak of the step (GiB)",
+        ("", "right"),
+        ("", "left"),
+        ("shape on a GPU", "left"),
+        ("in the code", "wrap"),
+    )
+    groups = _alike(b for b in step.buffers if b.role != "host")
+    for group in groups[:most]:
+        b, times = group[0], f"{len(group)} × " if len(group) > 1 else ""
+        where = stage(b.scope, 3) or b.instruction
+        table.add_row(_gib(sum(x.n_bytes for x in group)), b.role, f"{times}{b.shape}", f"{where}  {b.source}".strip())
+    rest = sum(x.n_bytes for group in groups[most:] for x in group) + step.smaller
+    table.add_section()
+    table.add_row(_gib(rest), "", "", "in smaller buffers")
+    table.add_row(_gib(step.unused), "", "", "between buffers, unused at this moment")
+    table.add_row(_gib(step.planned), "", "", f"altogether; XLA says {_gib(answer.parts[STEP].memory.peak)}")
+    return table
+
+
+def _alike(buffers: Iterable[Buffer]) -> list[list[Buffer]]:
+    groups: dict[tuple[str, ...], list[Buffer]] = {}
+    for b in buffers:
+        groups.setdefault((b.role, b.shape, b.scope, b.source), []).append(b)
+    return sorted(groups.values(), key=lambda group: -sum(b.n_bytes for b in group))
+
+
+def _work(answer: Answer) -> RenderableType:
+    step, fastest = answer.step, answer.roofline
+    n = answer.subject.mesh.n_devices
+    table = house_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at full rate", "right"))
+    terms = dict(fastest.terms) if fastest is not None else {}
+
+    def seconds(name: str) -> str:
+        return f"{1000 * terms[name]:,.1f} ms" if name in terms else ""
+
+    table.add_row("matrix products", f"{step.matmul_flops / n / 1e12:,.1f} TFLOP", seconds("arithmetic"))
+    table.add_row("own memory, read and written", f"{step.hbm / GIB:,.1f} GiB", seconds("memory"))
+    table.add_row("sent within the node", f"{step.within / GIB:,.2f} GiB", seconds("node links"))
+    table.add_row("sent between nodes", f"{step.across / GIB:,.2f} GiB", seconds("network"))
+    lines: list[RenderableType] = [table]
+    if fastest is not None:
+        speed = answer.subject.tokens / fastest.least / n
+        lines.append(
+            Text(
+                f"at least {1000 * fastest.least:,.0f} ms a step, bound by {fastest.bound_by} "
+                f"({speed:,.0f} tokens/s on each GPU); {1000 * fastest.one_by_one:,.0f} ms if nothing overlaps"
+            )
+        )
+    lines += [Text(f"counted once, not knowing how often: {line}", style="dim") for line in step.unknown]
+    return Group(*lines, "")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}"

@@ -1,0 +1,184 @@
+"""What a probe asks about: the parts of a run, each a program to be compiled for a mesh."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from param_decomp_jax.aot.compile import device_bytes
+from param_decomp_jax.aot.flops import Flops, matmul_flops
+from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.state import State, init_state
+from param_decomp_jax.step import training_step
+from param_decomp_lab.build.built import Outline
+from param_decomp_lab.check.target import KnownTarget
+from param_decomp_lab.check.words import of_architecture, of_memory
+from param_decomp_lab.checkpoints import copy_program
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
+from param_decomp_lab.programs import Program, init_program, state_shapes, steps_program, warmup_program
+
+STEP = "training step"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run on one mesh.
+
+    ``elsewhere``: bytes of one device that are taken meanwhile and are no arguments of the program. ``groups``: bytes
+    of one device by what the arguments are.
+    """
+
+    program: Program
+    elsewhere: int
+    groups: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``identity``: a text that differs where another program would be compiled. ``tokens``: of a step. ``phases``: in
+    the order of a run, `STEP` among them. ``flops``: counts the products of a step. ``described``: for people."""
+
+    title: str
+    described: Mapping[str, str]
+    identity: str
+    mesh: MeshShape
+    tokens: int
+    compute_dtype: str
+    phases: Mapping[str, Callable[[Mesh], Phase]]
+    flops: Callable[[], Flops]
+
+
+def run_subject(config: RunConfig) -> Subject:
+    """A decomposition. UserError where its target's shapes are not known."""
+    target = known_target(config)
+    spec = target.problem.decomposition
+    phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
+    if spec.warmup.steps:
+        phases["faithfulness warm-up"] = partial(_warming_up, config, target)
+    phases[STEP] = partial(_stepping, config, target)
+    if config.torch.eval is not None:
+        phases["evaluation"] = partial(_evaluating, config, target, "evaluation")
+        phases["figures"] = partial(_evaluating, config, target, "figures")
+    phases["restore"] = partial(_restoring, config, target)
+    return Subject(
+        title=config.wrapper.run_name,
+        described=_described(config, target),
+        identity=_identity(config, target),
+        mesh=mesh_shape(config),
+        tokens=prod(target.leading),
+        compute_dtype=spec.compute_dtype,
+        phases=phases,
+        flops=partial(_flops, config, target),
+    )
+
+
+def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
+    wrapper, spec, sites = config.wrapper, target.problem.decomposition, target.problem.target.sites
+    Cs = sorted({site.C for site in sites.all})
+    C = f"C {Cs[0]:,}" if len(Cs) == 1 else f"C {Cs[0]:,} to {Cs[-1]:,}"
+    axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1) or "one device"
+    return {
+        "target": of_architecture(target.architecture),
+        "sites": f"{len(sites)}, {C}",
+        "batch": " × ".join(f"{size:,}" for size in target.leading),
+        "mesh": axes,
+        "memory": of_memory(wrapper.memory.preset or "", spec.memory),
+    }
+
+
+_NO_PROGRAM = {
+    "wrapper": ("torch_config", "run_name", "run_id", "out_dir", "wandb_group", "wandb_tags", "milestones", "target"),
+    "torch": ("wandb", "cadence", "target"),
+}
+"""Parts of a configuration that no program depends on; of the target its shapes count."""
+
+
+def _identity(config: RunConfig, target: KnownTarget) -> str:
+    parts: dict[str, Any] = {
+        "wrapper": config.wrapper.model_dump(mode="json"),
+        "torch": config.torch.model_dump(mode="json"),
+    }
+    for part, keys in _NO_PROGRAM.items():
+        for key in keys:
+            parts[part].pop(key, None)
+    return json.dumps({**parts, "target": repr(target.architecture), "dtype": str(target.dtype)}, sort_keys=True)
+
+
+# ---- the parts of a run ----
+
+
+def _making(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    return Phase(init_program(outline), device_bytes(outline.weights), {})
+
+
+def _warming_up(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    state = state_shapes(outline)
+    return Phase(warmup_program(outline), device_bytes(state) - device_bytes(state.components), {})
+
+
+def _stepping(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    program = steps_program(outline, config.wrapper.steps_per_dispatch)
+    state, weights, inputs, _ = program.arguments
+    return Phase(program, 0, _groups(state, weights, inputs))
+
+
+def _evaluating(config: RunConfig, target: KnownTarget, which: str, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    assert outline.eval is not None
+    state = state_shapes(outline)
+    evaluation = Evaluation(config, outline.problem, _no_data, mesh)
+    program = evaluation.programs(state, outline.weights, outline.eval.batch())[which]
+    return Phase(program, device_bytes(state) - device_bytes((state.components, state.ci)), {})
+
+
+def _no_data(number: int) -> Any:
+    raise AssertionError("a probe evaluates nothing")
+
+
+def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    """One array after the other is copied; the largest one counts."""
+    outline = outline_on(config, target, mesh)
+    state = state_shapes(outline)
+    largest = max(jax.tree.leaves(state), key=device_bytes)
+    program = Program(copy_program(largest), (largest,))
+    return Phase(program, device_bytes((state, outline.weights)) - device_bytes(largest), {})
+
+
+def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
+    """Bytes of one device by what a step is given."""
+    of_sources = [(a.mean, a.square) for a in state.adversaries.values()]
+    groups = {
+        "target": weights,
+        "components V, U": state.components,
+        "moments of V, U": state.components_moments,
+        "CI function": state.ci,
+        "moments of the CI function": state.ci_moments,
+        "sources": [a.raw for a in state.adversaries.values()],
+        "moments of the sources": of_sources,
+        "batch": inputs,
+    }
+    return {name: device_bytes(part) for name, part in groups.items() if jax.tree.leaves(part)}
+
+
+def _flops(config: RunConfig, target: KnownTarget) -> Flops:
+    """Traced with no mesh in force: the same arithmetic, as far as it is not in a `shard_map`."""
+    outline = outline_on(config, target, make_mesh(MeshShape()))
+    spec, sites = target.problem.decomposition, target.problem.target.sites
+    state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
+    step = partial(training_step, target.problem)
+    return matmul_flops(jax.make_jaxpr(step)(state, outline.weights, outline.train.batch()))
+
+
+def outline_for(config: RunConfig, mesh: Mesh) -> Outline:
+    """The outline that a probe of ``config`` compiles on ``mesh``."""
+    return outline_on(config, known_target(config), mesh)
