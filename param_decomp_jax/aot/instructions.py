@@ -3,11 +3,11 @@
 import re
 from collections import deque
 
+from param_decomp_jax.aot.hlo import COMPUTATION, INSTRUCTION, instruction
+
 _FAR = 64
 """Instructions to look through for an origin."""
 
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(")
 _HEADING = re.compile(r"^[A-Z]\w+$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MADE_UP = re.compile(r"^[a-z][a-z_-]*(\.\d+)+$")
@@ -15,7 +15,6 @@ _MADE_UP = re.compile(r"^[a-z][a-z_-]*(\.\d+)+$")
 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([^\s,}]+)")
-_NAMED = re.compile(r"%([^\s,(){}]+)")
 _TABLES = {
     "FileNames": re.compile(r'^(\d+) "(.*)"$'),
     "FileLocations": re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
@@ -36,7 +35,7 @@ class Instructions:
         computation = heading = ""
         entry = False
         for line in program.splitlines():
-            if found := _INSTRUCTION.match(line):
+            if found := INSTRUCTION.match(line):
                 root, name, definition = found.groups()
                 self._definition.setdefault(name, definition)
                 if root:
@@ -47,7 +46,7 @@ class Instructions:
                 heading = line
             elif heading in _TABLES and (row := _TABLES[heading].match(line)):
                 self._tables[heading][row[1]] = row.groups()[1:]
-            elif found := _COMPUTATION.match(line):
+            elif found := COMPUTATION.match(line):
                 entry, computation, heading = found[1] is not None, found[2], ""
         if not self._definition:
             raise ValueError("not the text of a program: no instruction in it")
@@ -76,7 +75,7 @@ class Instructions:
                 return scope[1].replace("\\'", "'"), self._source(definition)
             called = [self._root_of[c] for c in _CALLED.findall(definition) if c in self._root_of]
             # What follows the operands (a loop's body, control dependencies) is no origin.
-            read = _NAMED.findall(definition.partition("), ")[0])
+            read = instruction(looked_at, definition).operands if definition else ()
             for other in (*called, *read):
                 if other not in seen:
                     seen.add(other)

@@ -69,7 +69,7 @@ def trip_count(eqn: JaxprEqn, known: Known) -> int | None:
             continue
         start, step = starts[place[counter]], _step(body, *carried[place[counter]], steps)
         if start is not None and step is not None:
-            return _rounds(relation, start, limit, step)
+            return rounds(relation, start, limit, step)
     return None
 
 
@@ -96,8 +96,9 @@ def _step(body: Any, before: Any, after: Any, constants: Known) -> int | None:
             return None
 
 
-def _rounds(relation: str, start: int, limit: int, step: int) -> int | None:
-    """Length of the counter's walk; None if it would never end."""
+def rounds(relation: str, start: int, limit: int, step: int) -> int | None:
+    """How often a loop goes round whose counter walks from ``start`` in steps of ``step`` while it is, by ``relation``
+    (lt, le, gt, ge), on its side of ``limit``; None if it would never end."""
     if step == 0 or (relation in ("lt", "le")) != (step > 0):
         return None
     return len(range(start, limit + {"lt": 0, "le": 1, "gt": 0, "ge": -1}[relation], step))

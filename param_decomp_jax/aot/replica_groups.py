@@ -1,0 +1,85 @@
+"""Which devices talk to each other in a collective operation, from its attributes in a program's text."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+_GROUPS = re.compile(r"\breplica_groups=(.*)")
+_LISTED = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[((?:'[^']*'=\d+,?)*)\](?:, ?device_ids=\(((?:[^()]|\([\d,]*\))*)\))? ?\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_PART = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_PAIRS = re.compile(r"\bsource_target_pairs=(\{(?:\{[\d,]*\},?)*\})")
+
+_Ids = np.ndarray[tuple[Any, ...], np.dtype[Any]]
+Groups = tuple[tuple[int, ...], ...]
+
+
+def replica_groups(attributes: str, n_devices: int) -> Groups:
+    """The devices of each group, in the order of the program's devices; one group of all where none is named.
+
+    XLA has three ways of writing it: ``{{0,1},{2,3}}``; ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, the numbers from 0
+    in an array, transposed, cut into rows; ``mesh['a'=2,'b'=2] {'b'}``, along axes of a mesh or parts of axes
+    (``'b':(2)4`` is the factor 4 that comes after a factor 2). Raises ValueError at another.
+    """
+    found = _GROUPS.search(attributes)
+    if found is None:
+        return (tuple(range(n_devices)),)
+    written = found[1]
+    if iota := _IOTA.match(written):
+        return _rows(_iota(iota).reshape(_numbers(iota[1])))
+    if listed := _LISTED.match(written):
+        return _listed(listed[0]) or (tuple(range(n_devices)),)
+    if mesh := _MESH.match(written):
+        return _along(mesh)
+    raise ValueError(f"no groups of devices: {written[:100]}")
+
+
+def source_target_pairs(attributes: str) -> Groups:
+    """Who sends to whom in a permutation; empty if nothing is said."""
+    found = _PAIRS.search(attributes)
+    return _listed(found[1]) if found else ()
+
+
+def _listed(written: str) -> Groups:
+    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", written))
+
+
+def _along(mesh: re.Match[str]) -> Groups:
+    sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+    ids = _ids(mesh[2] or "", int(np.prod(list(sizes.values()))))
+    # Every axis as its factors before, in and after the part that is meant.
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in _PART.findall(mesh[3])}
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size in sizes.items():
+        before, part = parts.get(name, (1, 1))
+        part = part or size
+        if name in parts:
+            inside.append(len(shape) + 1)
+        shape += [before, part, size // (before * part)]
+    ids = np.moveaxis(ids.reshape(shape), inside, range(-len(inside), 0))
+    return _rows(ids.reshape(-1, int(np.prod([shape[i] for i in inside]))))
+
+
+def _ids(written: str, n: int) -> _Ids:
+    """A mesh's devices; where it does not name them, in order."""
+    iota = _IOTA.search(written)
+    listed = np.array(_numbers(re.sub(r"[^\d,]", "", written)), int) if written else np.arange(n)
+    return _iota(iota) if iota else listed
+
+
+def _iota(found: re.Match[str]) -> _Ids:
+    """The array behind ``<=`` after its transposition, flat."""
+    shape = _numbers(found[2])
+    return np.arange(int(np.prod(shape))).reshape(shape).transpose(_numbers(found[3]) if found[3] else None).ravel()
+
+
+def _numbers(written: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in written.split(",") if n)
+
+
+def _rows(ids: _Ids) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in ids)

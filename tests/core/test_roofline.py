@@ -1,0 +1,30 @@
+"""A lower bound of a step's time, and the cards' rates."""
+
+from pathlib import Path
+
+import pytest
+
+from param_decomp_jax.aot.roofline import Rates, Work, card_rates, roofline
+
+CARDS = (Path(__file__).parents[2] / "param_decomp_jax/aot/gpus/cards.csv").read_text()
+RATES = Rates(bf16_flops=100.0, tf32_flops=50.0, fp32_flops=10.0, memory=1000.0, node_link=20.0, network=5.0)
+
+
+def test_the_longest_term_bounds() -> None:
+    found = roofline(Work({"bf16": 300, "tf32": 100, "fp32": 10}, memory=2000, within=80, across=15), RATES)
+    assert found.terms == {"arithmetic": 3 + 2 + 1, "memory": 2, "node links": 4, "network": 3}
+    assert (found.least, found.one_by_one, found.bound_by) == (6, 15, "arithmetic")
+    assert roofline(Work({}, memory=2000, within=80, across=15), RATES).bound_by == "node links"
+    assert roofline(Work({}, memory=2000, within=0, across=15), RATES).bound_by == "network"
+    assert roofline(Work({}, memory=2000, within=0, across=0), RATES).bound_by == "memory"
+
+
+def test_every_card_has_rates() -> None:
+    rates = card_rates(CARDS)
+    assert set(rates) == {"b200", "h200", "h100", "a100_80", "a6000", "a5000"}
+    assert rates["h100"].bf16_flops == 989e12
+    assert rates["h100"].memory == 3352320000000
+    for of in rates.values():
+        assert of.bf16_flops > of.tf32_flops > of.fp32_flops
+        assert of.memory > of.node_link >= of.network
+        assert of.flops("tf32") == pytest.approx(of.bf16_flops / 2, rel=0.01)
