@@ -92,13 +92,26 @@ class Checkpoints:
         state = unflatten(
             template, {name: leaf for item in ("learned", "training") for name, leaf in restored[item].items()}
         )
-        # Restored buffers may belong to orbax and then donation silently copies; fresh ones are ours.
-        shardings = jax.tree.map(lambda x: x.sharding, template)
-        copied: State = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=shardings)(state)
-        return copied
+        owned: State = jax.tree.map(own, state)
+        return owned
 
     def close(self) -> None:
         self._manager.close()
+
+
+def own(restored: jax.Array) -> jax.Array:
+    """A restored array in a buffer of ours, where it lies; the buffer it came in, which may be the reader's, is let go.
+
+    Donating a buffer of the reader's would copy in silence. One array after the other: never the whole state twice.
+    """
+    copied: jax.Array = copy_program(restored)(restored).block_until_ready()
+    restored.delete()
+    return copied
+
+
+def copy_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    """What `own` runs, from `jax.jit`."""
+    return jax.jit(jnp.copy, out_shardings=array.sharding)
 
 
 class _Milestones(preservation_policy.PreservationPolicy):

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.placement import moments_shardings, state_shardings
-from param_decomp_jax.program import metric_names, training_steps
-from param_decomp_jax.state import State, init_state
-from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.program import metric_names
+from param_decomp_jax.state import State
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints
@@ -32,6 +28,13 @@ from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.processes import ALONE, Processes
+from param_decomp_lab.programs import (
+    init_program,
+    state_shapes,
+    steps_program,
+    warmup_moments_program,
+    warmup_program,
+)
 from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken, refuse_unseen
@@ -110,6 +113,7 @@ def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
 class _Run:
     def __init__(self, config: RunConfig, built: Built, folder: Path, console: Console, processes: Processes) -> None:
         self.config, self.built, self.folder, self.console = config, built, folder, console
+        self.outline = built.outline
         self.processes = processes
         self.spec = built.problem.decomposition
         self.stop = StopSignal(processes)
@@ -146,16 +150,8 @@ class _Run:
 
     # --- the state a run starts from ---
 
-    def _template(self) -> State:
-        """Shapes and shardings of the state, without building it."""
-        shapes = jax.eval_shape(partial(init_state, self.spec, self.built.problem.target.sites, self.built.leading))
-        placed = state_shardings(self.built.mesh, self.spec, shapes)
-        template: State = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed)
-        return template
-
     def _initial(self) -> State:
-        init = partial(init_state, self.spec, self.built.problem.target.sites, self.built.leading)
-        state: State = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, self._template()))()
+        state: State = init_program(self.outline).function()
         return state
 
     def _restored(self) -> State:
@@ -167,7 +163,7 @@ class _Run:
         made_with = RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(steps[-1]), at), at)
         _refuse_change(self.folder, made_with, self.config)
         self.console.print(f"resuming {self.folder} at step {steps[-1]} of {self.spec.steps}", soft_wrap=True)
-        return self.checkpoints.restore(steps[-1], self._template())
+        return self.checkpoints.restore(steps[-1], state_shapes(self.outline))
 
     def _warmed_up(self, state: State) -> State:
         """T3, in dispatches of a few steps each. Told to stop, it leaves without saving: half a warm-up is no start."""
@@ -175,22 +171,14 @@ class _Run:
         if total == 0:
             return state
         components, loss = state.components, jnp.zeros(())
-        # Placed alike from the first dispatch on: else the second one is another program to compile.
-        optimizer = warmup_transformation(self.built.problem)
-        placed = jax.tree.map(lambda x: x.sharding, components)
-        of_moments = moments_shardings(self.built.mesh, optimizer, components)
-        moments = jax.jit(optimizer.init, out_shardings=of_moments)(components)
-        steps = jax.jit(
-            partial(_warmup_steps, self.built.problem),
-            donate_argnums=(0, 1),
-            out_shardings=(placed, of_moments, whole(self.built.mesh)),
-        )
+        moments = warmup_moments_program(self.outline).function(components)
+        steps = warmup_program(self.outline).function
         with Terminal(self.console, "faithfulness warm-up", total) as bar:
             for done in range(0, total, WARMUP_CHUNK):
                 if self.stop():
                     raise Preempted("stopped in the faithfulness warm-up; nothing was saved")
                 n = min(WARMUP_CHUNK, total - done)
-                components, moments, loss = steps(components, moments, self.built.weights, n)
+                components, moments, loss = steps(components, moments, self.built.weights, np.int32(n))
                 bar.advance(done + n)
                 bar.show(f"faithfulness {float(loss):.3g}")
         if not np.isfinite(float(loss)):
@@ -204,7 +192,7 @@ class _Run:
         names: list[str] = []
         if first < total:
             started = time.monotonic()
-            dispatch, names = compile_steps(self.built, state, self.at_once)
+            dispatch, names = compile_steps(self.built, self.at_once)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
         tokens, devices = prod(self.built.leading), self.built.mesh.size
         self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
@@ -293,30 +281,14 @@ class _Run:
         self.console.print(f"run folder {self.folder}\nreport     {report}", soft_wrap=True)
 
 
-def compile_steps(built: Built, state: State, size: int) -> tuple[Any, list[str]]:
+def compile_steps(built: Built, size: int) -> tuple[Any, list[str]]:
     """The compiled, donated program ``(state, weights, inputs, n) -> (state, rows of metrics)``, and their names.
 
     It takes up to ``size`` steps; ``inputs`` are those of ``built.train``.
     """
-    names = metric_names(built.problem, state, built.weights, built.batch)
-    steps = partial(training_steps, built.problem, built.train.batch_of, size)
-    outputs = (jax.tree.map(lambda x: x.sharding, state), whole(built.mesh))
-    memory = built.problem.decomposition.memory
-    jitted = jax.jit(
-        steps,
-        donate_argnums=(0,) if memory.donate else (),
-        out_shardings=outputs,
-        compiler_options=memory.compiler_options,
-    )
-    inputs = built.train.inputs(0, 1, size)
-    return jitted.lower(state, built.weights, inputs, np.int32(1)).compile(), names
-
-
-def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any, n: Any) -> tuple[Any, Any, Any]:
-    def one(_: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        return warmup_step(problem, carry[0], carry[1], weights)
-
-    return jax.lax.fori_loop(0, n, one, (components, moments, jnp.zeros(())))
+    outline = built.outline
+    names = metric_names(outline.problem, state_shapes(outline), outline.weights, outline.train.batch())
+    return steps_program(outline, size).lower().compile(), names
 
 
 def _with_components(state: State, components: Any) -> State:

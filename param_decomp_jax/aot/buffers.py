@@ -1,27 +1,21 @@
-"""The buffers that are alive when a compiled program needs most, from the texts that XLA dumps beside it.
+"""The buffers of a compiled program, when each is there, and which are there when it needs most.
 
 Three files of a dump (`compile.py:compile_for`) matter, those of the last stage: ``*gpu_after_optimizations`` followed
-by ``-buffer-assignment.txt`` (where every value lies, and how large it is), ``-live-range.txt`` (when) and ``.txt``
-(the program: what it is).
+by ``-buffer-assignment.txt``, ``-live-range.txt`` (for both see `assignment.py`) and ``.txt`` (the program).
 """
 
-import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from param_decomp_jax.aot.assignment import Place, Role, Schedule, Value, allocations, schedule
 from param_decomp_jax.aot.instructions import Instructions
 
 GIB = 2**30
 
-Role = Literal["argument", "output", "constant", "temp", "host"]
-"""``host``: whatever lies in the host's memory; the others are on the device."""
-
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that is taken at the peak, of one device or by it in its host.
+    """Memory that is taken at some time, of one device or by it in its host.
 
     ``shape``: as XLA writes it, ``f32[9,4096,768]``, of the local part. ``scope``: where in the code the value comes
     from, by `jax.named_scope` and transformation; of an argument its name. ``source``: file and line.
@@ -33,6 +27,40 @@ class Buffer:
     instruction: str
     scope: str
     source: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A temporary buffer from instruction ``first`` to ``last`` of the schedule, both included."""
+
+    first: int
+    last: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Who holds which memory when.
+
+    ``fixed``: arguments, results and constants, which are there from beginning to end. ``spans``: the temporaries, each
+    place of them at any time in at most one span. ``temp``: bytes set aside for these. ``schedule``: the scope of each
+    instruction, in the order in which they run; of a loop each once.
+    """
+
+    fixed: tuple[Buffer, ...]
+    spans: tuple[Span, ...]
+    temp: int
+    schedule: tuple[str, ...]
+
+    @property
+    def base(self) -> int:
+        """Bytes on the device from beginning to end."""
+        return sum(b.n_bytes for b in self.fixed if b.role != "host")
+
+    @property
+    def planned(self) -> int:
+        """Bytes on the device altogether: XLA's plan, which `compile.py:Memory.peak` says without its constants."""
+        return self.base + self.temp
 
 
 @dataclass(frozen=True)
@@ -52,37 +80,49 @@ class Peak:
         return sum(b.n_bytes for b in self.buffers if b.scope) / max(1, sum(b.n_bytes for b in self.buffers))
 
 
-def live_at_peak(assignment: str, live_ranges: str, program: str) -> Peak:
-    """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
-    the second text, leaves out what an all-gather has under way and what loops carry.
+def ledger(assignment: str, live_ranges: str, program: str) -> Ledger:
+    """Everything that the three texts say together.
 
-    Raises ValueError where the texts are not of XLA's form, or not of one program.
+    Raises ValueError where they are not of XLA's form, or not of one program.
     """
-    allocations = list(_allocations(assignment))
-    found = _RANGE.findall(live_ranges)
-    ranges = {(name, index): (int(first), int(last)) for name, index, first, last in found}
-    temporary = [value for a in allocations if a.role == "temp" for value in a.values]
-    missing = [value.name for value in temporary if value.key not in ranges]
-    if not ranges or missing:
-        raise ValueError(f"not the dump of one program: no live range for {missing[:3] or 'anything'}")
-    moment = _busiest([(value.place, *ranges[value.key]) for value in temporary])
-    instructions = Instructions(program)
-
-    buffers, taken = [], 0
-    for allocation in allocations:
-        if allocation.role != "temp":
+    instructions, times = Instructions(program), schedule(live_ranges)
+    fixed: list[Buffer] = []
+    spans: list[Span] = []
+    temp = 0
+    for allocation in allocations(assignment):
+        if allocation.role == "temp":
+            temp += allocation.size
+            spans += _spans(allocation.values, times, instructions)
+        elif allocation.values:
             own = sorted(allocation.values, key=lambda v: not instructions.is_argument(v.name))
-            buffers += [_buffer(allocation.role, allocation.size, own, instructions)] if own else []
-            continue
-        for (_, _, size), values in _by_place(allocation.values).items():
-            spans = [(v, *ranges[v.key]) for v in values]
-            if any(first <= moment <= last for _, first, last in spans):
-                # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
-                nearest = sorted(spans, key=lambda s: (s[0].phi, s[1] > moment, abs(moment - s[1])))
-                buffers.append(_buffer("temp", size, [v for v, _, _ in nearest], instructions))
-                taken += size
-    temp = sum(a.size for a in allocations if a.role == "temp")
-    return Peak(tuple(sorted(buffers, key=lambda b: -b.n_bytes)), temp, temp - taken)
+            fixed.append(_buffer(allocation.role, allocation.size, own, instructions))
+    scopes = tuple(instructions.origin(name)[0] for name in times.sequence)
+    return Ledger(tuple(fixed), tuple(spans), temp, scopes)
+
+
+def busiest(spans: Sequence[Span]) -> int:
+    """The first moment at which most bytes are taken."""
+    events = [(s.first, s.buffer.n_bytes) for s in spans] + [(s.last + 1, -s.buffer.n_bytes) for s in spans]
+    taken, most, moment = 0, -1, 0
+    for time, change in sorted(events):
+        taken += change
+        if taken > most:
+            most, moment = taken, time
+    return moment
+
+
+def peak_of(ledger: Ledger) -> Peak:
+    """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
+    its live ranges, leaves out what an all-gather has under way and what loops carry."""
+    moment = busiest(ledger.spans)
+    temporary = [s.buffer for s in ledger.spans if s.first <= moment <= s.last]
+    buffers = sorted([*ledger.fixed, *temporary], key=lambda b: -b.n_bytes)
+    return Peak(tuple(buffers), ledger.temp, ledger.temp - sum(b.n_bytes for b in temporary))
+
+
+def live_at_peak(assignment: str, live_ranges: str, program: str) -> Peak:
+    """`peak_of` what the texts say (see `ledger`)."""
+    return peak_of(ledger(assignment, live_ranges, program))
 
 
 def table(peak: Peak, rows: int = 40) -> str:
@@ -105,99 +145,40 @@ def _line(group: list[Buffer]) -> str:
     return f"{total:9.3f} GiB  {b.role:8}  {times}{b.shape}  {b.scope or b.instruction}  {b.source}".rstrip()
 
 
-# ---- XLA's texts ----
+# ---- from values to buffers ----
 
-_Place = tuple[int, int, int]
-"""Number of an allocation, offset and size in it."""
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value of the program: an instruction's result, or the part of it that ``index`` says. ``phi``: a loop's name
-    for what it carries."""
-
-    name: str
-    index: str
-    phi: bool
-    place: _Place
-    shape: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.name, self.index
+_Lived = tuple[Value, int, int]
 
 
-@dataclass(frozen=True)
-class _Allocation:
-    size: int
-    role: Role
-    values: list[_Value]
+def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions) -> Iterator[Span]:
+    """What lies in each place, one after the other. Values that share a place (a loop's carry, an update of it) count
+    once; a new span begins where something is computed into the place."""
+    places: dict[Place, list[_Lived]] = {}
+    for value, (first, last) in zip(values, times.of(values), strict=True):
+        places.setdefault(value.place, []).append((value, first, last))
+    for (_, _, n_bytes), lived in places.items():
+        computed = {first for v, first, _ in lived if not v.phi}
+        for first, last in _together([(first, last) for _, first, last in lived]):
+            starts = sorted({first, *(c for c in computed if first < c <= last)})
+            for start, end in zip(starts, [*(s - 1 for s in starts[1:]), last], strict=True):
+                # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
+                nearest = sorted(lived, key=lambda s: (s[0].phi, s[1] > start, abs(start - s[1])))
+                yield Span(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
 
 
-_ON_THE_HOST = "color 5, "
-"""XLA's number for pinned host memory, before the rest of an allocation's description."""
-
-_ALLOCATION = re.compile(r"allocation (\d+): size (\d+), (.*):$")
-_VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
-_RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
-
-
-def _allocations(assignment: str) -> Iterator[_Allocation]:
-    """All but what lives in registers."""
-    number = -1
-    values: list[_Value] = []
-    for line in assignment.splitlines():
-        if head := _ALLOCATION.match(line):
-            number, values = int(head[1]), []
-            if (role := _role(head[3])) is not None:
-                yield _Allocation(int(head[2]), role, values)
-        elif line.startswith(" value: "):
-            value = _VALUE.match(line)
-            if value is None:
-                raise ValueError(f"not a value of a buffer assignment: {line}")
-            name, index, phi, size, offset, shape = value.groups()
-            place = number, int(offset), int(size)
-            shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
-            values.append(_Value(name, index or "{}", phi is not None, place, shape))
+def _together(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of intervals, as intervals that do not meet."""
+    union: list[tuple[int, int]] = []
+    for first, last in sorted(intervals):
+        if union and first <= union[-1][1]:
+            union[-1] = union[-1][0], max(last, union[-1][1])
+        else:
+            union.append((first, last))
+    return union
 
 
-def _role(description: str) -> Role | None:
-    if "thread-local" in description:
-        return None
-    if description.startswith(_ON_THE_HOST):
-        return "host"
-    if description.startswith("parameter"):
-        return "argument"
-    if "preallocated-temp" in description:
-        return "temp"
-    return "constant" if description.startswith("constant") else "output"
-
-
-def _busiest(spans: Sequence[tuple[_Place, int, int]]) -> int:
-    """The moment at which most bytes are taken; values in one place (a loop's carry, an update of it) count once."""
-    events = sorted(
-        [(first, 1, place) for place, first, _ in spans] + [(last + 1, 0, place) for place, _, last in spans]
-    )
-    users: Counter[_Place] = Counter()
-    taken, most, moment = 0, -1, 0
-    for time, comes, place in events:
-        users[place] += 1 if comes else -1
-        if users[place] == comes:
-            taken += place[2] if comes else -place[2]
-        if taken > most:
-            most, moment = taken, time
-    return moment
-
-
-def _by_place(values: Sequence[_Value]) -> dict[_Place, list[_Value]]:
-    places: dict[_Place, list[_Value]] = {}
-    for value in values:
-        places.setdefault(value.place, []).append(value)
-    return places
-
-
-def _buffer(role: Role, n_bytes: int, values: Sequence[_Value], instructions: Instructions) -> Buffer:
+def _buffer(role: Role, n_bytes: int, values: Sequence[Value], instructions: Instructions) -> Buffer:
     """Named by the first of its values whose origin is known."""
-    origins = [(v, instructions.origin(v.name)) for v in values]
-    value, (scope, source) = next(((v, origin) for v, origin in origins if origin[0]), origins[0])
+    origins = ((v, instructions.origin(v.name)) for v in values)
+    value, (scope, source) = next((found for found in origins if found[1][0]), (values[0], ("", "")))
     return Buffer(n_bytes, role, value.shape, value.name, scope, source)

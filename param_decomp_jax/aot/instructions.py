@@ -32,6 +32,7 @@ class Instructions:
         self._definition: dict[str, str] = {}
         self._root_of: dict[str, str] = {}
         self._arguments: set[str] = set()
+        self._origin: dict[str, tuple[str, str]] = {}
         self._tables: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _TABLES}
         computation = heading = ""
         entry = False
@@ -67,6 +68,11 @@ class Instructions:
         What the compiler put in without saying why (a copy, a collective's start, gradients laid end to end for one
         all-reduce) has the origin of the nearest thing that it calls or reads.
         """
+        if name not in self._origin:
+            self._origin[name] = self._find_origin(name)
+        return self._origin[name]
+
+    def _find_origin(self, name: str) -> tuple[str, str]:
         nearest, seen = deque([name]), {name}
         while nearest and len(seen) < _FAR:
             looked_at = nearest.popleft()

@@ -1,12 +1,10 @@
 """What a run works with, and the parts of it that do not depend on the kind of target."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.sites import Sites
@@ -16,27 +14,48 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.metric_schema import CI_L0
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.config.torch_schema import EvalConfig
-from param_decomp_lab.data.sources import BatchSource
+from param_decomp_lab.data.sources import BatchShapes, BatchSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a run's programs are compiled from: no array, no data.
+
+    ``weights``: shapes with shardings. ``train``, ``eval``: their batches; eval is None without one. ``leading``:
+    leading axes of a training batch, those of an activation.
+    """
+
+    problem: Problem
+    mesh: Mesh
+    weights: Any
+    leading: tuple[int, ...]
+    train: BatchShapes
+    eval: BatchShapes | None
 
 
 @dataclass(frozen=True)
 class Built:
     """``train``, ``eval``: the batch of a step (or of an evaluation's number); eval is None without one.
 
-    ``batch``: shape and dtype of a training batch. ``leading``: its leading axes, those of an activation.
-    ``text``: turns token ids into text, None where there is none or no tokenizer is at hand.
+    ``leading``: leading axes of a training batch, those of an activation. ``text``: turns token ids into text, None
+    where there is none or no tokenizer is at hand.
     """
 
     problem: Problem
     weights: Weights
     mesh: Mesh
-    batch: jax.ShapeDtypeStruct
     leading: tuple[int, ...]
     train: BatchSource
-    eval: Callable[[int], Array] | None
+    eval: BatchSource | None
     text: TokenText | None = None
+
+    @property
+    def outline(self) -> Outline:
+        """The same without its arrays."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.weights)
+        return Outline(self.problem, self.mesh, shapes, self.leading, self.train, self.eval)
 
 
 def build_mesh(config: RunConfig) -> Mesh:

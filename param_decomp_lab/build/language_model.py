@@ -62,7 +62,6 @@ def build_language_model(config: RunConfig) -> Built:
         problem=problem,
         weights=weights,
         mesh=mesh,
-        batch=jax.ShapeDtypeStruct(leading, jnp.int32),
         leading=leading,
         train=_source(train, torch.pd.batch_size, torch.pd.seed, mesh),
         eval=evaluated,
@@ -83,7 +82,7 @@ def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
 def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)
-    return TokenSource(Batches(rows, batch_size, seed, lo=lo, hi=hi), mesh)
+    return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
 
 
 def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:

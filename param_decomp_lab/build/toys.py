@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from rich.console import Console
 
@@ -44,7 +43,6 @@ def build_toy(config: RunConfig, console: Console, processes: Processes = ALONE)
         problem=problem,
         weights=replicate(weights, mesh),
         mesh=mesh,
-        batch=jax.ShapeDtypeStruct((size, architecture.n_features), jnp.float32),
         leading=(size,),
         train=FeatureSource(features, size, torch.pd.seed, TRAIN, mesh),
         eval=evaluated,

@@ -16,7 +16,24 @@ from param_decomp_lab.data.batches import Batches
 
 
 @runtime_checkable
-class BatchSource(Protocol):
+class BatchShapes(Protocol):
+    """Batches as programs are compiled for them."""
+
+    def batch(self) -> jax.ShapeDtypeStruct:
+        """One batch, where it lies."""
+        ...
+
+    def input_shapes(self, size: int) -> Any:
+        """What a program for ``size`` steps is handed, where it lies."""
+        ...
+
+    def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
+        """The batch of a step inside the program (`param_decomp_jax.program.BatchOf`)."""
+        ...
+
+
+@runtime_checkable
+class BatchSource(BatchShapes, Protocol):
     """Batches by number, each a pure function of (seed, number)."""
 
     def __call__(self, number: int) -> Array:
@@ -27,17 +44,37 @@ class BatchSource(Protocol):
         """What a program for ``size`` steps is handed for the ``n`` batches from ``first`` on."""
         ...
 
+
+@dataclass(frozen=True)
+class TokenShapes:
+    """Token ids ``[B, T]``: ``rows`` of ``length`` tokens."""
+
+    rows: int
+    length: int
+    mesh: Mesh
+
+    def batch(self) -> jax.ShapeDtypeStruct:
+        shape = (self.rows, self.length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh, shape))
+
+    def input_shapes(self, size: int) -> jax.ShapeDtypeStruct:
+        where = _rows_sharding(self.mesh, self.rows, 1)
+        return jax.ShapeDtypeStruct((size, self.rows, self.length), jnp.int32, sharding=where)
+
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """The batch of a step inside the program (`param_decomp_jax.program.BatchOf`)."""
-        ...
+        return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)
+
+
+def _rows_sharding(mesh: Mesh, n_rows: int, axis: int) -> NamedSharding:
+    """Of an array whose ``axis`` are the rows of a batch."""
+    return sharding(mesh, (1,) * axis + (n_rows,), (None,) * axis + ("batch",))
 
 
 @dataclass(frozen=True)
-class TokenSource:
-    """Rows of token ids ``[B, T]``, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``)."""
+class TokenSource(TokenShapes):
+    """Rows of token data, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``)."""
 
     batches: Batches
-    mesh: Mesh
 
     def __call__(self, number: int) -> Int[Array, "B T"]:
         return self._placed(self.batches[number], 0)
@@ -49,12 +86,8 @@ class TokenSource:
 
     def _placed(self, rows: np.ndarray, axis: int) -> Array:
         """``rows`` of this process in the global array whose batch is ``axis``."""
-        batch = self.batches
-        where = sharding(self.mesh, (*rows.shape[:axis], batch.batch_size), (None,) * axis + ("batch",))
-        return from_process_rows(rows, where, axis, batch.lo, batch.batch_size)
-
-    def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        return jax.lax.dynamic_index_in_dim(inputs, row, keepdims=False)
+        where = _rows_sharding(self.mesh, self.rows, axis)
+        return from_process_rows(rows, where, axis, self.batches.lo, self.rows)
 
 
 @dataclass(frozen=True)
@@ -76,6 +109,12 @@ class FeatureSource:
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
         return jax.lax.with_sharding_constraint(self._draw(step), self._placed)
+
+    def batch(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.size, self.features.n_features), jnp.float32, sharding=self._placed)
+
+    def input_shapes(self, size: int) -> tuple[()]:
+        return ()
 
     @property
     def _placed(self) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -40,6 +41,7 @@ from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
+from param_decomp_lab.programs import Program
 
 
 class Abandoned(Exception):
@@ -128,15 +130,26 @@ class Evaluation:
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
-        """Attacks of one evaluation, for batches like ``inputs``."""
         if not self._persistent:
             return {}
+        return jax.jit(partial(self._started, key, inputs), out_shardings=self._whole)()
+
+    def _started(self, key: PRNGKeyArray, inputs: Array | jax.ShapeDtypeStruct) -> Adversaries:
+        """Attacks of one evaluation, for batches like ``inputs``."""
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
         leading = inputs.shape if isinstance(self._problem.target, Llama) else inputs.shape[:1]
-        start = jax.jit(
-            lambda: fresh_adversaries(self._persistent, key, sites, leading, use_delta), out_shardings=self._whole
-        )
-        return start()
+        return fresh_adversaries(self._persistent, key, sites, leading, use_delta)
+
+    def programs(self, state: State, weights: Any, inputs: jax.ShapeDtypeStruct) -> dict[str, Program]:
+        """What an evaluation compiles, by name; arguments are shapes with shardings."""
+        key = jax.eval_shape(lambda: self._problem.decomposition.key("eval"))
+        start = jax.eval_shape(self._started, key, inputs)
+        adversaries = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), start)
+        seen = replace_adversaries(state)
+        return {
+            "evaluation": Program(self._fast, (seen, weights, inputs, key, adversaries)),
+            "figures": Program(self._statistics, (state.components, state.ci, weights, inputs)),
+        }
 
     def due(self, step: int, total: int) -> bool:
         return step % self._settings.every == 0 or step == total

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.eval.importance import Statistics, importance_logits
+from param_decomp_lab.eval.importance import Statistics, chosen_logits
 
 EXAMPLES_FILE = "examples.json"
 
@@ -48,9 +47,7 @@ def find_examples(
     by_stack = {s.name: np.stack([chosen[sites.all[n].name] for n in s.sites]) for s in sites.stacks}
 
     def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:
-        logits = importance_logits(problem, components, ci, weights, inputs)
-        pick = partial(jnp.take, axis=-1)
-        return inputs, {name: jax.vmap(pick)(x, jnp.asarray(by_stack[name])) for name, x in logits.items()}
+        return inputs, chosen_logits(problem, components, ci, weights, inputs, by_stack)
 
     jitted = jax.jit(of_batch, out_shardings=whole(mesh))  # whole, so that it can be fetched
     per_batch = [

@@ -1,18 +1,19 @@
 """What causal importances look like: per batch on the device, and as figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import Judge, Logits, per_component, squashings
-from param_decomp_jax.components import Components, with_views
+from param_decomp_jax.components import V_AXES, Components, with_views
+from param_decomp_jax.mesh import Axes, gather_tree, is_axes
 from param_decomp_jax.scene import Scene
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import Sites, Stack
 from param_decomp_jax.step import Problem, judged, read, run_clean
 from param_decomp_jax.targets.base import Weights
 
@@ -42,6 +43,43 @@ def importance_logits(
     judgement = judged(at_once, scene, components, ci)
     assert isinstance(judgement, Logits)
     return judgement.by_stack
+
+
+def chosen_logits(
+    problem: Problem,
+    components: Components,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    chosen: Mapping[str, Int[np.ndarray, "layers n"]],
+) -> dict[str, Float[Array, "layers *n n"]]:
+    """`importance_logits` of a few components of every site, by stack; nothing is made of the others.
+
+    ``chosen``: their numbers, by stack.
+    """
+    target = problem.target
+    memory = replace(target.memory, save=target.memory.save - {"logits"})
+    lazily = replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
+    components = with_views(components, target.sites)
+    _, judge = read_batch(lazily, components, ci, weights, inputs)
+
+    def of_stack(stack: Stack) -> Array:
+        of_sites = judge.slices(stack, stack.first, stack.first + stack.n_layers)
+        axes = judge.axes(stack), V_AXES
+
+        def pick(of: Axes, x: Array, numbers: Array) -> Array:
+            axis = of.at("component")
+            return x if axis is None else jnp.take(x, numbers, axis=axis)
+
+        def of_site(site: Any) -> Array:
+            *of_layer, numbers = site
+            few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
+            head, V = gather_tree(few, axes, problem.compute_dtype)
+            return judge.logits(head, V)
+
+        return jax.lax.map(of_site, (of_sites, components[stack.name].V, jnp.asarray(chosen[stack.name])))
+
+    return {stack.name: of_stack(stack) for stack in target.sites.stacks}
 
 
 def lower_importances(

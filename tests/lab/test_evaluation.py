@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
+from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.masks import Stochastic, StochasticSources
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
@@ -22,13 +24,16 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
+from param_decomp_lab.eval.importance import chosen_logits, importance_logits
+from param_decomp_lab.programs import state_shapes
 from tests import reference as ref
 from tests.core import tiny as core
-from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny, programs_shared, template
+from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny, programs_shared
 
 GROUPS = {"first": ["layers.0.*"], "everything": ["*"]}
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
 STEP = 6
+TRANSFORMER = GlobalTransformer(8, 1, (16,), 2)
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
 def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> None:
     """The λ beside the tokens, recomputed by the reference from the arrays of the last checkpoint."""
     built = build(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
-    state = Checkpoints(finished).restore(STEPS, template(built))
+    state = Checkpoints(finished).restore(STEPS, state_shapes(built.outline))
     assert built.eval is not None
     evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), built, None, state)  # type: ignore[arg-type]
     lower = [Reference(evaluated, number).lower for number in range(2)]
@@ -237,3 +242,22 @@ def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> N
             best = sorted(of_component.max(axis=1), reverse=True)[: len(component["examples"])]
             got = [example["ci"][example["peak"]] for example in component["examples"]]
             np.testing.assert_allclose(got, best, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "ci", [core.SHARED, LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((5,)), TRANSFORMER]
+)
+def test_logits_of_chosen_components(ci: Any) -> None:
+    """Those that all the logits have in the same places."""
+    problem = core.problem((), ci=ci)
+    state = core.ruffled_state(problem)
+    tokens = jnp.arange(np.prod(core.LEADING), dtype=jnp.int32).reshape(core.LEADING) % 7
+    arguments = problem, state.components, state.ci, core.weights(), tokens
+    of_all = importance_logits(*arguments)
+    chosen = {
+        s.name: np.array([[2, 0, 2]] * s.n_layers) + np.arange(s.n_layers)[:, None] for s in problem.target.sites.stacks
+    }
+    few = chosen_logits(*arguments, chosen)
+    for name, logits in of_all.items():
+        expected = np.stack([logits[row][..., numbers] for row, numbers in enumerate(chosen[name])])
+        np.testing.assert_allclose(few[name], expected, rtol=1e-5, atol=1e-6)

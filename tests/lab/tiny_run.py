@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from unittest import mock
@@ -22,10 +21,7 @@ import orbax.checkpoint as ocp
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
-from param_decomp_jax.placement import state_shardings
-from param_decomp_jax.state import State, init_state
 from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_lab.build import Built
 from param_decomp_lab.cli import main
 from param_decomp_lab.data.tokenize import tokenize_files
 from param_decomp_lab.weights.hf_llama import save_llama
@@ -232,14 +228,6 @@ def programs_shared(tiny: Tiny) -> Iterator[None]:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-def template(built: Built) -> State:
-    """Shapes and shardings of the state on the mesh of ``built``."""
-    spec = built.problem.decomposition
-    shapes = jax.eval_shape(partial(init_state, spec, built.problem.target.sites, built.leading))
-    placed = state_shardings(built.mesh, spec, shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed)
 
 
 def rows(run: Path) -> list[Tree]:

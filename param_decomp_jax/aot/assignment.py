@@ -1,0 +1,103 @@
+"""What lies where and when in a compiled program, from two of the texts that XLA dumps beside it.
+
+These are ``*gpu_after_optimizations-buffer-assignment.txt`` (where every value lies, and how large it is) and
+``-live-range.txt`` (from when to when).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["argument", "output", "constant", "temp", "host"]
+"""``host``: whatever lies in the host's memory; the others are on the device."""
+
+Place = tuple[int, int, int]
+"""Number of an allocation, offset and size in it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the program: an instruction's result, or the part of it that ``index`` says. ``phi``: a loop's name
+    for what it carries. ``shape``: as XLA writes it, ``f32[9,4096,768]``."""
+
+    name: str
+    index: str
+    phi: bool
+    place: Place
+    shape: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """``size`` bytes that are set aside once, and the values that lie in it at one time or another."""
+
+    size: int
+    role: Role
+    values: list[Value]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``sequence``: the program's instructions in the order in which they run, loop bodies once. ``alive``: from which
+    to which number of the sequence a value lives, both included, by its name and index."""
+
+    sequence: tuple[str, ...]
+    alive: dict[tuple[str, str], tuple[int, int]]
+
+    def of(self, values: Sequence[Value]) -> list[tuple[int, int]]:
+        """The lives of ``values``. Raises ValueError where one is missing."""
+        missing = [v.name for v in values if (v.name, v.index) not in self.alive]
+        if not self.alive or missing:
+            raise ValueError(f"not the dump of one program: no live range for {missing[:3] or 'anything'}")
+        return [self.alive[v.name, v.index] for v in values]
+
+
+_ON_THE_HOST = "color 5, "
+"""XLA's number for pinned host memory, before the rest of an allocation's description."""
+
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+), (.*):$")
+_VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_ALIVE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
+_NUMBERED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
+
+
+def allocations(assignment: str) -> list[Allocation]:
+    """All but what lives in registers. Raises ValueError where the text is not of XLA's form."""
+    found: list[Allocation] = []
+    number = -1
+    values: list[Value] = []
+    for line in assignment.splitlines():
+        if head := _ALLOCATION.match(line):
+            number, values = int(head[1]), []
+            if (role := _role(head[3])) is not None:
+                found.append(Allocation(int(head[2]), role, values))
+        elif line.startswith(" value: "):
+            value = _VALUE.match(line)
+            if value is None:
+                raise ValueError(f"not a value of a buffer assignment: {line}")
+            name, index, phi, size, offset, shape = value.groups()
+            place = number, int(offset), int(size)
+            shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
+            values.append(Value(name, index or "{}", phi is not None, place, shape))
+    return found
+
+
+def schedule(live_ranges: str) -> Schedule:
+    """The order of instructions and the lives of values."""
+    alive = {(name, index): (int(first), int(last)) for name, index, first, last in _ALIVE.findall(live_ranges)}
+    numbered = {int(number): name for number, name in _NUMBERED.findall(live_ranges)}
+    length = 1 + max([*numbered, *(last for _, last in alive.values())], default=-1)
+    return Schedule(tuple(numbered.get(i, "") for i in range(length)), alive)
+
+
+def _role(description: str) -> Role | None:
+    if "thread-local" in description:
+        return None
+    if description.startswith(_ON_THE_HOST):
+        return "host"
+    if description.startswith("parameter"):
+        return "argument"
+    if "preallocated-temp" in description:
+        return "temp"
+    return "constant" if description.startswith("constant") else "output"

@@ -1,0 +1,55 @@
+"""Names of scopes for people: what of the step an instruction belongs to, from XLA's name of it."""
+
+_CALLED = ("jit(", "branch_")
+"""What begins so says how something is called, not what it is."""
+
+_PASSED = {
+    "", "while", "body", "cond", "closed_call", "checkpoint", "remat", "rematted_computation", "custom_vjp_call",
+    "custom_jvp_call",
+}  # fmt: skip
+
+
+def stage(scope: str, depth: int = 2) -> str:
+    """The first ``depth`` named scopes of an origin (`Instructions.origin`), and which pass it is of.
+
+    ``jit(step)/transpose(jvp(layers))/while/body/closed_call/checkpoint/rematted_computation/up_proj/dot_general`` is
+    ``layers/up_proj, recomputed``. Of an argument it is the first two parts of its name: ``state.components``. Of what
+    has no name the pass alone is said, of what has neither the function.
+    """
+    parts = _parts(scope)
+    if len(parts) == 1 and "(" not in scope and scope not in _PASSED:
+        return ".".join(scope.partition("[")[0].split(".")[:2])
+    function = _unwrapped(parts[0], "jit") if parts[0].startswith("jit(") else ""
+    # The last part of a path is the operation.
+    path = parts[:-1] if len(parts) > 1 else parts
+    names: list[str] = []
+    for part in path[1:] if function else path:
+        name = _unwrapped(part)
+        if name not in {*_PASSED, function, *names} and not name.startswith(_CALLED):
+            names.append(name)
+    if "rematted_computation" in path:
+        which = "recomputed"
+    elif any("transpose(" in part for part in path):
+        which = "backward"
+    else:
+        which = "forward" if any("jvp(" in part for part in path) else ""
+    return ", ".join(filter(None, ["/".join(names[:depth]), which])) or function
+
+
+def _parts(scope: str) -> list[str]:
+    """Cut at the slashes, but for those within parentheses."""
+    parts, open_, start = [], 0, 0
+    for i, character in enumerate(scope):
+        open_ += {"(": 1, ")": -1}.get(character, 0)
+        if character == "/" and not open_:
+            parts.append(scope[start:i])
+            start = i + 1
+    return [*parts, scope[start:]]
+
+
+def _unwrapped(part: str, *more: str) -> str:
+    """``transpose(jvp(layers))`` is ``layers``."""
+    for wrapper in ("transpose", "jvp", "vmap", *more):
+        if part.startswith(f"{wrapper}(") and part.endswith(")"):
+            return _unwrapped(part[len(wrapper) + 1 : -1], *more)
+    return part
