@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.placement import state_shardings
-from param_decomp_jax.state import State, init_state
+from param_decomp_jax.state import State
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
+from param_decomp_lab.programs import init_program
 from param_decomp_lab.run import compile_steps
 
 __all__ = ["profile"]
@@ -83,16 +83,16 @@ class _Runner:
 
     def __init__(self, built: Built, at_once: int) -> None:
         self.built, self.at_once = built, at_once
-        spec, sites = built.problem.decomposition, built.problem.target.sites
+        spec = built.problem.decomposition
         attacks = [attack for _, attack in spec.persistent.values()]
         self.step = max((attack.first_step(spec.steps) for attack in attacks), default=0)
-        init = partial(_state_at, self.step, partial(init_state, spec, sites, built.leading))
-        placed = state_shardings(built.mesh, spec, jax.eval_shape(init))
-        self._state: State = jax.jit(init, out_shardings=placed)()
+        state: State = init_program(built.outline).function()
+        at = jax.jit(partial(jnp.full, (), self.step, state.step.dtype), out_shardings=state.step.sharding)()
+        self._state = eqx.tree_at(lambda s: s.step, state, at)
 
     def compile(self) -> str:
         """The text of the program."""
-        self._dispatch, _ = compile_steps(self.built, self._state, self.at_once)
+        self._dispatch, _ = compile_steps(self.built, self.at_once)
         text: str = self._dispatch.as_text()
         return text
 
@@ -115,11 +115,6 @@ class _Runner:
             self.step += n
         jax.block_until_ready((self._state, rows))
         return time.perf_counter() - started
-
-
-def _state_at(step: int, init: Any) -> State:
-    state: State = init()
-    return eqx.tree_at(lambda s: s.step, state, jnp.asarray(step, state.step.dtype))
 
 
 def _traced(folder: Path, name: str, here: bool) -> AbstractContextManager[None]:

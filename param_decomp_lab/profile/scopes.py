@@ -1,6 +1,5 @@
 """Where the time of traced steps went: the operations of a trace, joined with the scopes of our code by their names."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
 from param_decomp_jax.aot.instructions import Instructions
+from param_decomp_jax.aot.scopes import scopes_and_pass
 
 PHASES = (
     *("clean_pass", "causal_importance", "warm_up_ascents", "losses", "last_ascents"),
@@ -53,12 +53,10 @@ def part_of(path: str, kinds: Collection[str]) -> Part:
 
     ``kinds``: those of the sites. Of paths that XLA has put together with a semicolon the first one counts.
     """
-    words = re.findall(r"[\w.]+", path.partition(";")[0])
-    scopes = tuple(dict.fromkeys(w for w in words if w in PHASES or w in INNER or w in kinds))
-    phase = next((scope for scope in scopes if scope in PHASES), UNSCOPED)
-    way = "recomputed" if "rematted_computation" in words else "backward" if "transpose" in words else "forward"
-    differentiated = "jvp" in words or way != "forward"
-    return Part(phase, way if differentiated else "", tuple(scope for scope in scopes if scope not in PHASES))
+    names, way = scopes_and_pass(path.partition(";")[0])
+    known = [name for name in names if name in PHASES or name in INNER or name in kinds]
+    phase = next((name for name in known if name in PHASES), UNSCOPED)
+    return Part(phase, way, tuple(name for name in known if name not in PHASES))
 
 
 def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) -> Times:
