@@ -50,10 +50,11 @@ def uniform(
     if isinstance(columns, int):
         columns = jnp.arange(columns, dtype=jnp.uint32)
     shape = (*at.shape, *columns.shape)
-    word, _ = threefry_2x32(
-        jax.random.key_data(key), jnp.broadcast_to(at[..., None], shape), jnp.broadcast_to(columns, shape)
-    )
-    return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    with jax.named_scope("draws"):
+        word, _ = threefry_2x32(
+            jax.random.key_data(key), jnp.broadcast_to(at[..., None], shape), jnp.broadcast_to(columns, shape)
+        )
+        return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def keys_from(key: PRNGKeyArray) -> Iterator[PRNGKeyArray]:

@@ -161,7 +161,8 @@ def losses_and_ascents(
 
     def total(components: Components, judgement: Judgement, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
         judge = read(problem, state.ci, judgement, scene)
-        return total_loss(spec, state, scene, with_views(components, sites), judge, raw, key)
+        with jax.named_scope("losses"):
+            return total_loss(spec, state, scene, with_views(components, sites), judge, raw, key)
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
     (_, metrics), (direct, to_judgement, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
@@ -172,14 +173,15 @@ def losses_and_ascents(
 
     for name, (term, attack) in spec.persistent.items():
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
-        own = jax.tree.map(lambda g, c=term.coeff: g / c, to_sources[name])
-        adversaries[name] = when_on(
-            spec,
-            attack,
-            state,
-            lambda a, attack=attack, own=own: update(a, lambda a: ascend(attack, a, own, state.step, spec.steps)),
-            adversaries[name],
-        )
+        with jax.named_scope("last_ascents"):
+            own = jax.tree.map(lambda g, c=term.coeff: g / c, to_sources[name])
+            adversaries[name] = when_on(
+                spec,
+                attack,
+                state,
+                lambda a, attack=attack, own=own: update(a, lambda a: ascend(attack, a, own, state.step, spec.steps)),
+                adversaries[name],
+            )
     return adversaries, gradients, metrics
 
 

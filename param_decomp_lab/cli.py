@@ -28,21 +28,25 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, e.g. `--set pd.steps=100`; may be repeated."),
 ]
 
+Coordinator = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where process 0 of several listens.", show_default=False)
+]
+ProcessCount = Annotated[
+    int | None, typer.Option(min=1, help="Number of processes; 1 even in a Slurm job.", show_default=False)
+]
+ProcessNumber = Annotated[
+    int | None, typer.Option(min=0, help="Which of them this one is, from 0.", show_default=False)
+]
+
 
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="Wrapper YAML of the run.", show_default=False)] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.", show_default=False)] = None,
     overrides: Overrides = None,
-    coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where process 0 of several listens.", show_default=False)
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes; 1 even in a Slurm job.", show_default=False)
-    ] = None,
-    process_id: Annotated[
-        int | None, typer.Option(min=0, help="Which of them this one is, from 0.", show_default=False)
-    ] = None,
+    coordinator: Coordinator = None,
+    processes: ProcessCount = None,
+    process_id: ProcessNumber = None,
 ) -> None:
     """Decompose a network, or go on with a run that was stopped.
 
@@ -174,6 +178,42 @@ def probe(
         raise NotImplementedError
     show(answer, Console())
     raise typer.Exit({"fits": 0, "does_not_fit": 3, "unknown": 1}[answer.verdict])
+
+
+@app.command()
+def profile(
+    config: Annotated[Path, typer.Argument(help="Wrapper YAML of a run.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them, which are not traced.")] = 2,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the trace; `<out_dir>/profiles/<time>` if not given.")
+    ] = None,
+    overrides: Overrides = None,
+    coordinator: Coordinator = None,
+    processes: ProcessCount = None,
+    process_id: ProcessNumber = None,
+) -> None:
+    """Trace a few steps of a run, and say where their time goes, by part of the step.
+
+    The steps are the run's own program on its own data. No run folder is made. The trace can be opened in xprof and in
+    Perfetto; the end of the output says how. Several processes are started as for `pd train`; process 0 is traced.
+
+    Examples:
+
+        pd profile configs/demo/decompose.yaml
+
+        pd profile configs/demo/decompose.yaml --steps 20 --warmup 5 --out /tmp/trace --set memory.preset=lean
+
+        srun --ntasks=8 pd profile configs/llama8b_l18.yaml
+    """
+    from param_decomp_lab.config import load_config
+    from param_decomp_lab.joining import joined
+    from param_decomp_lab.profile import profile as profile_run
+
+    with joined(coordinator, processes, process_id) as all_processes:
+        with all_processes.together():
+            loaded = load_config(config, overrides or ())
+        profile_run(loaded, Console(quiet=not all_processes.first), steps, warmup, out, all_processes)
 
 
 @app.command()

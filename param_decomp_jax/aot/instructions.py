@@ -15,6 +15,8 @@ _MADE_UP = re.compile(r"^[a-z][a-z_-]*(\.\d+)+$")
 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([^\s,}]+)")
+_OPCODE = re.compile(r"(?:^|\s)([a-z][\w-]*)\(")
+_NAMED = re.compile(r"%([^\s,(){}]+)")
 _TABLES = {
     "FileNames": re.compile(r'^(\d+) "(.*)"$'),
     "FileLocations": re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
@@ -54,6 +56,11 @@ class Instructions:
     def is_argument(self, name: str) -> bool:
         """Whether an instruction is an argument of the whole program."""
         return name in self._arguments
+
+    def opcode(self, name: str) -> str | None:
+        """What an instruction does (``fusion``, ``while``), None where the program has no such instruction."""
+        found = _OPCODE.search(self._definition.get(name, ""))
+        return None if found is None else found[1]
 
     def origin(self, name: str) -> tuple[str, str]:
         """Scope and source line of an instruction, empty where nothing is known; an argument's scope is its name.

@@ -19,7 +19,15 @@ def stage(scope: str, depth: int = 2) -> str:
     parts = _parts(scope)
     if len(parts) == 1 and "(" not in scope and scope not in _PASSED:
         return ".".join(scope.partition("[")[0].split(".")[:2])
-    function = _unwrapped(parts[0], "jit") if parts[0].startswith("jit(") else ""
+    names, which = scopes_and_pass(scope)
+    return ", ".join(filter(None, ["/".join(names[:depth]), which])) or _function(parts)
+
+
+def scopes_and_pass(scope: str) -> tuple[tuple[str, ...], str]:
+    """All named scopes of an instruction's origin, outermost first, and ``forward``, ``recomputed``, ``backward`` or,
+    where nothing is differentiated, an empty string."""
+    parts = _parts(scope)
+    function = _function(parts)
     # The last part of a path is the operation.
     path = parts[:-1] if len(parts) > 1 else parts
     names: list[str] = []
@@ -33,7 +41,11 @@ def stage(scope: str, depth: int = 2) -> str:
         which = "backward"
     else:
         which = "forward" if any("jvp(" in part for part in path) else ""
-    return ", ".join(filter(None, ["/".join(names[:depth]), which])) or function
+    return tuple(names), which
+
+
+def _function(parts: list[str]) -> str:
+    return _unwrapped(parts[0], "jit") if parts[0].startswith("jit(") else ""
 
 
 def _parts(scope: str) -> list[str]:

@@ -194,8 +194,6 @@ def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
     for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
         if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
-    if wrapper.mesh.fsdp > 1:
-        yield f"mesh.fsdp: is {wrapper.mesh.fsdp}; it splits the batch, but every device still holds the whole state"
     for n, loss in enumerate(torch.pd.loss_metrics):
         key = f"pd.loss_metrics.{n}"
         if isinstance(loss, ImportanceMinimalityLoss):

@@ -12,7 +12,7 @@ from param_decomp_lab.cli import app
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
-    (): ("train", "check", "pretrain", "data", "weights", "report"),
+    (): ("train", "check", "profile", "pretrain", "data", "weights", "report"),
     ("train",): (
         "pd train configs/demo/decompose.yaml",
         "--set pd.steps=200",
@@ -21,6 +21,7 @@ HELP = {
         "--coordinator node01:29400 --processes 2 --process-id 0",
     ),
     ("check",): ("pd check configs/toys/tms_5-2.yaml", "--set pd.batch_size=32", "status is 0"),
+    ("profile",): ("pd profile configs/demo/decompose.yaml", "--steps 20 --warmup 5 --out", "--set memory.preset=lean"),
     ("pretrain",): ("pd pretrain configs/demo/pretrain.yaml",),
     ("data",): ("tokenize",),
     ("data", "tokenize"): ("pd data tokenize --stdlib --out data/demo", "--tokenizer meta/tokenizer.json"),

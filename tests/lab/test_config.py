@@ -715,7 +715,6 @@ def test_warnings() -> None:
     begins = [line.split(":")[0] for line in config.warnings]
     assert begins == [
         "runtime.dp",
-        "mesh.fsdp",
         "pd.loss_metrics.0.eps",
         "pd.loss_metrics.2.n_samples",
         "data.dataset_name",

@@ -67,6 +67,35 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
     assert load_config(path).torch.pd.steps > 0
 
 
+LLAMA_8B = {
+    "llama8b_l18": (3, 24_576),
+    "llama8b_l18_C49k": (3, 49_152),
+    "llama8b_l18_example": (3, 20_000),
+    "llama8b_l18-26_9layer_chunkwise": (27, 49_152),
+    "llama8b_l18-26_9layer_chunkwise_seq2048": (27, 49_152),
+    "llama8b_all_mlp": (96, 49_152),
+}
+
+
+def test_every_llama_8b_configuration_is_checked() -> None:
+    assert {path.stem for path in (ROOT / "configs").glob("llama8b_*.yaml")} == set(LLAMA_8B)
+
+
+@pytest.mark.parametrize("name", LLAMA_8B)
+def test_llama_8b_configurations_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither weights nor data are at hand: as many sites as the name says, all of the same C, and no advice."""
+    monkeypatch.setenv("COLUMNS", "200")
+    outcome = pd_here("check", ROOT / "configs" / f"{name}.yaml")
+    assert outcome.status == 0, outcome
+    n_sites, C = LLAMA_8B[name]
+    assert f"Sites: {n_sites}" in outcome.out
+    rows = [line for line in outcome.out.splitlines() if "_proj" in line]
+    assert [f"{C:,}" in row for row in rows] == [True, True, True]
+    notes = [line for line in outcome.out.splitlines() if line.startswith("note: ")]
+    if not name.endswith("example"):
+        assert all("replaced by the folders" in note or "without meaning" in note for note in notes), notes
+
+
 # ---- nothing of the schema is left out ----
 
 

@@ -1,0 +1,164 @@
+"""A few real steps of a run's own program under the profiler (`pd profile`), and where their time went."""
+
+import json
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from param_decomp_jax.state import State
+from param_decomp_lab.build import Built, build
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.processes import ALONE, Processes
+from param_decomp_lab.profile.scopes import read_times
+from param_decomp_lab.profile.table import Profile, times_table
+from param_decomp_lab.programs import init_program
+from param_decomp_lab.run import compile_steps
+
+__all__ = ["profile"]
+
+UNKNOWN_SHARE = 0.1
+"""Of device time: from here on the missing names are worth a word."""
+
+
+def profile(
+    config: RunConfig,
+    console: Console,
+    steps: int = 5,
+    warmup: int = 2,
+    out: Path | None = None,
+    processes: Processes = ALONE,
+) -> Path:
+    """Traces ``steps`` steps after ``warmup`` others, prints where the time went, and gives the trace's folder.
+
+    The program, the data and the placement are the run's; the state is fresh (without the faithfulness warm-up), at the
+    first step at which every attack is on. No run folder is made. UserError for what `pd train` would refuse.
+    """
+    name = processes.from_first(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    folder = out or config.wrapper.out_dir / "profiles" / name
+    with processes.together():
+        built = build(config, console, processes)
+    with processes.together():
+        if processes.first:
+            _make(folder)
+    with jax.set_mesh(built.mesh):
+        runner = _Runner(built, config.wrapper.steps_per_dispatch)
+        started = time.monotonic()
+        program = runner.compile()
+        console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
+        untraced = runner.untraced(warmup)
+        begun = runner.step
+        trace = folder / "plugins" / "profile" / name
+        with _traced(folder, name, processes.first):
+            traced = runner.run(steps)
+    if processes.first:
+        kinds = {site.kind for site in built.problem.target.sites.all}
+        (file,) = trace.glob("*.xplane.pb")
+        times = read_times(file, program, kinds, len(built.mesh.local_devices))
+        found = Profile(steps, begun, prod(built.leading), traced / steps, untraced, times)
+        (folder / "profile.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
+        _tell(found, folder, trace, built, console)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "profile.json").touch()
+    except OSError as error:
+        raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
+
+
+class _Runner:
+    """Steps of the run's program, one dispatch after the other, as `pd train` starts them."""
+
+    def __init__(self, built: Built, at_once: int) -> None:
+        self.built, self.at_once = built, at_once
+        spec = built.problem.decomposition
+        attacks = [attack for _, attack in spec.persistent.values()]
+        self.step = max((attack.first_step(spec.steps) for attack in attacks), default=0)
+        state: State = init_program(built.outline).function()
+        at = jax.jit(partial(jnp.full, (), self.step, state.step.dtype), out_shardings=state.step.sharding)()
+        self._state = eqx.tree_at(lambda s: s.step, state, at)
+
+    def compile(self) -> str:
+        """The text of the program."""
+        self._dispatch, _ = compile_steps(self.built, self.at_once)
+        text: str = self._dispatch.as_text()
+        return text
+
+    def untraced(self, warmup: int) -> float | None:
+        """``warmup`` steps; seconds of one of them, the first dispatch left out. None if there were no others."""
+        first = min(warmup, self.at_once)
+        if first:
+            self.run(first)
+        return self.run(warmup - first) / (warmup - first) if warmup > first else None
+
+    def run(self, steps: int) -> float:
+        """Seconds that ``steps`` steps take, from the first dispatch to the last result."""
+        started, end = time.perf_counter(), self.step + steps
+        rows: Any = None
+        while self.step < end:
+            n = min(self.at_once, end - self.step)
+            with jax.profiler.StepTraceAnnotation("step", step_num=self.step):
+                inputs = self.built.train.inputs(self.step, n, self.at_once)
+                self._state, rows = self._dispatch(self._state, self.built.weights, inputs, np.int32(n))
+            self.step += n
+        jax.block_until_ready((self._state, rows))
+        return time.perf_counter() - started
+
+
+def _traced(folder: Path, name: str, here: bool) -> AbstractContextManager[None]:
+    """A trace into ``folder``, by process 0 alone: those of one machine would write the same file."""
+    if not here:
+        return nullcontext()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a Python function called is no time of a device, and there are thousands
+    options.session_id = name
+    return jax.profiler.trace(folder, profiler_options=options)
+
+
+def _tell(found: Profile, folder: Path, trace: Path, built: Built, console: Console) -> None:
+    device = built.mesh.devices.flat[0].device_kind
+    on = f"{built.mesh.size} × {device}"
+    console.print(f"{found.steps} steps from step {found.first_step} on, traced, on {on}\n", highlight=False)
+    console.print(times_table(found))
+    untraced = "" if found.untraced_s is None else f" ({1e3 * found.untraced_s:,.2f} ms without the trace)"
+    console.print(
+        f"\nstep {1e3 * found.traced_s:,.2f} ms{untraced}, {found.tokens_per_step / found.step_s:,.0f} tokens/s; "
+        f"operations were under way in {found.busy:.0%} of the time",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+    console.print(_what_was_counted(device, found), soft_wrap=True, highlight=False)
+    console.print(
+        f"trace {trace}\n"
+        f"  all of it: pip install xprof; xprof --port 8791 {folder} (and a browser at http://localhost:8791)\n"
+        "  the timeline alone: open the *.trace.json.gz there in https://ui.perfetto.dev",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def _what_was_counted(device: str, found: Profile) -> str:
+    if device.lower() == "cpu":
+        said = (
+            "Shares are of the operations' own time, summed over the threads that execute them, per device: the sum is "
+            "no wall time. What an operation does on further threads is not seen."
+        )
+    else:
+        said = "Shares are of the kernels' own time, summed over a device's streams, mean over this process's devices."
+    unknown = found.times.unknown_ns / max(1, found.total_ns + found.times.unknown_ns)
+    if unknown > UNKNOWN_SHARE:
+        said += (
+            f" Another {unknown:.0%} of the device's time has no operation's name: with XLA_FLAGS="
+            "--xla_gpu_enable_command_buffer= kernels are not run from CUDA graphs and keep theirs."
+        )
+    return said

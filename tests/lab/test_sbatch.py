@@ -1,0 +1,153 @@
+"""The sbatch files, with `srun`, `scontrol` and `pd` replaced by a few lines of shell."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.lab.tiny_run import ROOT
+
+FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
+RUN = "p-0000002a"
+STUBS = {
+    # A task: what follows the options, in a process group of its own, to which Slurm's signal goes.
+    "srun": """
+        echo "srun $*" >> "$LOG"
+        while [[ $1 == --* ]]; do shift; done
+        setsid "$@" & task=$!
+        if [ -n "${TERM_AFTER:-}" ]; then sleep "$TERM_AFTER"; kill -TERM -- -$task; fi
+        wait $task
+    """,
+    "scontrol": 'echo "scontrol $*" >> "$LOG"; exit ${SCONTROL_STATUS:-0}',
+    "pd": """
+        echo "pd $*" >> "$LOG"
+        env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF)' | sort >> "$LOG"
+        trap 'exit 75' TERM
+        if [ -n "${TERM_AFTER:-}" ]; then for _ in $(seq 100); do sleep 0.1; done; fi
+        exit ${PD_STATUS:-0}
+    """,
+}
+
+
+@dataclass
+class Cluster:
+    """A checkout that a job was submitted from. ``log``: what was called, and with what environment."""
+
+    folder: Path
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        (self.folder / "log").write_text("")
+        inherited = {
+            **os.environ, "LOG": str(self.folder / "log"), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "VENV": str(self.folder / "venv"), "SLURM_SUBMIT_DIR": str(self.folder / "checkout"), "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "12",
+            # As of an interactive job from which this one was submitted.
+            "SLURM_STEP_ID": "7", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_MEM_PER_CPU": "100", "SLURM_NTASKS": "1",
+        }  # fmt: skip
+        for name in ("PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"):
+            inherited.pop(name, None)
+        return subprocess.run(
+            ["bash", str(ROOT / "slurm" / "train.sbatch"), *arguments],
+            env={**inherited, **environment}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    for name, text in STUBS.items():
+        stub = tmp_path / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/bash\n{text}\n")
+        stub.chmod(0o755)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "activate").touch()
+    for package in ("param_decomp_jax", "param_decomp_lab"):
+        (tmp_path / "checkout" / package).mkdir(parents=True)
+        (tmp_path / "checkout" / package / "__init__.py").write_text("# as submitted\n")
+    return Cluster(tmp_path)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_syntax(file: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout
+
+
+def test_first_start(cluster: Cluster) -> None:
+    done = cluster.run("configs/a.yaml", "--set", "pd.steps=3")
+    assert done.returncode == 0, done.stderr
+    out = cluster.folder / "checkout" / "runs"
+    assert f"pd train configs/a.yaml --set run_id={RUN} --set out_dir={out} --set pd.steps=3\n" in cluster.log
+    assert "--nodes=8 --ntasks-per-node=8 --cpus-per-task=12 --mem=0 --kill-on-bad-exit=1" in cluster.log
+    for variable in ("SLURM_STEP_ID", "SLURM_CPU_BIND_TYPE", "SLURM_MEM_PER_CPU"):
+        assert variable not in cluster.log
+    for setting in (
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92",
+        f"JAX_COMPILATION_CACHE_DIR={out}/compiled",
+        "HF_HUB_OFFLINE=1",
+        f"PYTHONPATH={out}/code/{RUN}",
+    ):
+        assert f"{setting}\n" in cluster.log
+    assert "scontrol" not in cluster.log
+
+
+def test_goes_on_with_the_code_of_the_first_start(cluster: Cluster) -> None:
+    assert cluster.run("configs/a.yaml", "p-12345678").returncode == 0
+    out = cluster.folder / "checkout" / "runs"
+    (out / "p-12345678").mkdir()
+    (out / "p-12345678" / "config.yaml").touch()
+    code = cluster.folder / "checkout" / "param_decomp_lab" / "__init__.py"
+    code.write_text("# edited since\n")
+    done = cluster.run("configs/a.yaml", "p-12345678", "--set", "pd.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert f"pd train --resume {out}/p-12345678\n" in cluster.log
+    assert (out / "code" / "p-12345678" / "param_decomp_lab" / "__init__.py").read_text() == "# as submitted\n"
+
+
+@pytest.mark.parametrize("how", ["status", "signal"])
+def test_preempted(cluster: Cluster, how: str) -> None:
+    """Told to stop, tasks save and leave with 75: srun sees nothing bad in that, the job goes back into the queue."""
+    told = {"PD_STATUS": "75"} if how == "status" else {"TERM_AFTER": "1"}
+    done = cluster.run("configs/a.yaml", **told)
+    assert done.returncode == 0, done.stderr
+    assert cluster.log.endswith("scontrol requeue 42\n")
+    assert not list((cluster.folder / "checkout" / "runs" / "code").glob("*.preempted"))
+    again = cluster.run("configs/a.yaml")
+    assert again.returncode == 0
+    assert "scontrol" not in cluster.log
+
+
+def test_preempted_where_requeueing_is_off(cluster: Cluster) -> None:
+    done = cluster.run("configs/a.yaml", PD_STATUS="75", SCONTROL_STATUS="1")
+    assert done.returncode == 75
+    assert f"sbatch --nodes=8 slurm/train.sbatch configs/a.yaml {RUN}" in done.stderr
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_failed(cluster: Cluster, status: int) -> None:
+    assert cluster.run("configs/a.yaml", PD_STATUS=str(status)).returncode == status
+    assert "scontrol" not in cluster.log
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [((), "usage: sbatch"), (("a.yaml", "my-run"), "RUN_ID: is my-run")])
+def test_wrong_usage(cluster: Cluster, arguments: tuple[str, ...], reason: str) -> None:
+    done = cluster.run(*arguments)
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert "srun" not in cluster.log
+
+
+def test_signal_goes_to_the_tasks() -> None:
+    """`B:` would tell the script alone, which could do nothing."""
+    lines = (ROOT / "slurm" / "train.sbatch").read_text().splitlines()
+    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    assert {"--requeue", "--signal=TERM@300", "--open-mode=append"} <= options
