@@ -152,7 +152,7 @@ def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick:
     tell(f"compiling the {STEP}")
     step = measure(subject, STEP, where, dump=True)
     tell("counting what the step does")
-    found = _read(subject, step, where)
+    found = read_step(subject, step, where)
     parts: dict[str, Measured] = {}
     unlimited = None
     for name in subject.phases:
@@ -167,12 +167,19 @@ def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick:
     return Answer(subject, gpu, where.per_node, pool, parts, unlimited, found)
 
 
-def _read(subject: Subject, step: Measured, where: Where) -> Step:
+def _ours(source: str) -> str:
+    """A file of ours without the folders that it lies in on this machine."""
+    return source[max(source.rfind("param_decomp_jax/"), source.rfind("param_decomp_lab/"), 0) :]
+
+
+def read_step(subject: Subject, step: Measured, where: Where) -> Step:
+    """What is in the dump of a step that was measured, and the arithmetic it does."""
+
     def answer() -> dict[str, Any]:
         kept = ledger(*step.dump)
         peak, moved, counted = peak_of(kept), traffic(step.dump[-1], where.per_node), subject.flops()
         return {
-            "buffers": [vars(b) for b in peak.buffers[:N_BUFFERS]],
+            "buffers": [{**vars(b), "source": _ours(b.source)} for b in peak.buffers[:N_BUFFERS]],
             "smaller": sum(b.n_bytes for b in peak.buffers[N_BUFFERS:] if b.role != "host"),
             "unused": peak.unused,
             "explained": peak.explained,
@@ -192,7 +199,8 @@ def _read(subject: Subject, step: Measured, where: Where) -> Step:
             "unknown": [*moved.unknown, *counted.unknown],
         }
 
-    question = "\n".join(("what the step does", subject.identity, str(subject.mesh), str(where.per_node), where.card))
+    of = (str(subject.mesh), str(where.per_node), where.card, str(step.memory))
+    question = "\n".join(("what the step does", subject.identity, *of))
     kept, _ = cached(where.cache, question, answer)
     return Step(
         **{

@@ -1,0 +1,95 @@
+"""What `pd fit` found, as a table and as a figure."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from param_decomp_lab.figures.save import save_figure
+from param_decomp_lab.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.probe.search import Point, frontier
+from param_decomp_lab.report.numbers import amount
+from param_decomp_lab.report.tables import house_table
+
+COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
+
+
+def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
+    """Every run that was asked about; `*` marks those that no other beats, `→` the one chosen."""
+    columns = ("batch", "tokens", "peak GiB", "", "PFLOP", "own GiB", "node GiB", "net GiB", "ms", "tokens/s")
+    title = "Runs (arithmetic of all GPUs; GiB moved, and the roofline's ms if nothing overlaps, of one)"
+    table = house_table(title, ("", "left"), ("", "left"), *((column, "right") for column in columns))
+    unbeaten = frontier(points)
+    for point in points:
+        mark = "→" if point is chosen else "*" if point in unbeaten else ""
+        if point.answer is None:
+            table.add_row(mark, point.kind.name, f"{point.batch:,}", "", "", f"unknown: {point.why}")
+            continue
+        moved = point.answer["bytes_moved"]
+        sizes = (f"{moved[key] / 2**30:,.1f}" for key in ("memory", "within_node", "between_nodes"))
+        table.add_row(
+            mark,
+            point.kind.name,
+            f"{point.batch:,}",
+            amount(point.tokens),
+            f"{point.answer['peak_gib']:.1f}",
+            {"fits": "fits", "does_not_fit": "too large"}[point.verdict],
+            f"{point.answer['matmul_flops'] / 1e15:,.2f}",
+            *sizes,
+            f"{1000 * point.step_s:,.0f}",
+            f"{point.tokens_per_s:,.0f}",
+            style="bold" if point is chosen else "",
+        )
+    return table
+
+
+def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
+    """Peak against tokens of a step, a line for each kind of run; filled what fits."""
+    figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    told = [point for point in points if point.answer is not None]
+    names = list(dict.fromkeys(point.kind.name for point in told))
+    for number, name in enumerate(names):
+        colour = COLOURS[number % len(COLOURS)]
+        own = [point for point in told if point.kind.name == name]
+        tokens, peaks = [p.tokens for p in own], [(p.answer or {})["peak_gib"] for p in own]
+        axes.plot(tokens, peaks, color=colour, linewidth=1, alpha=0.6, zorder=2)
+        for fits, face in ((True, colour), (False, "white")):
+            some = [i for i, p in enumerate(own) if (p.verdict == "fits") == fits]
+            label = name if fits or not any(p.verdict == "fits" for p in own) else None
+            axes.scatter(
+                [tokens[i] for i in some],
+                [peaks[i] for i in some],
+                s=28,
+                color=face,
+                edgecolors=colour,
+                zorder=3,
+                label=label,
+            )
+    if told:
+        answer = told[0].answer or {}
+        for value, words in ((answer["pool_gib"], "can be used"), (answer["capacity_gib"], answer["gpu"].upper())):
+            axes.axhline(value, color=QUIET, linewidth=0.9, linestyle="--" if words == "can be used" else "-")
+            axes.annotate(
+                f"{words}, {value:.0f} GiB",
+                (0.005, value),
+                ("axes fraction", "data"),
+                fontsize=7,
+                color=QUIET,
+                va="bottom",
+            )
+    if chosen is not None and chosen.answer is not None:
+        axes.scatter(
+            chosen.tokens, chosen.answer["peak_gib"], s=140, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=4
+        )
+    axes.set_xscale("log", base=2)
+    ticks = sorted({p.tokens for p in told})
+    axes.set_xticks(ticks, [amount(tick) for tick in ticks])
+    axes.set_ylim(bottom=0)
+    style_axes(axes, 8)
+    axes.set_xlabel("tokens in a step, filled where the run fits", fontsize=8, color=QUIET)
+    axes.set_ylabel("GiB of each GPU", fontsize=8, color=QUIET)
+    axes.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.8))
+    save_figure(figure, file)

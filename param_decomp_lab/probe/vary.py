@@ -1,0 +1,94 @@
+"""`--vary`: what `pd fit` may choose, as kinds of runs and batches."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.memory import Preset
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.search import Kind
+
+ROWS_PER_GPU = tuple(2**k for k in range(7))
+"""Batches tried where nothing is said: so many rows on each GPU that has rows of its own."""
+
+
+def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """``batch=64..2048`` doubles from 64 on; ``seq=512,2048`` lists; ``mesh=1x64x1,2x32x1`` are replica x fsdp x
+    tensor; ``memory=lean,balanced`` are presets; any other key is one of the configuration. UserError for others."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, said = text.partition("=")
+        if not equals or not said:
+            raise UserError(f"--vary {text}: should be key=values, such as batch=64..2048 or seq=512,2048")
+        if key in found:
+            raise UserError(f"--vary {text}: {key} is given twice; put all its values into one")
+        values = [_value(key, part, text) for part in said.split(",")]
+        found[key] = [v for value in values for v in (value if isinstance(value, list) else [value])]
+    return found
+
+
+def _value(key: str, said: str, text: str) -> Any:
+    match key:
+        case "batch" | "seq":
+            first, dots, last = said.partition("..")
+            if not first.isdecimal() or int(first) < 1 or (dots and not last.isdecimal()):
+                raise UserError(f"--vary {text}: '{said}' is no number, and no range such as 64..2048")
+            if not dots:
+                return int(first)
+            if int(last) < int(first):
+                raise UserError(f"--vary {text}: the range ends before it begins")
+            return [n for n in (int(first) * 2**k for k in range(40)) if n <= int(last)]
+        case "mesh":
+            sizes = said.split("x")
+            if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+                raise UserError(f"--vary {text}: '{said}' should be replica x fsdp x tensor, such as 1x64x1")
+            return tuple(map(int, sizes))
+        case "memory":
+            if said not in get_args(Preset):
+                raise UserError(f"--vary {text}: there is no preset '{said}'; there are {', '.join(get_args(Preset))}")
+            return said
+        case _:
+            return parse_yaml(said, f"--vary {text}")
+
+
+def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
+    """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
+
+    UserError for a mesh that does not multiply to the GPUs.
+    """
+    own = config.wrapper.mesh
+    meshes = list(vary.get("mesh", ()))
+    if not meshes:
+        apart = own.replica * own.tensor
+        if n_gpus % apart:
+            sizes = f"replica {own.replica} × tensor {own.tensor}"
+            raise UserError(f"the configuration's {sizes} do not divide {n_gpus} GPUs; give --vary mesh=1x{n_gpus}x1")
+        meshes = [(own.replica, n_gpus // apart, own.tensor)]
+    for mesh in meshes:
+        if mesh[0] * mesh[1] * mesh[2] != n_gpus:
+            shape = "x".join(map(str, mesh))
+            raise UserError(f"--vary mesh={shape}: takes {mesh[0] * mesh[1] * mesh[2]} GPUs, --gpus says {n_gpus}")
+    presets = list(vary.get("memory", ())) or list(dict.fromkeys((config.wrapper.memory.preset, "balanced", "lean")))
+    seqs = list(vary.get("seq", ())) or [None]
+    others = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
+    found = []
+    for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *others.values()):
+        replica, fsdp, tensor = mesh
+        settings: list[tuple[str, Any]] = [
+            ("mesh", {"replica": replica, "fsdp": fsdp, "tensor": tensor}),
+            ("memory.preset", preset),
+            ("remat_recon_forwards", preset != "plain"),
+        ]
+        if seq is not None:
+            settings.append(("data.max_seq_len", seq))
+        rows = replica * fsdp
+        if config.torch.eval is not None and config.torch.eval.batch_size % rows:
+            settings.append(("eval.batch_size", -(-config.torch.eval.batch_size // rows) * rows))
+        settings += zip(others, rest, strict=True)
+        batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
+        words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
+        words += [f"{key} {value}" for key, value in zip(others, rest, strict=True)]
+        found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
+    return found
