@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from param_decomp_jax.aot.buffers import Buffer, live_at_peak, table
+from param_decomp_jax.aot.buffers import Buffer, ledger, live_at_peak, table
 from param_decomp_jax.aot.compile import Compiled, Estimate, Memory, compile_for, estimate
 from param_decomp_jax.aot.flops import matmul_flops
 from param_decomp_jax.aot.instructions import Instructions
@@ -179,6 +179,11 @@ def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
     peak = live_at_peak(*read_dump(tmp_path))
     assert peak.temp == memory.temp
     assert sum(b.n_bytes for b in peak.buffers if b.role == "argument") == memory.arguments
+    # The ledger is XLA's plan, to the byte but for constants, which XLA's own sum leaves out.
+    found_in_dump = ledger(*read_dump(tmp_path))
+    constants = sum(b.n_bytes for b in found_in_dump.fixed if b.role == "constant")
+    assert found_in_dump.planned - constants == memory.peak
+    assert constants < 0.02 * memory.peak
 
 
 @needs_plugin
