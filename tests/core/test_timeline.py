@@ -87,7 +87,8 @@ def test_moments_keep_the_maxima() -> None:
 
 
 def test_phases() -> None:
-    """By windows; short ones by their pass, what is recomputed with the backward, what has no name with its forerunner."""
+    """By windows; short ones by their pass, what is recomputed with the backward, what has no name with what is before
+    it."""
     parts = [(40, "jit(f)/clean_pass/x"), (4, ""), (6, "jit(f)/jvp(up)/x"), (20, "jit(f)/jvp(error)/x"),
              (20, "jit(f)/transpose(jvp())/rematted_computation/x"), (10, "jit(f)/transpose(jvp())/x")]  # fmt: skip
     schedule = tuple(scope for n, scope in parts for _ in range(n))
