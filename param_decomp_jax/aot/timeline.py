@@ -4,7 +4,7 @@ The schedule has the body of a loop once: along it lie the kinds of moments of a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -82,6 +82,35 @@ def moments(timeline: Timeline, n_moments: int) -> Int[np.ndarray, " moments"]:
     n = timeline.live.size
     edges = np.linspace(0, n, min(n, n_moments) + 1).astype(int)
     return np.array([a + timeline.live[a:b].argmax() for a, b in pairwise(edges)], dtype=int)
+
+
+def phases(timeline: Timeline, n_windows: int = 60) -> tuple[tuple[int, int, str], ...]:
+    """What the program is at, in words: first and last instruction and `stage` of each stretch of the schedule.
+
+    The schedule mixes what does not depend on each other, so it is looked at in ``n_windows`` windows, each named by
+    most of its instructions. What is recomputed is part of the backward pass, and of what takes less than three windows
+    only the pass is said.
+    """
+    names = [stage(scope, 1).replace("recomputed", "backward") for scope in timeline.schedule]
+    edges = np.linspace(0, len(names), min(len(names), n_windows) + 1).astype(int)
+    windows: list[tuple[int, int, str]] = []
+    for first, after in pairwise(int(e) for e in edges):
+        named = Counter(name for name in names[first:after] if name)
+        windows.append((first, after - 1, named.most_common(1)[0][0] if named else ""))
+    found = _joined(windows)
+    short = 3 * len(names) / n_windows - 1
+    return _joined([(a, b, name.split(", ")[-1] if b + 1 - a < short else name) for a, b, name in found])
+
+
+def _joined(stretches: Sequence[tuple[int, int, str]]) -> tuple[tuple[int, int, str], ...]:
+    """Neighbours of one name as one; what has none belongs to what comes before."""
+    found: list[tuple[int, int, str]] = []
+    for first, last, name in stretches:
+        if found and name in ("", found[-1][2]):
+            found[-1] = found[-1][0], last, found[-1][2]
+        else:
+            found.append((first, last, name))
+    return tuple(found)
 
 
 def arguments_by_group(ledger: Ledger) -> Mapping[str, int]:

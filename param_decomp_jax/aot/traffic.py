@@ -171,7 +171,9 @@ class _Counting:
                 branches = [self.of(name)[0] for key in _BRANCHES for name in i.called(key)]
                 count.add(max(branches, key=lambda branch: branch.total))
             elif i.opcode == "call":
-                count.add(self.of(i.called("to_apply")[0])[0])
+                called, more = self.of(i.called("to_apply")[0], outermost=outermost)
+                count.add(called)
+                loops += more
             elif i.opcode == "async-start":
                 count.add(self.of(i.called("calls")[0], i.name)[0])
             elif (kind := i.opcode.removesuffix("-start")) in KINDS:

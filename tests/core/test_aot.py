@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from param_decomp_jax.aot.buffers import Buffer, live_at_peak, table
+from param_decomp_jax.aot.buffers import Buffer, ledger, live_at_peak, table
 from param_decomp_jax.aot.compile import Compiled, Estimate, Memory, compile_for, estimate
 from param_decomp_jax.aot.flops import matmul_flops
 from param_decomp_jax.aot.instructions import Instructions
 from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, target_configs, with_memory
+from param_decomp_jax.aot.traffic import traffic
 from param_decomp_jax.attention import attend
 from param_decomp_jax.mesh import MeshShape
 
@@ -179,6 +180,11 @@ def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
     peak = live_at_peak(*read_dump(tmp_path))
     assert peak.temp == memory.temp
     assert sum(b.n_bytes for b in peak.buffers if b.role == "argument") == memory.arguments
+    # The ledger is XLA's plan, to the byte but for constants, which XLA's own sum leaves out.
+    found_in_dump = ledger(*read_dump(tmp_path))
+    constants = sum(b.n_bytes for b in found_in_dump.fixed if b.role == "constant")
+    assert found_in_dump.planned - constants == memory.peak
+    assert constants < 0.02 * memory.peak
 
 
 @needs_plugin
@@ -199,8 +205,10 @@ def test_what_a_step_keeps_on_the_host_is_counted_there(tmp_path: Path) -> None:
         return jax.jit(step, donate_argnums=(0, 1)), (here, there)
 
     part = 1024 * 1024 * 4 // 8
-    memory = compile_for(program, MeshShape(fsdp=8), CARDS["b200"], str(tmp_path)).memory
+    compiled = compile_for(program, MeshShape(fsdp=8), CARDS["b200"], str(tmp_path))
+    memory = compiled.memory
     assert (memory.arguments, memory.host) == (part, part)
+    assert traffic(compiled.program.as_text()).host == 2 * part  # there and back
     assert sum(b.n_bytes for b in live_at_peak(*read_dump(tmp_path)).buffers if b.role == "host") == part
 
 

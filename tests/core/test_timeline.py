@@ -7,7 +7,7 @@ import pytest
 
 from param_decomp_jax.aot.buffers import Buffer, Ledger, Span, busiest, ledger, peak_of
 from param_decomp_jax.aot.scopes import stage
-from param_decomp_jax.aot.timeline import REST, arguments_by_group, bands, moments, timeline
+from param_decomp_jax.aot.timeline import REST, arguments_by_group, bands, moments, phases, timeline
 
 DUMP = Path(__file__).parent / "dump"
 TEXTS = [(DUMP / f"{name}.txt").read_text() for name in ("buffer-assignment", "live-range", "program")]
@@ -84,6 +84,23 @@ def test_moments_keep_the_maxima() -> None:
     for stretch, moment in zip(np.array_split(line.live, 100), chosen, strict=True):
         assert stretch.max() == line.live[moment]
     assert moments(line, 9000).tolist() == list(range(5000))
+
+
+def test_phases() -> None:
+    """By windows; short ones by their pass, what is recomputed with the backward, what has no name with what is before
+    it."""
+    parts = [(40, "jit(f)/clean_pass/x"), (4, ""), (6, "jit(f)/jvp(up)/x"), (20, "jit(f)/jvp(error)/x"),
+             (20, "jit(f)/transpose(jvp())/rematted_computation/x"), (10, "jit(f)/transpose(jvp())/x")]  # fmt: skip
+    schedule = tuple(scope for n, scope in parts for _ in range(n))
+    line = timeline(Ledger((), (), 0, schedule))
+    assert phases(line, 50) == (
+        (0, 43, "clean_pass"),
+        (44, 49, "up, forward"),
+        (50, 69, "error, forward"),
+        (70, 99, "backward"),
+    )
+    assert phases(line, 25)[1] == (44, 51, "forward")
+    assert phases(timeline(Ledger((), (), 0, ()))) == ()
 
 
 def test_a_program_without_temporaries() -> None:

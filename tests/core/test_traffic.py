@@ -431,3 +431,25 @@ def test_a_loop_of_products_compiled_for_two_nodes() -> None:
     }
     assert found.across == layers * (2 * column * 7 // 8) // 4
     assert found.within == layers * (column * 3 // 4 + rows // 2 + 2 * column * 7 // 8 + batch)
+
+
+@needs_plugin
+def test_the_loop_over_the_steps_of_a_dispatch_counts_once() -> None:
+    """A dynamic number of steps, each a scan of 3 products: one step is counted, and nothing is unknown."""
+
+    def steps(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+        x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+        w = jax.ShapeDtypeStruct((3, 512, 512), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp")))
+        n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+
+        def program(x: Any, w: Any, n: Any) -> Any:
+            def step(_: Any, x: Any) -> Any:
+                return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+            return jax.lax.fori_loop(jnp.zeros((), jnp.int32), n, step, x)
+
+        return jax.jit(program), (x, w, n)
+
+    found = traffic(compile_for(steps, MeshShape(fsdp=8), CARDS["b200"]).program.as_text())
+    assert found.unknown == ()
+    assert {c.kind: count for c, count in found.collectives.items()} == {"all-gather": 3}
