@@ -69,10 +69,6 @@ def measure(of: MLPs, policy: str, mesh_shape: MeshShape, rounds: int) -> dict[s
             state, metrics = compiled(state, weights, tokens)
             jax.block_until_ready(metrics)
             times.append(time.perf_counter() - start)
-    plan = compiled.memory_analysis()
-    planned = (
-        plan.temp_size_in_bytes + plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    )
     device = jax.devices()[0]
     live = (device.memory_stats() or {}).get("peak_bytes_in_use")
     seconds = statistics.median(times[1:])
@@ -88,7 +84,7 @@ def measure(of: MLPs, policy: str, mesh_shape: MeshShape, rounds: int) -> dict[s
         "mfu": None if rate is None else flops / seconds / (rate * mesh_shape.n_devices),
         "matmul_flops": flops,
         "matmul_flops_over_saved": flops / saved,
-        "planned_gib": planned / GIB,
+        "planned_gib": planned_bytes(compiled) / GIB,
         "live_gib": None if live is None else live / GIB,
         "compile_s": compile_s,
         "loss": float(metrics["loss/total"]),
@@ -101,16 +97,30 @@ def _random(problem: Problem, of: MLPs, state_shapes: Any, weight_shapes: Any) -
 
     def make() -> tuple[Any, Any]:
         state = init_state(problem.decomposition, problem.target.sites, (of.batch, of.seq))
-        leaves, structure = jax.tree.flatten(weight_shapes)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        arrays = [
-            jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else 0.02 * jax.random.normal(key, x.shape, x.dtype)
-            for x, key in zip(leaves, keys, strict=True)
-        ]
-        return state, jax.tree.unflatten(structure, arrays)
+        return state, random_weights(weight_shapes)
 
     made: tuple[Any, Any] = jax.jit(make, out_shardings=places)()
     return made
+
+
+def random_weights(shapes: Any) -> Any:
+    """Arrays of these shapes and dtypes that keep activations finite: norms of ones, small matrices."""
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    arrays = [
+        jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else 0.02 * jax.random.normal(key, x.shape, x.dtype)
+        for x, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, arrays)
+
+
+def planned_bytes(compiled: Any) -> int:
+    """Of one device, as XLA accounts for it: temp + arguments + output - alias."""
+    plan = compiled.memory_analysis()
+    total: int = (
+        plan.temp_size_in_bytes + plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    )
+    return total
 
 
 def _tokens(of: MLPs, number: int) -> jax.Array:
