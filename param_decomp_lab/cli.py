@@ -165,6 +165,7 @@ def probe(
     from param_decomp_lab.probe.cards import Pool, card
     from param_decomp_lab.probe.command import probe as ask
     from param_decomp_lab.probe.command import write_json
+    from param_decomp_lab.probe.pages import write_pages
     from param_decomp_lab.probe.show import show
 
     pool = Pool.of(card(gpu), mem_fraction, margin_gib)
@@ -175,7 +176,7 @@ def probe(
     if json_file is not None:
         write_json(answer, json_file)
     if html is not None:
-        raise NotImplementedError
+        write_pages(answer, html)
     show(answer, Console())
     raise typer.Exit({"fits": 0, "does_not_fit": 3, "unknown": 1}[answer.verdict])
 

@@ -1,0 +1,37 @@
+"""Pictures of an answer: the memory over the course of the step, as a page to hover over and as a PNG."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from param_decomp_jax.aot.buffers import ledger, peak_of
+from param_decomp_jax.aot.timeline import timeline
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.figures.save import save_figure
+from param_decomp_lab.probe.answer import GIB, Answer
+from param_decomp_lab.probe.memory_page import write_memory_page
+from param_decomp_lab.probe.show import verdict_line
+from param_decomp_lab.probe.subject import STEP
+from param_decomp_lab.probe.timeline_figure import timeline_figure
+
+
+def write_pages(answer: Answer, file: Path) -> tuple[Path, Path]:
+    """The page ``file``, and a PNG of the same name beside it. UserError where they cannot be written."""
+    step, pool = answer.parts[STEP], answer.pool
+    kept = ledger(*step.dump)
+    moments, peak = timeline(kept), peak_of(kept)
+    title = f"{answer.subject.title}: the {STEP} on {answer.gpu.upper()}"
+    picture = file.with_suffix(".png")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_memory_page(
+            file, title, moments, peak, step.groups, _summary(answer), pool=pool.usable, capacity=pool.capacity
+        )
+        save_figure(timeline_figure(moments, title, pool=pool.usable, capacity=pool.capacity), picture)
+    except OSError as error:
+        raise UserError(f"--html {file}: cannot be written ({error.strerror})") from error
+    return file, picture
+
+
+def _summary(answer: Answer) -> Mapping[str, str]:
+    sizes = {name: f"{part.peak / GIB:,.2f} GiB" for name, part in answer.parts.items()}
+    return {**answer.subject.described, **sizes, "verdict": str(verdict_line(answer))}
