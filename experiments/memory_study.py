@@ -83,7 +83,12 @@ LEVERS = (
     _lever("Adafactor for V, U", "memory.optimizers={components: adafactor}"),
     _lever("XLA's own rematerialisation too", "memory.xla_remat=true"),
     Row("levers", "reference, batch 128", REFERENCE, ("pd.batch_size=128",)),
-    Row("levers", "batch 128 in 2 micro-batches", REFERENCE, ("pd.batch_size=128", "eval.batch_size=128", "memory.micro_batches=2")),
+    Row(
+        "levers",
+        "batch 128 in 2 micro-batches",
+        REFERENCE,
+        ("pd.batch_size=128", "eval.batch_size=128", "memory.micro_batches=2"),
+    ),
     _lever("preset `balanced`", "memory.preset=balanced"),
     _lever("preset `plain`", "memory.preset=plain", "remat_recon_forwards=false"),
     _lever("preset `published`", "memory.preset=published"),
