@@ -1,6 +1,8 @@
 """The KL of R1 without ever holding ``[tokens, vocab]``: by blocks of tokens, each with its gradient at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,11 @@ from jaxtyping import Array, Float
 from param_decomp_jax.mesh import constrain, cut, uncut
 from param_decomp_jax.numerics import kl_divergence
 
-Head = Callable[[Float[Array, "B T d"]], Float[Array, "B T vocab"]]
+Head = jax.tree_util.Partial
+"""From ``[B, T, d]`` to ``[B, T, vocab]``: a function of the program and its arrays, which are frozen.
+
+No closure: what a function with a derivative of its own closes over is lost where the KL is in a branch (A6).
+"""
 
 
 def fused_kl(
@@ -21,6 +27,15 @@ def fused_kl(
     Differentiable by ``masked``. The head is frozen, so their gradients are all that the backward pass needs: they are
     made in the forward pass, block by block, and kept as ``[B, T, d]``. ``n_blocks`` divides T.
     """
+    return _kl(n_blocks, head, clean, list(masked))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kl(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> Float[Array, " streams"]:
+    return _forward(n_blocks, head, clean, masked)[0]
+
+
+def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tuple[Array, list[Array]]:
     n_positions = clean.shape[0] * clean.shape[1]
 
     def blocks(x: Float[Array, "B T d"]) -> Float[Array, "n B t d"]:
@@ -35,17 +50,14 @@ def fused_kl(
 
         return [jax.value_and_grad(share)(x) for x in masked]
 
-    @jax.custom_vjp
-    def kl(masked: Sequence[Float[Array, "B T d"]]) -> Float[Array, " streams"]:
-        return forward(masked)[0]
+    found = lax.map(lambda block: of_block(*block), (blocks(clean), [blocks(x) for x in masked]))
+    values = jnp.stack([jnp.sum(value) for value, _ in found])
+    return values, [constrain(uncut(gradient, 1, "seq"), "batch") for _, gradient in found]
 
-    def forward(masked: Sequence[Float[Array, "B T d"]]) -> tuple[Array, list[Array]]:
-        found = lax.map(lambda block: of_block(*block), (blocks(clean), [blocks(x) for x in masked]))
-        values = jnp.stack([jnp.sum(value) for value, _ in found])
-        return values, [constrain(uncut(gradient, 1, "seq"), "batch") for _, gradient in found]
 
-    def backward(gradients: list[Array], g: Float[Array, " streams"]) -> tuple[list[Array]]:
-        return ([(g[i] * gradient).astype(gradient.dtype) for i, gradient in enumerate(gradients)],)
+def _backward(n_blocks: int, gradients: list[Array], g: Float[Array, " streams"]) -> tuple[Any, Any, list[Array]]:
+    # Nothing goes to the head and to the clean pass: both are constant.
+    return None, None, [(g[i] * gradient).astype(gradient.dtype) for i, gradient in enumerate(gradients)]
 
-    kl.defvjp(forward, backward)
-    return kl(list(masked))
+
+_kl.defvjp(_forward, _backward)

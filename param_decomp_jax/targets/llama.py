@@ -7,7 +7,6 @@ hidden state; the head belongs to the error, which may then take it in blocks of
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
-from param_decomp_jax.fused_kl import fused_kl
+from param_decomp_jax.fused_kl import Head, fused_kl
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
@@ -205,7 +204,7 @@ class Llama:
         self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]
     ) -> Float[Array, " streams"]:
         """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
-        head = partial(self._head, self._gathered_head(weights, clean.dtype), weights["norm"])
+        head = Head(self._head, self._gathered_head(weights, clean.dtype), weights["norm"])
         if self.memory.recomputes("vocabulary"):
             n_blocks = token_blocks(clean.shape[:-1], self.memory.vocabulary_block)
             return fused_kl(head, clean, masked, n_blocks)

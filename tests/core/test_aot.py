@@ -3,7 +3,6 @@
 Tests that compile need JAX's CUDA plugin (`pip install -e '.[probe]'`) and are skipped without it.
 """
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, target_con
 from param_decomp_jax.aot.traffic import traffic
 from param_decomp_jax.attention import attend
 from param_decomp_jax.mesh import MeshShape
+from tests.plugin import needs_plugin
 
 ROOT = Path(__file__).parents[2]
 CARDS = target_configs((ROOT / "param_decomp_jax/aot/gpus/cards.csv").read_text())
@@ -30,10 +30,6 @@ DUMP = {
 }
 """A step of gradient descent through a scan of three layers on 8 B200s, as JAX 0.10.2's XLA dumps it (the compiler's
 settings of single kernels and its own list at the peak are cut off): `state` donated, both arguments split in 8."""
-
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's CUDA plugin (the extra `probe`)"
-)
 
 
 # ---- cards ----

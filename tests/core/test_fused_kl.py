@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from param_decomp_jax.fused_kl import fused_kl
+from param_decomp_jax.fused_kl import Head, fused_kl
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
 from param_decomp_jax.placement import batch_sharding
@@ -35,7 +35,7 @@ def plain(W: jax.Array, clean: jax.Array, masked: list[jax.Array]) -> jax.Array:
 
 
 def fused(n_blocks: int) -> Callable[..., jax.Array]:
-    return lambda W, clean, masked: fused_kl(partial(head, W), clean, masked, n_blocks)
+    return lambda W, clean, masked: fused_kl(Head(head, W), clean, masked, n_blocks)
 
 
 def value_and_gradient(errors: Callable[..., jax.Array], W: Any, clean: Any, masked: Any) -> Any:

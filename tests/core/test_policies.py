@@ -21,12 +21,31 @@ from param_decomp_jax import objective as objective_module
 from param_decomp_jax import recon as recon_module
 from param_decomp_jax import step as step_module
 from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, STATE_PARTS, MemoryPolicy
+from param_decomp_jax.recon import AllSites, Reconstruction
+from param_decomp_jax.routing import Everywhere
 from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets import llama as llama_module
 from tests.core import tiny
-from tests.core.test_step import CASES
+from tests.core.test_step import CASES as OF_STEPS
+from tests.core.test_step import FAITHFUL, PERSISTENT
 
-TRANSFORMER, SHARED, SCALAR, NO_DELTA = CASES
+TRANSFORMER, SHARED, SCALAR, NO_DELTA = OF_STEPS
+LATE = "persistent terms that begin later (A6), one of them on"
+CASES = {
+    **OF_STEPS,
+    LATE: tiny.problem(
+        (
+            FAITHFUL,
+            *(
+                Reconstruction(
+                    name, 0.4, AllSites(), Everywhere(), dataclasses.replace(PERSISTENT, start_frac=start)
+                )
+                for name, start in (("on", 0.2), ("off", 0.9))
+            ),
+        ),
+        ci=tiny.SHARED,
+    ),
+}  # fmt: skip
 SMALL = {"component_block": 2, "vocabulary_block": 8}
 EVERYTHING = frozenset(INTERMEDIATES)
 POLICIES: dict[str, MemoryPolicy] = {
@@ -125,7 +144,7 @@ def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pyte
         assert not re.search(r"\b(PLAIN|BALANCED|LEAN|PUBLISHED|preset)\b", source), module.__name__
 
 
-FAST = [(TRANSFORMER, "lean", False), (TRANSFORMER, "lean", True), (SCALAR, "lean", True)]
+FAST = [(TRANSFORMER, "lean", False), (TRANSFORMER, "lean", True), (SCALAR, "lean", True), (LATE, "fused kl", True)]
 ALL = [(case, name, exact) for case in CASES for name in POLICIES for exact in (True, False)]
 
 

@@ -1,0 +1,370 @@
+"""`pd probe` and `pd fit`. What compiles for GPUs needs JAX's CUDA plugin (the extra `probe`)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from rich.console import Console
+
+from param_decomp_jax.aot.compile import device_bytes
+from param_decomp_jax.mesh import make_mesh
+from param_decomp_lab.build import build
+from param_decomp_lab.config import load_config
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.probe.answer import Answer, ask
+from param_decomp_lab.probe.cache import cached
+from param_decomp_lab.probe.cards import Pool, card
+from param_decomp_lab.probe.command import gpus_of_a_node
+from param_decomp_lab.probe.measure import Where
+from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
+from param_decomp_lab.probe.subject import STEP, Subject, run_subject
+from param_decomp_lab.probe.vary import kinds, parse_vary
+from param_decomp_lab.probe.write_config import write_config
+from param_decomp_lab.programs import Program
+from param_decomp_lab.run import train
+from tests.lab.tiny_run import ROOT, Tiny, pd_here
+from tests.plugin import needs_plugin
+
+GIB = 2**30
+LLAMA = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
+
+
+# ---- what is compiled ----
+
+
+@pytest.mark.parametrize(("preset", "mesh"), [("lean", "{fsdp: 4, tensor: 2}"), ("published", "{replica: 2, fsdp: 4}")])
+def test_the_probe_lowers_what_the_trainer_lowers(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, mesh: str
+) -> None:
+    """Every program of a run that is trained for two steps, on the same devices, to the letter."""
+    sets = [f"out_dir={tmp_path}", f"mesh={mesh}", f"memory.preset={preset}", "pd.steps=2"]
+    config = load_config(tiny.config, [*sets, "pd.faithfulness_warmup_steps=1", "eval.n_steps=1", "wandb=null"])
+    trained: list[str] = []
+    lower, evaluate = Program.lower, Evaluation._fast_batch
+
+    def recorded(program: Program) -> Any:
+        lowered = lower(program)
+        trained.append(lowered.as_text())
+        return lowered
+
+    evaluated: list[Any] = []
+
+    def watched(self: Evaluation, *arguments: Any) -> Any:
+        evaluated.append(self)
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(Program, "lower", recorded)
+    monkeypatch.setattr(Evaluation, "_fast_batch", watched)
+    train(config, Console(quiet=True))
+    subject = run_subject(config)
+    probed = make_mesh(subject.mesh)
+    with jax.set_mesh(probed):
+        assert [text(subject, STEP, probed)] == trained
+        built = build(config, Console(quiet=True))
+        real = evaluated[0].programs(*of_evaluation(subject, probed, built.outline))["evaluation"]
+        assert lower(real).as_text() == text(subject, "evaluation", probed)
+
+
+def text(subject: Subject, phase: str, mesh: Mesh) -> str:
+    program = subject.phases[phase](mesh).program
+    found: str = program.function.lower(*program.arguments).as_text()
+    return found
+
+
+def of_evaluation(subject: Subject, mesh: Mesh, outline: Any) -> tuple[Any, Any, Any]:
+    from param_decomp_lab.programs import state_shapes
+
+    return state_shapes(outline), outline.weights, outline.eval.batch()
+
+
+def test_nothing_is_allocated(tiny: Tiny) -> None:
+    """All parts of a run of an 8B on 64 devices are described within seconds; no array of it exists."""
+    subject = run_subject(load_config(LLAMA))
+    before = sum(x.nbytes for x in jax.live_arrays())
+    assert list(subject.phases) == [
+        "making the state", "faithfulness warm-up", STEP, "evaluation", "figures", "restore",
+    ]  # fmt: skip
+    mesh = Mesh([[[jax.devices()[0]] * 1] * 1], ("replica", "fsdp", "tensor"))
+    for phase in subject.phases.values():
+        phase(mesh)
+    assert sum(x.nbytes for x in jax.live_arrays()) - before < 1 << 20
+
+
+def test_what_lies_there_meanwhile(tiny: Tiny) -> None:
+    """With every part's own arguments it makes up state and weights, on whatever mesh."""
+    subject = run_subject(load_config(tiny.config, ["mesh={fsdp: 8}"]))
+    mesh = make_mesh(subject.mesh)
+    step = subject.phases[STEP](mesh)
+    state, weights, inputs, _ = step.program.arguments
+    whole = device_bytes((state, weights))
+    assert sum(step.groups.values()) == whole - device_bytes(state.step) + device_bytes(inputs) - counts(state)
+    for name in ("evaluation", "figures"):
+        phase = subject.phases[name](mesh)
+        assert phase.elsewhere + device_bytes((state.components, state.ci, weights)) == whole
+    warmup = subject.phases["faithfulness warm-up"](mesh)
+    assert warmup.elsewhere + device_bytes((state.components, weights)) == whole
+    restore = subject.phases["restore"](mesh)
+    assert restore.elsewhere + device_bytes(restore.program.arguments) == whole
+
+
+def counts(state: Any) -> int:
+    """Of the ascents, which belong to no group."""
+    return sum(device_bytes(a.count) for a in state.adversaries.values())
+
+
+# ---- the answer ----
+
+
+def test_the_pool() -> None:
+    """memory.md's figure for a B200."""
+    b200 = Pool.of(card("B200"))
+    assert b200.capacity / GIB == pytest.approx(178.4, abs=0.05)
+    assert b200.usable / GIB == pytest.approx(178.36 * 0.92 - 5, abs=0.05)
+    for wrong in ({"fraction": 1.2}, {"fraction": 0}, {"margin_gib": -1}, {"margin_gib": 400}):
+        with pytest.raises(UserError):
+            Pool.of(card("b200"), **wrong)  # type: ignore[arg-type]
+
+
+def test_asked_once(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def answer() -> dict[str, Any]:
+        asked.append(1)
+        return {"a": len(asked)}
+
+    assert cached(tmp_path, "q", answer) == ({"a": 1}, False)
+    assert cached(tmp_path, "q", answer) == ({"a": 1}, True)
+    assert cached(tmp_path, "another", answer) == ({"a": 2}, False)
+    for file in tmp_path.iterdir():
+        file.write_text("{ cut off")
+    assert cached(tmp_path, "q", answer) == ({"a": 3}, False)
+    assert cached(None, "q", answer) == ({"a": 4}, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((LLAMA, "--gpu", "b300"), "--gpu b300: unknown; did you mean 'b200'"),
+        ((LLAMA, "--nodes", "4"), "fsdp 64 × tensor 1 are 64 devices"),
+        ((LLAMA, "--nodes", "4", "--gpus-per-node", "8"), "are 32; make them equal, such as with --set mesh.fsdp=32"),
+        ((LLAMA, "--set", "mesh.fsdp=12"), "no whole nodes of 8"),
+        ((LLAMA, "--batch", "100"), "it must be a multiple of mesh.replica · mesh.fsdp = 1 · 64"),
+        ((LLAMA, "--seq", "4096"), "max_len"),
+        (("nowhere.yaml",), "nowhere.yaml: cannot read"),
+        ((LLAMA, "--mem-fraction", "2"), "--mem-fraction 2"),
+    ],
+)  # fmt: skip
+def test_wrong_questions(arguments: tuple[Any, ...], said: str) -> None:
+    outcome = pd_here("probe", *arguments)
+    assert outcome.status == 2
+    assert said in outcome.err
+
+
+def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says what to install."""
+
+    def missing(**_: Any) -> None:
+        raise RuntimeError("no plugin 'cuda'")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    outcome = pd_here("probe", LLAMA, "--quick", "--no-cache")
+    assert outcome.status == 2
+    assert "pip install 'param-decomp[probe]'" in outcome.err
+
+
+def test_gpus_of_a_node() -> None:
+    mesh = run_subject(load_config(LLAMA)).mesh
+    assert gpus_of_a_node(mesh, None, None) == 8
+    assert gpus_of_a_node(mesh, 16, None) == 4
+    assert gpus_of_a_node(mesh, None, 4) == 4
+
+
+@needs_plugin
+def test_a_whole_answer(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts of the tiny run on a node; asked again at once; too large for a card with nothing left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, page = tmp_path / "answer.json", tmp_path / "page.html"
+    question = ("probe", tiny.config, "--set", "mesh.fsdp=8", "--json", file)
+    outcome = pd_here(*question, "--html", page)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.rstrip().splitlines()[-1].startswith("fits: 0.")
+    answer = json.loads(file.read_text())
+    assert answer["verdict"] == "fits"
+    assert answer["limit_bound"] is False
+    assert answer["peak_gib"] == max(part["peak_gib"] for part in answer["parts"].values())
+    assert answer["peak_gib_unlimited"] <= answer["peak_gib"]
+    step = answer["parts"][STEP]
+    assert answer["ledger_gib"] == pytest.approx(step["peak_gib"], rel=0.02)
+    assert sum(answer["arguments"].values()) == pytest.approx(step["arguments_gib"], rel=0.01)
+    for buffer in answer["buffers"][:10]:
+        assert named_in_the_code(buffer), buffer
+    assert answer["collectives"]
+    assert answer["matmul_flops"] > 0
+    assert page.stat().st_size > 10_000
+    assert page.with_suffix(".png").stat().st_size > 10_000
+    monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", None)
+    assert pd_here(*question).status == 0
+    small = pd_here(*question, "--margin-gib", str(answer["capacity_gib"] * 0.92 - 1e-6))
+    assert small.status == 3
+    assert small.out.rstrip().splitlines()[-1].startswith("does not fit: ")
+
+
+def named_in_the_code(buffer: dict[str, Any]) -> bool:
+    """An argument by what the step is given; anything else by a file and line of ours."""
+    if buffer["role"] == "argument":
+        return buffer["scope"].split(".")[0].split("[")[0] in ("state", "weights", "inputs", "n")
+    file, _, line = buffer["source"].rpartition(":")
+    return (
+        bool(buffer["scope"]) and (ROOT / file).is_file() and int(line) <= len((ROOT / file).read_text().splitlines())
+    )
+
+
+@needs_plugin
+def test_the_host_is_another_memory(tiny: Tiny, tmp_path: Path) -> None:
+    """Moments in pinned host memory are counted there, of arguments and of results."""
+    parts = ("components_moments", "ci_moments", "sources_moments")
+
+    def asked(*offloaded: str) -> Answer:
+        sets = ["mesh.fsdp=8", f"memory.offload={json.dumps(list(offloaded))}", "eval=null"]
+        subject = run_subject(load_config(tiny.config, sets))
+        return ask(subject, "b200", Where(card("b200"), 8, None), Pool.of(card("b200")), lambda _: None, quick=True)
+
+    jax.config.update("jax_platforms", "cpu")
+    here, there = asked(), asked(*parts)
+    moved = here.parts[STEP].memory.arguments - there.parts[STEP].memory.arguments
+    assert here.parts[STEP].memory.host == 0
+    assert moved > 0
+    assert there.parts[STEP].memory.host >= moved
+
+
+# ---- the search ----
+
+
+@given(
+    needs=st.lists(st.integers(1, 100), min_size=1, max_size=40).map(sorted),
+    limit=st.integers(0, 101),
+)
+def test_bisection_finds_the_largest(needs: list[int], limit: int) -> None:
+    """With as many questions as a bisection takes, and one at most for a kind that fits throughout."""
+    asked: list[int] = []
+
+    def point(kind: Kind, batch: int) -> Point:
+        asked.append(batch)
+        return made_up(kind, batch, peak=needs[batch - 1], limit=limit)
+
+    points = largest_that_fits(Kind("k", (), tuple(range(1, len(needs) + 1))), point)
+    fitting = [batch for batch in range(1, len(needs) + 1) if needs[batch - 1] <= limit]
+    found = best(points)
+    assert (found.batch if found else None) == (max(fitting) if fitting else None)
+    assert len(asked) == len(set(asked)) <= len(needs).bit_length() + 1
+    if len(fitting) == len(needs):
+        assert len(asked) == 1
+
+
+def made_up(kind: Kind, batch: int, peak: float, limit: float, step_s: float = 1.0) -> Point:
+    moved = {"memory": 0, "within_node": 0, "between_nodes": 0}
+    answer = {"verdict": "fits" if peak <= limit else "does_not_fit", "peak_gib": peak, "tokens_per_step": batch * 8}
+    times = {"arithmetic": step_s, "at least": step_s}
+    rest = {"pool_gib": limit, "capacity_gib": 2 * limit, "gpu": "b200", "matmul_flops": 10**15}
+    return Point(kind, batch, {**answer, **rest, "roofline_s": times, "bytes_moved": moved, "largest_part": STEP})
+
+
+def test_the_best_of_several_kinds() -> None:
+    """Most tokens first, then speed; what cannot be told ends its kind and no other."""
+    a, b, c = (Kind(name, (), (8, 16, 32)) for name in "abc")
+    speeds = {"a": 2.0, "b": 1.0}
+
+    def point(kind: Kind, batch: int) -> Point:
+        if kind is c:
+            return Point(c, batch, None, "the compiler gave up")
+        return made_up(kind, batch, peak=batch, limit=20, step_s=speeds[kind.name])
+
+    points = search((a, b, c), point, workers=2)
+    chosen = best(points)
+    assert chosen is not None
+    assert (chosen.kind, chosen.batch) == (b, 16)
+    assert [p.batch for p in points if p.kind is c] == [32]
+    assert frontier(points) == [chosen]
+    assert best([p for p in points if p.kind is c]) is None
+
+
+def test_what_may_vary() -> None:
+    found = parse_vary(["batch=64..1000", "seq=512,2048", "mesh=1x64x1,8x8x1", "memory.component_block=4096,null"])
+    assert found == {
+        "batch": [64, 128, 256, 512], "seq": [512, 2048], "mesh": [(1, 64, 1), (8, 8, 1)],
+        "memory.component_block": [4096, None],
+    }  # fmt: skip
+    every = kinds(load_config(LLAMA), 64, found)
+    assert len(every) == 2 * 2 * 2 * 2
+    assert every[0].name == "balanced, 1×64×1, seq 512, memory.component_block 4096"
+    assert dict(every[0].settings)["mesh"] == {"replica": 1, "fsdp": 64, "tensor": 1}
+    default = kinds(load_config(LLAMA), 8, {})
+    assert [kind.name for kind in default] == ["balanced", "lean"]
+    assert default[0].batches == (8, 16, 32, 64, 128, 256, 512)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["batch", "batch=x", "batch=0", "batch=9..8", "seq=512..", "mesh=64", "mesh=1x0x64", "memory=thin"],
+)
+def test_what_may_not_vary(wrong: str) -> None:
+    with pytest.raises(UserError, match="--vary"):
+        parse_vary([wrong])
+
+
+def test_meshes_must_take_all_gpus() -> None:
+    with pytest.raises(UserError, match="takes 32 GPUs, --gpus says 64"):
+        kinds(load_config(LLAMA), 64, {"mesh": [(1, 32, 1)]})
+    with pytest.raises(UserError, match="do not divide 6"):
+        kinds(load_config(LLAMA, ["mesh={fsdp: 16, tensor: 4}"]), 6, {})
+
+
+def test_evaluation_follows_the_mesh() -> None:
+    every = kinds(load_config(LLAMA), 48, {"batch": [48]})
+    assert dict(every[0].settings)["eval.batch_size"] == 144
+
+
+def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
+    """Paths keep their meaning in another folder, all else is as it was but for what was set."""
+    out = tmp_path / "found" / "run.yaml"
+    sets = ("pd.batch_size=16", "memory.preset=lean", "mesh={fsdp: 2}")
+    write_config(tiny.config, sets, out, ["why", "not"])
+    assert out.read_text().startswith("# Written by pd fit from wrapper.yaml.\n# why\n# not\n")
+    written, meant = load_config(out), load_config(tiny.config, sets)
+    assert written.wrapper.model_dump(exclude={"torch_config"}) == meant.wrapper.model_dump(exclude={"torch_config"})
+    assert written.torch == meant.torch
+    write_config(tiny.config, sets, out, [])
+    out.write_text("run_name: mine\n")
+    with pytest.raises(UserError, match="pd fit has not written it"):
+        write_config(tiny.config, sets, out, [])
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path) -> None:
+    """A margin that leaves room for a small batch only; what is written passes the probe, and trains."""
+    out = tmp_path / "fitted.yaml"
+    base = ("--gpu", "a5000", "--set", f"out_dir={tmp_path}")
+    asked = tiny.pd("probe", tiny.config, *base, "--batch", "16", "--quick", "--json", tmp_path / "16.json")
+    assert asked.returncode == 0, asked.stderr
+    of_16 = json.loads((tmp_path / "16.json").read_text())
+    margin = of_16["capacity_gib"] * 0.92 - 1.1 * of_16["peak_gib"]
+    vary = ("--vary", "batch=4..64", "--vary", "memory=plain,lean")
+    done = tiny.pd("fit", tiny.config, "--gpus", "1", *base, *vary, "--margin-gib", margin, "--out", out)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "fits" in done.stdout.splitlines()[-1]
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    batch = yaml.safe_load((tmp_path / "torch" / "fitted.yaml").read_text())["pd"]["batch_size"]
+    assert 16 <= batch < 64
+    assert tiny.pd("probe", out, "--gpu", "a5000", "--margin-gib", margin).returncode == 0
+    trained = tiny.pd("train", out, "--set", "pd.steps=4", "--set", "eval=null")
+    assert trained.returncode == 0, trained.stderr
+    nothing = tiny.pd("fit", tiny.config, "--gpus", "1", *base, *vary, "--margin-gib", "23.39", "--out", out)
+    assert nothing.returncode == 3
