@@ -87,6 +87,10 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 
     with pytest.raises(UserError, match=r"(?s)another recipe.*steps: 30 there, 31 here.*--overwrite"):
         run_pretrain(changed(recipe, steps=31), console=console())
+    # Folders made before there was this key are those of recipes that do not give it.
+    assert "dtype" not in (folder / "recipe.yaml").read_text()
+    with pytest.raises(UserError, match=r"(?s)another recipe.*dtype: \(absent\) there, bfloat16 here"):
+        run_pretrain(changed(recipe, dtype="bfloat16"), console=console())
     assert not run_pretrain(changed(recipe, steps=3), overwrite=True, console=console()).cached
     assert {p.name for p in tmp_path.iterdir()} == {"model", "other", "r.yaml"}
 
