@@ -11,8 +11,9 @@ from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Stri
 
 
 class OptimizerRecipe(Strict):
-    """AdamW. ``weight_decay`` acts on all that is trained but norms. ``warmup_pct``: share of the steps spent rising to
-    ``lr``. ``final_val_frac``: last learning rate over ``lr``. ``clip_norm``: on the global gradient norm, or null."""
+    """AdamW; Adam with a ``weight_decay`` of 0, which else acts on all that is trained but norms and, of a GPT, biases.
+    ``warmup_pct``: share of the steps spent rising to ``lr``. ``final_val_frac``: last learning rate over ``lr``.
+    ``clip_norm``: on the global gradient norm, or null."""
 
     lr: Positive
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -32,12 +33,17 @@ class OptimizerRecipe(Strict):
         return Schedule(self.lr, self.schedule, self.warmup_pct, self.final_val_frac)
 
 
-def make_optimizer(recipe: OptimizerRecipe, steps: int) -> optax.GradientTransformation:
-    """AdamW with the recipe's schedule; norms are not decayed."""
+def make_optimizer(
+    recipe: OptimizerRecipe, steps: int, spared: tuple[str, ...] = ("norm",)
+) -> optax.GradientTransformation:
+    """AdamW with the recipe's schedule; weights in whose name is one of ``spared`` are not decayed."""
     schedule = recipe.learning_rate()
 
     def decayed(weights: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, weights)
+        def of(path: tuple[Any, ...], _: Any) -> bool:
+            return not any(name in path[-1].key for name in spared)
+
+        return jax.tree_util.tree_map_with_path(of, weights)
 
     clip = optax.clip_by_global_norm(recipe.clip_norm) if recipe.clip_norm is not None else optax.identity()
     b1, b2 = recipe.betas

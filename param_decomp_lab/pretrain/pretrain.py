@@ -1,20 +1,17 @@
-"""Next-token training of a small language model, from tokenized text to a folder in the Hugging Face layout."""
+"""Next-token training of a small language model, from tokenized text to a folder with its weights."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+import numpy as np
+from jaxtyping import Array
 from rich.console import Console
 
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.targets.llama import LlamaConfig, init_weights, language_logits
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
@@ -22,10 +19,12 @@ from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
+from param_decomp_lab.pretrain.gpt import Weights
+from param_decomp_lab.pretrain.models import LanguageModel, language_model
 from param_decomp_lab.pretrain.optimizer import make_optimizer
+from param_decomp_lab.pretrain.program import make_evaluation, make_step
 from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
-from param_decomp_lab.weights.hf_llama import Weights, save_llama
 
 
 @dataclass(frozen=True)
@@ -47,35 +46,30 @@ def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Co
     ``metrics.jsonl`` (one object per logged step), ``recipe.yaml`` and ``summary.json``. When it is there already and
     the same recipe and data made it, nothing is done. ``console``: where progress goes.
 
-    Raises UserError: data missing or too small, ``out`` made by another recipe (unless ``overwrite``), not writable.
+    Raises UserError: data missing or too small, its vocabulary larger than the recipe's, ``out`` made by another recipe
+    (unless ``overwrite``), not writable.
     NonFiniteLoss: the loss at a log step or an evaluation is infinite or NaN.
     """
     console = console or Console()
     folder, data_folder = Path(recipe.out), Path(recipe.data)
     meta = DataMeta.read(data_folder)
     # Wherever the data lies, the same tokens make the same model.
-    made_of = identity(recipe, "data") | {"data_sha256": meta.sha256}
+    made_of = identity(recipe, "data", *recipe.knobs_at_default) | {"data_sha256": meta.sha256}
     if not overwrite and (summary := find_finished(folder, made_of)):
         finished = Pretrained(folder, cached=True, **summary)
         _tell(console, finished)
         return finished
     # Before any work is done, and again when the folder is made.
     refuse_existing(folder, marker=SUMMARY_FILE, overwrite=overwrite)
+    model = language_model(recipe, meta.seq_len, meta.vocab_size)
     train = Batches(TokenData(data_folder / "train"), recipe.batch_size, recipe.seed)
     held_out = _held_out(TokenData(data_folder / "eval"), recipe)
     with new_folder(folder, marker=SUMMARY_FILE, overwrite=overwrite) as partial_folder:
         start = time.perf_counter()
-        config = recipe.model.config(meta.vocab_size)
         with open(partial_folder / METRICS_FILE, "w") as log:
-            weights, loss = _train(recipe, config, train, held_out, log, console)
+            weights, loss = _train(recipe, model, train, held_out, log, console)
         result = Pretrained(folder, loss, meta.eval.unigram_entropy, round(time.perf_counter() - start, 2))
-        save_llama(
-            partial_folder,
-            config,
-            weights,
-            max_position_embeddings=meta.seq_len,
-            eos_token_id=meta.separator,
-        )
+        model.save(partial_folder, weights, meta)
         load_tokenizer(BYTES if meta.tokenizer == BYTES else data_folder).save(partial_folder)
         meta.write(partial_folder)
         summary = {key: value for key, value in asdict(result).items() if key not in ("folder", "cached")}
@@ -95,14 +89,12 @@ def _held_out(data: TokenData, recipe: PretrainRecipe) -> Batches:
 
 
 def _train(
-    recipe: PretrainRecipe, config: LlamaConfig, train: Batches, held_out: Batches, log: TextIO, console: Console
+    recipe: PretrainRecipe, model: LanguageModel, train: Batches, held_out: Batches, log: TextIO, console: Console
 ) -> tuple[Weights, float]:
     """The trained weights and the last held-out cross-entropy."""
-    loss_of = partial(cross_entropy, config=config, memory=MemoryPolicy(layers=recipe.layers))
-    optimizer = make_optimizer(recipe.optimizer, recipe.steps)
-    step = make_step(loss_of, optimizer)
-    loss_on = jax.jit(loss_of)
-    weights: Weights = jax.jit(partial(init, config=config, std=recipe.model.init_std))(jax.random.key(recipe.seed))
+    optimizer = make_optimizer(recipe.optimizer, recipe.steps, model.spared)
+    step, loss_on = make_step(recipe, model, optimizer), make_evaluation(recipe, model)
+    weights: Weights = jax.jit(model.init)(jax.random.key(recipe.seed))
     opt_state = jax.jit(optimizer.init)(weights)
     learning_rate = recipe.optimizer.learning_rate()
     tokens_per_step = recipe.batch_size * train.data.seq_len
@@ -113,7 +105,7 @@ def _train(
     with progress_bar(console, "loss", "held_out", "speed") as progress:
         task = progress.add_task("pretraining", total=recipe.steps, loss="compiling", speed="", held_out="")
         for k in range(recipe.steps):
-            weights, opt_state, loss = step(weights, opt_state, train[k])
+            weights, opt_state, loss = step(weights, opt_state, train[k], np.int32(k))
             progress.update(task, completed=k + 1)
             last = k + 1 == recipe.steps
             if k % recipe.log_every == 0 or last:
@@ -136,37 +128,6 @@ def _train(
         assert waiting is not None
         write({"step": waiting[0], "train/loss/total": finite(*waiting)})
     return weights, held_out_loss
-
-
-def init(key: PRNGKeyArray, config: LlamaConfig, std: float) -> Weights:
-    """Random fp32 weights: those of ``init_weights``, with matrices of standard deviation ``std`` where it has 0.02."""
-
-    def scaled(path: tuple[Any, ...], x: Array) -> Array:
-        return x if "norm" in path[-1].key else x * (std / 0.02)
-
-    return jax.tree_util.tree_map_with_path(scaled, init_weights(key, config))
-
-
-def cross_entropy(
-    weights: Weights, tokens: Int[Array, "B T"], *, config: LlamaConfig, memory: MemoryPolicy
-) -> Float[Array, ""]:
-    """Mean next-token cross-entropy in nats over the T - 1 positions that have a next token."""
-    logits = language_logits(weights, config, tokens, memory)[:, :-1]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
-
-
-Step = Callable[[Weights, optax.OptState, Any], tuple[Weights, optax.OptState, Array]]
-
-
-def make_step(loss_of: Callable[[Weights, Array], Array], optimizer: optax.GradientTransformation) -> Step:
-    """The jitted update, which reuses the buffers of the weights and moments it is given."""
-
-    def step(weights: Weights, opt_state: optax.OptState, tokens: Array) -> tuple[Weights, optax.OptState, Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(weights, tokens)
-        updates, opt_state = optimizer.update(gradients, opt_state, weights)
-        return optax.apply_updates(weights, updates), opt_state, loss
-
-    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def _tell(console: Console, result: Pretrained) -> None:

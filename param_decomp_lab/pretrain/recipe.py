@@ -1,17 +1,31 @@
 """The recipe of a pretrained model: all that decides its weights, as a YAML file says it. Toys: ``toy_recipe``."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
-from param_decomp_lab.config.strict import Count, Natural, Place, Positive, Problem, Strict, broken, nearest, validate
+from param_decomp_lab.config.strict import (
+    Count,
+    ListOf,
+    Natural,
+    Place,
+    Positive,
+    Problem,
+    Strict,
+    broken,
+    nearest,
+    validate,
+)
 from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.gpt import GPTConfig, Part
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
 
-ARCHITECTURES = ("llama", *TOYS)
+LANGUAGE_MODELS = ("llama", "gpt")
+ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)
 
 
 class RopeScalingRecipe(Strict):
@@ -68,6 +82,46 @@ class LlamaRecipe(Strict):
         )
 
 
+class GPTRecipe(Strict):
+    """The architecture; rows of the data are as long as it reads. ``vocab_size``: null for the data's.
+    ``dropout``: share of what a block adds to the residual stream that is dropped in training."""
+
+    architecture: Literal["gpt"]
+    vocab_size: Count | None = None
+    d_model: Count
+    n_layers: Count
+    n_heads: Count
+    d_mlp: Count
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    norm_eps: Positive = 1e-5
+    init_std: Positive = 0.02
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.d_model % self.n_heads:
+            raise broken(("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}"))
+        return self
+
+    def config(self, n_positions: int, vocab_size: int | None) -> GPTConfig:
+        """``vocab_size``: of the data, if there is data. Raises UserError unless the recipe's is at least as large, or
+        where neither says how large it is."""
+        own = self.vocab_size or vocab_size
+        if own is None:
+            raise UserError("model.vocab_size: is required where there is no data")
+        if vocab_size is not None and own < vocab_size:
+            raise UserError(f"model.vocab_size: is {own}, but the data has token ids up to {vocab_size - 1}")
+        return GPTConfig(
+            vocab_size=own,
+            n_positions=n_positions,
+            d_model=self.d_model,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            d_mlp=self.d_mlp,
+            dropout=self.dropout,
+            norm_eps=self.norm_eps,
+        )
+
+
 class EvalRecipe(Strict):
     """Held-out cross-entropy, on the same ``batches`` batches every ``every`` steps and after the last."""
 
@@ -76,10 +130,15 @@ class EvalRecipe(Strict):
 
 
 class PretrainRecipe(Strict):
-    """``data``: a folder that `pd data tokenize` wrote. ``out``: the folder to make, in the Hugging Face layout; both
-    relative to the current folder. ``layers``: scan compiles faster, unroll runs faster on a small model."""
+    """``data``: a folder that `pd data tokenize` wrote. ``out``: the folder to make. Both are relative to the current
+    folder.
 
-    model: LlamaRecipe
+    ``layers``: scan compiles faster, unroll runs faster on a small model. ``dtype``: of activations and matrix
+    products; weights and moments are in fp32. ``softmax_dtype``: of attention's. ``remat``: what keeps its input alone
+    and is made again in the backward. ``micro_batches``: parts of the batch, one after the other.
+    """
+
+    model: Annotated[LlamaRecipe | GPTRecipe, Field(discriminator="architecture")]
     data: str
     out: str
     steps: Count
@@ -88,7 +147,46 @@ class PretrainRecipe(Strict):
     eval: EvalRecipe
     seed: Natural = 0
     layers: Literal["scan", "unroll"] = "scan"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    softmax_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "block"] | ListOf[Literal["mlp", "attention"]] = "none"
+    micro_batches: Count = 1
     log_every: Count = 50
+
+    @property
+    def recomputed(self) -> frozenset[Part]:
+        """``remat`` as a set."""
+        if isinstance(self.remat, tuple):
+            return frozenset(self.remat)
+        return frozenset({"block"}) if self.remat == "block" else frozenset()
+
+    @property
+    def knobs_at_default(self) -> tuple[str, ...]:
+        """Keys younger than some folders that a recipe without them made, and which say nothing here."""
+        knobs = ("dtype", "softmax_dtype", "remat", "micro_batches")
+        return tuple(key for key in knobs if getattr(self, key) == type(self).model_fields[key].default)
+
+    @field_validator("remat", mode="before")
+    @classmethod
+    def _parts(cls, remat: Any) -> Any:
+        given = remat if isinstance(remat, list | tuple) else [remat]
+        valid = ("mlp", "attention") if given is remat else ("none", "block")
+        if not given or any(part not in valid for part in given) or len(set(given)) < len(given):
+            raise broken(("", f"should be none, block, or a list of mlp and attention, not {remat!r}"))
+        return remat
+
+    @model_validator(mode="after")
+    def _knobs(self) -> Self:
+        if self.batch_size % self.micro_batches:
+            raise broken(("micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"))
+        if isinstance(self.model, LlamaRecipe):
+            if isinstance(self.remat, tuple):
+                raise broken(("remat", "should be none or block; parts of a layer are for model.architecture gpt"))
+            if self.softmax_dtype != "float32":
+                raise broken(
+                    ("softmax_dtype", "should be float32, which a Llama's is; others are for architecture gpt")
+                )
+        return self
 
     @field_validator("data", mode="before")
     @classmethod
@@ -116,7 +214,7 @@ def read_recipe(path: str | Path) -> PretrainRecipe | ToyRecipe:
     match model.get("architecture"):
         case None:
             message = f"is required: one of {', '.join(ARCHITECTURES)}"
-        case "llama":
+        case architecture if architecture in LANGUAGE_MODELS:
             return validate(PretrainRecipe, raw, place)
         case architecture if architecture in TOYS:
             return validate(ToyRecipe, raw, place)

@@ -63,6 +63,6 @@ class ToyRecipe(Strict):
 
     @classmethod
     def _refusal(cls, key: str) -> str:
-        if key in ("eval", "layers"):
-            return f"'{key}' is for language models (architecture llama) and has no meaning for a toy; remove it"
+        if key in ("eval", "layers", "dtype", "softmax_dtype", "remat", "micro_batches"):
+            return f"'{key}' is for language models (architecture llama, gpt) and has no meaning for a toy; remove it"
         return super()._refusal(key)

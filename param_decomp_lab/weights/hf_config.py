@@ -10,6 +10,8 @@ from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.errors import UserError
 
 CONFIG_FILE = "config.json"
+GPT_MODEL_TYPE = "param_decomp_gpt"
+"""What the folder of a model says that `pd pretrain` made with ``architecture: gpt`` (`gpt_folder.py`)."""
 # What LlamaConfig of transformers means where config.json says nothing.
 DEFAULT_THETA = 10_000.0
 DEFAULT_EPS = 1e-6
@@ -55,6 +57,11 @@ def read_config(folder: str | Path) -> LlamaConfig:
 
 def _refuse_variants(file: Path, raw: Mapping[str, Any]) -> None:
     model_type = raw.get("model_type")
+    if model_type == GPT_MODEL_TYPE:
+        raise UserError(
+            f"{file}: this is a GPT, which `pd pretrain` trains but nothing here decomposes; give the folder of a "
+            "Llama (`pd pretrain` makes one with model: {architecture: llama, …})"
+        )
     if model_type != "llama":
         raise UserError(f"{file}: model_type is {model_type!r}; only 'llama' can be loaded")
     for key in ("attention_bias", "mlp_bias"):

@@ -14,7 +14,10 @@ from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenize import tokenize_documents
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.pretrain import pretrain
-from param_decomp_lab.pretrain.pretrain import cross_entropy, run_pretrain
+from param_decomp_lab.pretrain.models import LlamaModel, language_model
+from param_decomp_lab.pretrain.optimizer import make_optimizer
+from param_decomp_lab.pretrain.pretrain import run_pretrain
+from param_decomp_lab.pretrain.program import cross_entropy, make_step
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.weights.hf_llama import load_llama
 
@@ -84,6 +87,10 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 
     with pytest.raises(UserError, match=r"(?s)another recipe.*steps: 30 there, 31 here.*--overwrite"):
         run_pretrain(changed(recipe, steps=31), console=console())
+    # Folders made before there was this key are those of recipes that do not give it.
+    assert "dtype" not in (folder / "recipe.yaml").read_text()
+    with pytest.raises(UserError, match=r"(?s)another recipe.*dtype: \(absent\) there, bfloat16 here"):
+        run_pretrain(changed(recipe, dtype="bfloat16"), console=console())
     assert not run_pretrain(changed(recipe, steps=3), overwrite=True, console=console()).cached
     assert {p.name for p in tmp_path.iterdir()} == {"model", "other", "r.yaml"}
 
@@ -91,27 +98,25 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 def test_the_saved_model_is_the_one_evaluated(recipe):
     result = run_pretrain(changed(recipe, steps=5, layers="unroll"), console=console())
     config, weights = load_llama(result.folder)
+    model = language_model(recipe, 32, 256)
+    assert isinstance(model, LlamaModel)
+    assert config == model.config
     batches = pretrain.Batches(pretrain.TokenData(f"{recipe.data}/eval"), recipe.batch_size, recipe.seed)
-    losses = [
-        cross_entropy(weights, jax.numpy.asarray(batches[n]), config=config, memory=pretrain.MemoryPolicy())
-        for n in range(2)
-    ]
+    losses = [cross_entropy(model, weights, jax.numpy.asarray(batches[n])) for n in range(2)]
     assert np.mean(losses) == pytest.approx(result.held_out, rel=1e-5)
 
 
 def test_the_step_reuses_its_buffers(recipe):
-    config = recipe.model.config(256)
-    loss = pretrain.partial(cross_entropy, config=config, memory=pretrain.MemoryPolicy())
-    optimizer = pretrain.make_optimizer(recipe.optimizer, 30)
-    weights = pretrain.init_weights(jax.random.key(0), config)
+    model, optimizer = language_model(recipe, 32, 256), make_optimizer(recipe.optimizer, 30)
+    weights = model.init(jax.random.key(0))
     state = optimizer.init(weights)
-    pretrain.make_step(loss, optimizer)(weights, state, np.zeros((8, 32), np.int32))
+    make_step(recipe, model, optimizer)(weights, state, np.zeros((8, 32), np.int32), np.int32(0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((weights, state)))
 
 
 def test_norms_are_not_decayed(recipe):
-    weights = pretrain.init_weights(jax.random.key(0), recipe.model.config(256))
-    optimizer = pretrain.make_optimizer(recipe.optimizer, 30)
+    weights = language_model(recipe, 32, 256).init(jax.random.key(0))
+    optimizer = make_optimizer(recipe.optimizer, 30)
     zeros = jax.tree.map(np.zeros_like, weights)
     _, state = optimizer.update(zeros, optimizer.init(weights), weights)  # the first learning rate is 0
     updates, _ = optimizer.update(zeros, state, weights)
@@ -131,7 +136,7 @@ def test_an_interruption_leaves_nothing(recipe, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrain, "save_llama", interrupt)
+    monkeypatch.setattr(LlamaModel, "save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_pretrain(changed(recipe, steps=1), console=console())
     assert {p.name for p in tmp_path.iterdir()} == {"r.yaml"}
@@ -144,7 +149,12 @@ def test_an_interruption_leaves_nothing(recipe, tmp_path, monkeypatch):
         ("steps: 30", "steps: many", "steps"),
         ("steps: 30", "", "steps: is required"),
         ("n_kv_heads: 1", "n_kv_heads: 3", "n_kv_heads: must divide n_heads"),
-        ("architecture: llama", "architecture: gpt", "architecture"),
+        ("architecture: llama", "architecture: gtp", "did you mean 'gpt'"),
+        ("steps: 30", "steps: 30\nsoftmax_dtype: bfloat16", "softmax_dtype: should be float32, which a Llama's is"),
+        ("steps: 30", "steps: 30\nremat: [mlp]", "remat: should be none or block; parts of a layer are for"),
+        ("steps: 30", "steps: 30\nremat: [mpl]", r"remat: should be none, block, or a list of mlp and attention, not"),
+        ("steps: 30", "steps: 30\nmicro_batches: 3", r"micro_batches: must divide batch_size \(8\), not 3"),
+        ("steps: 30", "steps: 30\ndtype: float16", "dtype: should be 'float32' or 'bfloat16'"),
         ("lr: 3e-2", "lr: 3e-2, schedule: constant", r"final_val_frac: must be 1\.0"),
     ],
 )
