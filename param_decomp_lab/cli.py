@@ -129,7 +129,7 @@ def check(
 
 @app.command()
 def probe(
-    config: Annotated[Path, typer.Argument(help="Wrapper YAML of a run.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="Wrapper YAML of a run, or recipe of a pretraining.")],
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100_80, a6000 or a5000.")] = "b200",
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 8.", show_default=False)] = None,
@@ -160,24 +160,26 @@ def probe(
         pd probe configs/llama8b_l18.yaml --quick --batch 64 --seq 512 --set memory.component_block=8192
 
         pd probe configs/llama8b_l18.yaml --gpu h100 --set mesh.fsdp=16 --json answer.json --html memory.html
+
+        pd probe configs/ladder/bf16-scan.yaml --gpu a5000 --seq 512
     """
     from param_decomp_lab.probe.cache import cache_folder
     from param_decomp_lab.probe.cards import Pool, card
     from param_decomp_lab.probe.command import probe as ask
     from param_decomp_lab.probe.command import write_json
     from param_decomp_lab.probe.pages import write_pages
-    from param_decomp_lab.probe.show import show
+    from param_decomp_lab.probe.show import show, table_console
 
     pool = Pool.of(card(gpu), mem_fraction, margin_gib)
-    given = {"pd.batch_size": batch, "data.max_seq_len": seq}
-    sets = [*(overrides or ()), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     folder = cache_folder() if cache else None
-    answer = ask(config, sets, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick)
+    answer = ask(
+        config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick
+    )
     if json_file is not None:
         write_json(answer, json_file)
     if html is not None:
         write_pages(answer, html)
-    show(answer, Console())
+    show(answer, table_console())
     raise typer.Exit({"fits": 0, "does_not_fit": 3, "unknown": 1}[answer.verdict])
 
 

@@ -12,16 +12,20 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
+from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.answer import Answer, Tell, ask
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.measure import Where
-from param_decomp_lab.probe.subject import run_subject
+from param_decomp_lab.probe.recipe import recipe_subject
+from param_decomp_lab.probe.subject import Subject, run_subject
 
 
 def probe(
     path: Path,
     overrides: Sequence[str],
+    batch: int | None,
+    seq: int | None,
     gpu: str,
     nodes: int | None,
     per_node: int | None,
@@ -32,10 +36,22 @@ def probe(
 ) -> Answer:
     """The answer for the configuration in ``path``. UserError for a question that cannot be asked."""
     compile_without_gpus()
-    subject = run_subject(load_config(path, overrides))
+    subject = subject_of(path, overrides, batch, seq)
     where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)
     with progress(console) as tell:
         return ask(subject, gpu.lower(), where, pool, tell, quick)
+
+
+def subject_of(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:
+    """What the file describes: a wrapper's run, or a recipe's pretraining. ``batch``, ``seq``: instead of its own."""
+    raw = read_mapping(path, "the configuration")
+    if "model" in raw and "torch_config" not in raw:
+        if overrides:
+            raise UserError(f"{path}: is a recipe, which takes no --set; --batch and --seq it does")
+        return recipe_subject(path, batch, seq)
+    given = {"pd.batch_size": batch, "data.max_seq_len": seq}
+    sets = [f"{key}={value}" for key, value in given.items() if value is not None]
+    return run_subject(load_config(path, [*overrides, *sets]))
 
 
 def compile_without_gpus() -> None:

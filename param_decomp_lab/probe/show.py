@@ -1,5 +1,6 @@
 """An answer on the terminal: tables, and the verdict as the last line."""
 
+import os
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +14,7 @@ from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.report.numbers import duration
 from param_decomp_lab.report.tables import house_table
 
+WIDTH = 112
 VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}
 
 
@@ -24,6 +26,12 @@ def show(answer: Answer, console: Console, n_buffers: int = 16) -> None:
     console.print(_buffers(answer, n_buffers))
     console.print(_work(answer))
     console.print(verdict_line(answer), soft_wrap=True)
+
+
+def table_console() -> Console:
+    """Where the answer goes; wide enough for its tables where nobody says how wide (a file, a pipe)."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
 def verdict_line(answer: Answer) -> Text:

@@ -6,7 +6,9 @@ from rich.table import Table
 
 def house_table(title: str, *columns: tuple[str, str]) -> Table:
     """A table without a body. ``columns``: heading, and ``left``, ``right``, or ``wrap`` (left, may take lines)."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title)
+    )
     for name, kind in columns:
         wraps = kind == "wrap"
         table.add_column(
