@@ -132,7 +132,9 @@ def probe(
     config: Annotated[Path, typer.Argument(help="Wrapper YAML of a run, or recipe of a pretraining.")],
     gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100_80, a6000 or a5000.")] = "b200",
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 8.", show_default=False)] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: 8, or the GPUs over --nodes.", show_default=False)
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Instead of pd.batch_size.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Instead of data.max_seq_len.")] = None,
     overrides: Overrides = None,

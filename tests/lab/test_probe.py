@@ -39,7 +39,10 @@ LLAMA = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 # ---- what is compiled ----
 
 
-@pytest.mark.parametrize(("preset", "mesh"), [("lean", "{fsdp: 4, tensor: 2}"), ("published", "{replica: 2, fsdp: 4}")])
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [("lean", "{fsdp: 4, tensor: 2}"), pytest.param("published", "{replica: 2, fsdp: 4}", marks=pytest.mark.slow)],
+)
 def test_the_probe_lowers_what_the_trainer_lowers(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, mesh: str
 ) -> None:
@@ -152,9 +155,9 @@ def test_asked_once(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ((LLAMA, "--gpu", "b300"), "--gpu b300: unknown; did you mean 'b200'"),
-        ((LLAMA, "--nodes", "4"), "fsdp 64 × tensor 1 are 64 devices"),
+        ((LLAMA, "--nodes", "3"), "fsdp 64 × tensor 1 are 64 devices, but 3 nodes of 21 GPUs are 63"),
         ((LLAMA, "--nodes", "4", "--gpus-per-node", "8"), "are 32; make them equal, such as with --set mesh.fsdp=32"),
-        ((LLAMA, "--set", "mesh.fsdp=12"), "no whole nodes of 8"),
+        ((LLAMA, "--set", "mesh.fsdp=12", "--batch", "12", "--set", "eval.batch_size=12"), "no whole nodes of 8"),
         ((LLAMA, "--batch", "100"), "it must be a multiple of mesh.replica · mesh.fsdp = 1 · 64"),
         ((LLAMA, "--seq", "4096"), "max_len"),
         (("nowhere.yaml",), "nowhere.yaml: cannot read"),
