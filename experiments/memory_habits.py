@@ -69,10 +69,11 @@ def measure(habit: Habit, size: Size) -> dict[str, Any]:
 
 
 def anonymous(text: str) -> str:
-    """A program without what it says of the source it comes from."""
+    """A program without where in the source it comes from, its names numbered as they come."""
     text = re.sub(r",? metadata=\{[^{}]*\}", "", text)
     text = re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n.*?(?=\n\n)", "", text, flags=re.DOTALL)
-    return re.sub(r"%?[\w.-]*\d+", "%", text)
+    numbers: dict[str, int] = {}
+    return re.sub(r"%[\w.-]+", lambda name: f"%{numbers.setdefault(name[0], len(numbers))}", text)
 
 
 def load(file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ they are used, the layer recomputed in the backward.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ Layer = Callable[[Array, dict[str, Array]], Array]
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the programs. ``rows``: 8 on every GPU, ``few``: one. ``long``: positions where attention is at issue."""
+    """``rows``: 8 on every GPU, ``few``: one. ``long``: positions where attention is at issue."""
 
     rows: int = 64
     few: int = 8
@@ -53,7 +53,7 @@ class Given:
 
     shape: tuple[int, ...]
     dtype: Any = bf16
-    spec: P = P()
+    spec: P = field(default_factory=P)
 
 
 class Program(NamedTuple):
@@ -142,7 +142,7 @@ def gradients(layer: Layer, policy: Any = None, by: tuple[str, ...] = ("scale",)
 # ---- shardings ----
 
 
-@_habit("constraint that splits nothing", "with_sharding_constraint(h, P(None, None, None))", "nothing")
+@_habit("constraint that splits nothing", "`with_sharding_constraint(h, P(None, None, None))`", "nothing")
 def empty_constraint(size: Size, kept: bool) -> Program:
     """All None does not mean "as it is": it means whole, on every device."""
 
@@ -155,7 +155,7 @@ def empty_constraint(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("the same on what is whole anyway", "with_sharding_constraint(angles, P(None, None))", "nothing")
+@_habit("the same on what is whole anyway", "`with_sharding_constraint(angles, P(None, None))`", "nothing")
 def empty_constraint_on_whole(size: Size, kept: bool) -> Program:
     """Of the angles of rotary embedding, say."""
 
@@ -170,7 +170,7 @@ def empty_constraint_on_whole(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("mesh axes of size 1 in a spec", 'P(("replica", "fsdp"), None, "tensor")', 'P("fsdp")')
+@_habit("mesh axes of size 1 in a spec", '`P(("replica", "fsdp"), None, "tensor")`', '`P("fsdp")`')
 def axes_of_size_one(size: Size, kept: bool) -> Program:
     def layer(x: Array, W: dict[str, Array]) -> Array:
         h = jax.nn.silu(matmul(normed(x, W), whole(W["up"])))
@@ -180,7 +180,7 @@ def axes_of_size_one(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("resharding around a block", 'block(constraint(y, P(None, "fsdp"))), and back', "the block where its input is")
+@_habit("resharding around a block", '`block(constraint(y, P(None, "fsdp")))`, and back', "nothing")
 def resharding(size: Size, kept: bool) -> Program:
     """The rows of a batch are as good a split for the block as its positions."""
 
@@ -196,7 +196,7 @@ def resharding(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("gathering fp32, then casting", "constraint(V, P()).astype(bf16)", "cast, then gather (`mesh.gather`)")
+@_habit("gathering fp32, then casting", "`constraint(V, P()).astype(bf16)`", "cast, then gather: `mesh.gather`")
 def late_cast(size: Size, kept: bool) -> Program:
     """Lever 6, for V and U of a layer."""
 
@@ -214,7 +214,7 @@ def late_cast(size: Size, kept: bool) -> Program:
     return Program(gradients(layer, by=("V", "U")), (batch(size, size.few), {"V": V, "U": U}))
 
 
-@_habit("shift by slice and concatenate", "concatenate([new[None], stages[:-1]])", "ppermute in a shard_map")
+@_habit("shift by slice and concatenate", "`concatenate([new[None], stages[:-1]])`", "`ppermute` in a `shard_map`")
 def shifting(size: Size, kept: bool) -> Program:
     """Stages of a pipeline hand on what they have, one stage on each GPU."""
 
@@ -243,7 +243,7 @@ def shifting(size: Size, kept: bool) -> Program:
 # ---- arithmetic ----
 
 
-@_habit("einsum for a plain product", "einsum('...k,k->...k', y, scale)", "y * scale")
+@_habit("einsum for a plain product", "`einsum('...k,k->...k', y, scale)`", "`y * scale`")
 def einsum(size: Size, kept: bool) -> Program:
     def layer(x: Array, W: dict[str, Array]) -> Array:
         y, scale = rms_norm(x, 1e-6), W["scale"].astype(x.dtype)
@@ -254,7 +254,7 @@ def einsum(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("cast to the dtype it has", "h.astype(h.dtype)", "nothing")
+@_habit("cast to the dtype it has", "`h.astype(h.dtype)`", "nothing")
 def own_dtype(size: Size, kept: bool) -> Program:
     def layer(x: Array, W: dict[str, Array]) -> Array:
         h = jax.nn.silu(matmul(normed(x, W), whole(W["up"])))
@@ -265,7 +265,7 @@ def own_dtype(size: Size, kept: bool) -> Program:
     return Program(gradients(layer), (batch(size), mlps(size)))
 
 
-@_habit("no-op cast over the gradients", "tree.map(lambda g: g.astype(float32), gradients)", "nothing")
+@_habit("no-op cast over the gradients", "`tree.map(lambda g: g.astype(float32), gradients)`", "nothing")
 def cast_gradients(size: Size, kept: bool) -> Program:
     def step(W: dict[str, Array], x: Array) -> Any:
         found = jax.grad(lambda W: error(run(mlp, x, W)))(W)
@@ -276,7 +276,7 @@ def cast_gradients(size: Size, kept: bool) -> Program:
     return Program(step, (mlps(size, f32), batch(size, size.few)), donated=(0,))
 
 
-@_habit("causal mask as an array", "mask = arange(T)[:, None] >= arange(T)", "is_causal=True")
+@_habit("causal mask as an array", "`mask = arange(T)[:, None] >= arange(T)`", "`is_causal=True`")
 def causal_mask(size: Size, kept: bool) -> Program:
     """cuDNN's attention; the workspaces of its kernels are not in the figures."""
     T, heads = size.long, size.heads
@@ -302,7 +302,7 @@ def causal_mask(size: Size, kept: bool) -> Program:
     return Program(gradients(layer, by=()), (x, {"q": square, "o": square}))
 
 
-@_habit("one-hot embedding", "one_hot(tokens, vocabulary) @ E", "E[tokens]")
+@_habit("one-hot embedding", "`one_hot(tokens, vocabulary) @ E`", "`E[tokens]`")
 def one_hot(size: Size, kept: bool) -> Program:
     def embedded(E: Array, tokens: Array) -> Array:
         E = whole(E)
@@ -318,7 +318,9 @@ def one_hot(size: Size, kept: bool) -> Program:
 
 
 @_habit(
-    "one tensor saved under two names", 'checkpoint_name(y, "gate_input"), checkpoint_name(y, "up_input")', "one name"
+    "one tensor saved under two names",
+    '`checkpoint_name(y, "gate_input")`, `checkpoint_name(y, "up_input")`',
+    "one name",
 )
 def two_names(size: Size, kept: bool) -> Program:
     """Two matrices that read the same activation, which the gradients of both need."""
@@ -335,7 +337,7 @@ def two_names(size: Size, kept: bool) -> Program:
     return Program(gradients(layer, policy, by=("gate", "up")), (batch(size), {**W, "gate": W["up"]}))
 
 
-@_habit("dots_saveable on a scan", "policy=dots_saveable", 'policy=save_only_these_names("attention")')
+@_habit("dots_saveable on a scan", "`policy=dots_saveable`", '`policy=save_only_these_names("attention")`')
 def every_product_saved(size: Size, kept: bool) -> Program:
     """The scores of attention are products too."""
     heads = size.heads
@@ -353,7 +355,7 @@ def every_product_saved(size: Size, kept: bool) -> Program:
     return Program(gradients(layer, policy), (batch(size, size.few), {**mlps(size), "q": square, "o": square}))
 
 
-@_habit("donation off", "jit(step)", "jit(step, donate_argnums=…)")
+@_habit("donation off", "`jit(step)`", "`jit(step, donate_argnums=…)`")
 def not_donated(size: Size, kept: bool) -> Program:
     """A step of Adam over fp32 masters."""
 
@@ -399,19 +401,22 @@ def delta_formed(size: Size, kept: bool) -> Program:
         "W": Given((n, d, m), spec=P(None, None, "fsdp")),
         "mask": Given((n, *here, C), spec=P(None, "fsdp")),
     }
-    return Program(jax.grad(loss), (learned, batch(size, size.few), frozen))
+    return Program(jax.value_and_grad(loss), (learned, batch(size, size.few), frozen))
 
 
 @_habit("faithfulness of all sites at once (lever 3)", "Σ (W − VU)² over stacked sites", "a scan over sites")
 def all_deltas(size: Size, kept: bool) -> Program:
     n, d, m, C = size.sites, size.d, size.d_mlp, size.C
-    factors = Factors(Given((n, d, C), f32, P(None, None, "fsdp")), Given((n, C, m), f32, P(None, "fsdp")))  # type: ignore[arg-type]
+
+    def loss(V: Array, U: Array, W: Array) -> Array:
+        return faithfulness({"up": Factors(V, U)}, {"up": W}, PLAIN if kept else LEAN)
+
+    V, U = Given((n, d, C), f32, P(None, None, "fsdp")), Given((n, C, m), f32, P(None, "fsdp"))
     W = Given((n, d, m), spec=P(None, None, "fsdp"))
-    loss = partial(faithfulness, memory=PLAIN if kept else LEAN)
-    return Program(jax.grad(loss), ({"up": factors}, {"up": W}))
+    return Program(jax.value_and_grad(loss, argnums=(0, 1)), (V, U, W))
 
 
-@_habit("masked forwards from the embedding (lever 4)", "run(live, run(frozen, x))", "run(live, clean residual)")
+@_habit("masked forwards from the embedding (lever 4)", "`run(live, run(frozen, x))`", "`run(live, clean)`")
 def from_the_embedding(size: Size, kept: bool) -> Program:
     """Three masked forwards of the upper quarter of the layers."""
     first = size.layers - size.layers // 4

@@ -1,0 +1,19 @@
+"""What people have written for docs/memory_study.md: the page is made anew from figures, these paragraphs stay.
+
+A text of Markdown by the section of the page that it ends; an empty one is left out.
+"""
+
+NOTES = {
+    "levers": "",
+    "habits": """\
+An all-None specification is not the absence of one: it asks for the whole array on every device. On an array that is
+whole anyway it changes nothing here, and neither do mesh axes of size 1, an `einsum` for a product or two names for one
+tensor, which others have reported to cost memory: XLA makes the same of both. A cast to the dtype that an array has is
+dropped by JAX itself.
+
+Donation helps by less than the size of the state: XLA puts temporaries where results will lie that are not written yet,
+so a state that is not donated is paid for only as far as it is larger than these. Of a shift over a split axis both
+forms need the same memory; slice and concatenate sends more.""",
+    "published": "",
+    "ladder": "",
+}
