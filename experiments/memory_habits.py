@@ -24,7 +24,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: with a GPU at han
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from experiments.memory_habits_programs import HABITS, Given, Habit, Program, Size
+from experiments.memory_habits_parts import Given, Habit, Program, Size
+from experiments.memory_habits_programs import HABITS
 from experiments.memory_study_page import habits_table
 from param_decomp_jax.aot.compile import compile_for
 from param_decomp_jax.aot.flops import matmul_flops

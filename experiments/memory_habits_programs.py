@@ -6,9 +6,8 @@ they are used, the layer recomputed in the backward.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,61 +16,30 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from experiments.memory_habits_parts import (
+    Given,
+    Habit,
+    Program,
+    Size,
+    batch,
+    bf16,
+    error,
+    f32,
+    gradients,
+    mlp,
+    mlps,
+    normed,
+    run,
+    whole,
+)
 from param_decomp_jax.components import U_AXES, V_AXES, Factors
 from param_decomp_jax.losses import faithfulness
 from param_decomp_jax.memory import LEAN, PLAIN
 from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import matmul, rms_norm, wide
-from param_decomp_jax.targets.plain_linears import FROZEN
 
-bf16, f32 = jnp.bfloat16, jnp.float32
 split = lax.with_sharding_constraint
 policies = jax.checkpoint_policies
-Layer = Callable[[Array, dict[str, Array]], Array]
-
-
-@dataclass(frozen=True)
-class Size:
-    """``rows``: 8 on every GPU, ``few``: one. ``long``: positions where attention is at issue."""
-
-    rows: int = 64
-    few: int = 8
-    T: int = 2048
-    long: int = 8192
-    d: int = 4096
-    d_mlp: int = 14336
-    layers: int = 16
-    heads: int = 32
-    sites: int = 9
-    C: int = 49152
-    vocabulary: int = 128256
-
-
-@dataclass(frozen=True)
-class Given:
-    """An argument: shape, dtype, and how it is split over the mesh."""
-
-    shape: tuple[int, ...]
-    dtype: Any = bf16
-    spec: P = field(default_factory=P)
-
-
-class Program(NamedTuple):
-    """``arguments``: trees of `Given`. ``donated``: numbers of those whose memory the results may take."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    donated: tuple[int, ...] = ()
-
-
-class Habit(NamedTuple):
-    """``line``: the one that costs; ``instead``: what to write. ``program``: with the habit (True) or without."""
-
-    name: str
-    line: str
-    instead: str
-    program: Callable[[Size, bool], Program]
-
 
 HABITS: list[Habit] = []
 
@@ -82,61 +50,6 @@ def _habit(name: str, line: str, instead: str) -> Callable[[Any], Any]:
         return program
 
     return add
-
-
-# ---- what the programs are made of ----
-
-
-def batch(size: Size, rows: int | None = None) -> Given:
-    return Given((rows or size.rows, size.T, size.d), spec=P("fsdp"))
-
-
-def mlps(size: Size, dtype: Any = bf16) -> dict[str, Given]:
-    """The matrices of all layers, the layers in front."""
-    n, d, m = size.layers, size.d, size.d_mlp
-    return {
-        "scale": Given((n, d), f32),
-        "up": Given((n, d, m), dtype, P(None, None, "fsdp")),
-        "down": Given((n, m, d), dtype, P(None, None, "fsdp")),
-    }
-
-
-def whole(W: Array) -> Array:
-    """A layer's matrix as it is multiplied."""
-    return gather(W, FROZEN, bf16)
-
-
-def normed(x: Array, W: dict[str, Array]) -> Array:
-    return rms_norm(x, 1e-6, W["scale"])
-
-
-def mlp(x: Array, W: dict[str, Array]) -> Array:
-    h = jax.nn.silu(matmul(normed(x, W), whole(W["up"])))
-    return constrain(x + matmul(h, whole(W["down"])), "batch")
-
-
-def run(layer: Layer, x: Array, W: dict[str, Array], policy: Any = None) -> Array:
-    """Through all layers. ``policy``: what is kept of one beside its input."""
-    body = jax.checkpoint(lambda x, W: (layer(x, W), None), prevent_cse=False, policy=policy)
-    return lax.scan(body, x, W)[0]
-
-
-def error(y: Array) -> Array:
-    return jnp.mean(wide(y) ** 2)
-
-
-def gradients(layer: Layer, policy: Any = None, by: tuple[str, ...] = ("scale",)) -> Callable[..., Any]:
-    """By the input and by ``by``; the other matrices are frozen."""
-
-    def of(x: Array, W: dict[str, Array]) -> Any:
-        frozen = {name: w for name, w in W.items() if name not in by}
-
-        def loss(x: Array, learned: dict[str, Array]) -> Array:
-            return error(run(layer, x, frozen | learned, policy))
-
-        return jax.grad(loss, argnums=(0, 1))(x, {name: W[name] for name in by})
-
-    return of
 
 
 # ---- shardings ----
@@ -375,7 +288,10 @@ def not_donated(size: Size, kept: bool) -> Program:
 
 @_habit("F1: Δ formed in the forward (lever 2)", "δ · x(W − VU) + (xV ⊙ m)U", "δ · xW + (xV ⊙ (m − δ))U")
 def delta_formed(size: Size, kept: bool) -> Program:
-    """Both in bf16 throughout, so that they differ in nothing else; the core's F2 accumulates in fp32."""
+    """Both in bf16 throughout, so that they differ in nothing else; the core's F2 accumulates in fp32.
+
+    The factors are there whole, so every GPU makes all of Δ by itself; the count of FLOPs has that product once.
+    """
 
     def masked(x: Array, W: Array, V: Array, U: Array, mask: Array, delta: Array) -> Array:
         delta = delta[..., None]

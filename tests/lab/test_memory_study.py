@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from experiments import memory_habits
-from experiments.memory_habits_programs import HABITS, Given, Habit, Program, Size
+from experiments.memory_habits_parts import Given, Habit, Program, Size
+from experiments.memory_habits_programs import HABITS
 from experiments.memory_study import LEVERS, PUBLISHED
+from experiments.memory_study_numbers import table
 from experiments.memory_study_page import (
     LADDER,
     MISSING,
@@ -23,7 +25,6 @@ from experiments.memory_study_page import (
     lever_differences,
     levers_table,
     published_table,
-    table,
     trends_table,
     write_page,
 )
@@ -194,6 +195,12 @@ def test_habits_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         memory_habits.main()
     assert asked == [*(habit.name for habit in HABITS), "einsum for a plain product"]
     assert next(iter(json.loads(kept.read_text()))) == "a lever, unlimited"
+
+
+def test_kept_figures_are_of_the_habits_there_are() -> None:
+    found = memory_habits.load(memory_habits.KEPT)
+    kept = {key: (r["line"], r["instead"]) for key, r in found.items() if key.startswith("habit: ")}
+    assert kept == {memory_habits.key(habit): (habit.line, habit.instead) for habit in HABITS}
 
 
 def test_an_unknown_habit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
