@@ -81,7 +81,12 @@ def child(setting: Setting, number: int, coordinator: str, policy: str, exact: b
     spec, target = problem.decomposition, problem.target
     mesh = make_mesh(MeshShape(*setting.mesh))
     with jax.set_mesh(mesh):
-        init = partial(init_state, spec, target.sites, leading)
+
+        def init() -> Any:
+            # Parameters start in fp32 whatever is computed in.
+            widened = lambda x: x.astype(jnp.float64) if exact and x.dtype == jnp.float32 else x  # noqa: E731
+            return jax.tree.map(widened, init_state(spec, target.sites, leading))
+
         shapes = jax.eval_shape(init)
         places = state_shardings(mesh, spec, shapes)
         state = jax.jit(init, out_shardings=places)()

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -151,19 +152,27 @@ def in_a_process(row: Row, limit: str) -> dict[str, Any] | None:
 def run(rows: Sequence[Row], page: Path) -> None:
     """Compiles what is missing, several at a time, and writes the page after each."""
     kept = page.with_suffix(".json")
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found = _records(kept)
     missing = [(row, limit) for row in rows for limit in row.limits if f"{row.name}, {limit}" not in found]
 
     def one(task: tuple[Row, str]) -> None:
         row, limit = task
         answer = in_a_process(row, limit)
         if answer is not None:
-            found[f"{row.name}, {limit}"] = answer
-            kept.write_text(json.dumps(found, indent=1) + "\n")
+            with writing:
+                # Read again: the habits are written by another script, perhaps at this moment.
+                records = {**_records(kept), f"{row.name}, {limit}": answer}
+                kept.write_text(json.dumps(records, indent=1) + "\n")
 
+    writing = threading.Lock()
     with ThreadPoolExecutor(workers(max(1, len(missing)))) as pool:
         list(pool.map(one, missing))
-    write_page(page, found, LEVERS, PUBLISHED)
+    write_page(page, _records(kept), LEVERS, PUBLISHED)
+
+
+def _records(kept: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    return found
 
 
 def main() -> None:

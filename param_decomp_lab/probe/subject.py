@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -174,8 +174,10 @@ def _flops(config: RunConfig, target: KnownTarget) -> Flops:
     """Traced with no mesh in force: the same arithmetic, as far as it is not in a `shard_map`."""
     outline = outline_on(config, target, make_mesh(MeshShape()))
     spec, sites = target.problem.decomposition, target.problem.target.sites
+    # Where the state waits does not matter, and shapes alone cannot say that it is the host.
+    spec = replace(spec, memory=replace(spec.memory, offload_state=frozenset()))
     state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
-    step = partial(training_step, target.problem)
+    step = partial(training_step, replace(target.problem, decomposition=spec))
     return matmul_flops(jax.make_jaxpr(step)(state, outline.weights, outline.train.batch()))
 
 
