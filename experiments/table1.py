@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
 
+from param_decomp_lab.eval.of_run import evaluate_run
 from param_decomp_lab.report.numbers import duration
 from param_decomp_lab.run_folder import CONFIG_FILE
 from param_decomp_lab.sinks import read_metrics
@@ -110,7 +112,8 @@ def run_folder(out: Path, name: str, seed: int) -> Path:
 
 
 def run(out: Path, name: str, seed: int, until: int | None) -> None:
-    """`pd train`, from the beginning or from the last checkpoint; with ``until`` stopped after that step."""
+    """`pd train`, from the beginning or from the last checkpoint; with ``until`` stopped after that step and evaluated
+    there."""
     folder = run_folder(out, name, seed)
     clock = folder.with_suffix(".seconds")
     if (folder / CONFIG_FILE).is_file():
@@ -130,6 +133,8 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
             if until is not None and (last_step(folder) or 0) >= until:
                 process.terminate()
                 process.wait()
+                step, row = evaluate_run(folder, Console())
+                folder.with_suffix(".evaluated").write_text(json.dumps({"step": step, **row}))
                 return
     finally:
         if process.poll() is None:
@@ -158,7 +163,9 @@ def read_result(out: Path, name: str, seed: int) -> Result | None:
         return None
     rows = read_metrics(folder)
     evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
-    row = evaluated[-1] if evaluated else {}
+    left = folder.with_suffix(".evaluated")
+    evaluated += [json.loads(left.read_text())] if left.is_file() else []
+    row = max(evaluated, key=lambda row: row["step"], default={})
     times = [row["train/perf/step_time_s"] for row in rows if "train/perf/step_time_s" in row]
     return Result(seed, row.get("step"), row, seconds(folder), statistics.median(times) if times else None)
 
