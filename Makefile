@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
 CODE := param_decomp_jax param_decomp_lab experiments tests
 
-.PHONY: help install dev demo demo-smollm2 test test-slow check-jax format constraints clean
+.PHONY: help install demo demo-smollm2 test test-slow test-probe check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -25,6 +25,9 @@ test: $(VENV)/installed-dev
 ## make test-slow    the rest
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m slow
+## make test-probe   what compiles for GPUs that are not here; adds JAX's CUDA compiler (2 GB) to the environment
+test-probe: $(VENV)/installed-probe
+	$(PYTEST) -m plugin
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
@@ -55,4 +58,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "adding what the tests need"
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-probe: $(VENV)/installed-dev
+	@echo "adding the compiler for GPUs"
+	@$(PIP_INSTALL) --editable '.[dev,probe]'
 	@touch $@

@@ -40,7 +40,7 @@ from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_l0, read_batch
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
-from param_decomp_lab.eval.probe import Probe
+from param_decomp_lab.eval.toy_probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.programs import Program
 
