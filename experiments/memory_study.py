@@ -33,6 +33,7 @@ from param_decomp_lab.probe.cache import cache_folder
 from param_decomp_lab.probe.cards import card
 from param_decomp_lab.probe.fit import workers
 from param_decomp_lab.probe.measure import Where, measure
+from param_decomp_lab.probe.recipe import recipe_subject
 from param_decomp_lab.probe.subject import STEP, run_subject
 
 ROOT = Path(__file__).parents[1]
@@ -112,13 +113,28 @@ PUBLISHED = (
     *(_published(f"layer 18, 8 GPUs, batch {batch}", LAYER_18, batch, 2048) for batch in (32, 64, 128)),
     *(_published(f"layer 18, 8 GPUs, batch {batch}, remat off", LAYER_18, batch, 2048, False) for batch in (32, 64)),
 )
-ROWS = {row.name: row for row in (*LEVERS, *PUBLISHED)}
+LADDER = tuple(
+    Row("ladder", f"ladder: {variant}", ROOT / "configs" / "ladder" / f"{file}.yaml", (), BOTH)
+    for variant, file in {
+        "fp32, scan, no remat": "fp32-scan",
+        "bf16, scan, no remat": "bf16-scan",
+        "bf16, unrolled, no remat": "bf16-unroll",
+        "bf16, scan, remat MLP + Attn": "bf16-scan-remat-parts",
+        "bf16, scan, remat Block": "bf16-scan-remat-block",
+        "bf16, scan, remat MLP + Attn, one batch of 64": "bf16-scan-remat-parts-whole-64",
+        "bf16, scan, remat MLP + Attn, one batch of 256": "bf16-scan-remat-parts-whole-256",
+    }.items()
+)
+PARTS = {"levers": LEVERS, "published": PUBLISHED, "ladder": LADDER}
+ROWS = {row.name: row for rows in PARTS.values() for row in rows}
 
 
 def compile_row(row: Row, limit: str) -> dict[str, Any]:
     """Sizes in GiB of one GPU; the arithmetic of all of them; what one moves."""
-    subject = run_subject(load_config(row.config, row.sets))
-    where = Where(card("b200"), 8, cache_folder())
+    if row.part == "ladder":
+        subject, where = recipe_subject(row.config, seq=512), Where(card("a5000"), 1, cache_folder())
+    else:
+        subject, where = run_subject(load_config(row.config, row.sets)), Where(card("b200"), 8, cache_folder())
     measured = measure(subject, STEP, where, limited=limit == "real", dump=True)
     step, memory = read_step(subject, measured, where), measured.memory
     sizes = {"peak": memory.peak, "temp": memory.temp, "arguments": memory.arguments, "host": memory.host}
@@ -176,9 +192,8 @@ def _records(kept: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = {"levers": LEVERS, "published": PUBLISHED}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*parts, "habits", "ladder"])
+    parser.add_argument("--only", choices=[*PARTS, "habits"])
     parser.add_argument("--table", action="store_true", help="compile nothing")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -187,7 +202,12 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(compile_row(ROWS[options.one], options.limit)))
         return
-    chosen = [row for part, rows in parts.items() if options.only in (None, part) for row in rows]
+    if options.only in (None, "habits") and not options.table:
+        subprocess.run(
+            [sys.executable, "-m", "experiments.memory_habits", "--kept", str(options.page.with_suffix(".json"))],
+            cwd=ROOT,
+        )
+    chosen = [row for part, rows in PARTS.items() if options.only in (None, part) for row in rows]
     run([] if options.table else chosen, options.page)
     print(f"written: {options.page}")
 
