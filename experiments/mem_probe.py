@@ -24,19 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from experiments.step_bench import GIB, ROOT, planned_bytes, random_weights
-from param_decomp_jax.placement import shardings
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build.built import Outline, build_mesh
-from param_decomp_lab.check.target import UnknownTarget, find_target
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
 from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile
-from param_decomp_lab.data.sources import TokenShapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.joining import joined
+from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.processes import Processes
 from param_decomp_lab.programs import init_program, steps_program
 
@@ -90,22 +87,6 @@ def _place(config: RunConfig, *kinds: type[Any]) -> int:
         if isinstance(loss, kinds):
             return n
     raise UserError(f"pd.loss_metrics: has no {' or '.join(kind.__name__ for kind in kinds)} to change")
-
-
-def outline_of(config: RunConfig, mesh: Mesh) -> Outline:
-    """What the run's programs are compiled from. UserError where the target's shapes are not known."""
-    found = find_target(config)
-    if isinstance(found, UnknownTarget):
-        raise UserError(found.reason)
-    assert isinstance(config.torch, LanguageModelFile)
-    dtype = jnp.dtype(config.torch.target.weights_dtype or "bfloat16")  # as published checkpoints are stored
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), found.weight_shapes, is_leaf=lambda x: isinstance(x, tuple)
-    )
-    places = shardings(mesh, found.problem.target.weight_axes(shapes), shapes)
-    weights = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    tokens = TokenShapes(config.torch.pd.batch_size, config.torch.data.max_seq_len, mesh)
-    return Outline(found.problem, mesh, weights, found.leading, tokens, None)
 
 
 def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any]:
@@ -171,7 +152,7 @@ def probe(options: argparse.Namespace) -> None:
         with processes.together():
             sets = list(assignments(options, load_config(options.config), jax.device_count()))
             config = load_config(options.config, sets)
-            outline = outline_of(config, build_mesh(config))
+            outline = outline_on(config, known_target(config), build_mesh(config))
         line = measure(outline, options.steps, processes)
         if processes.first:
             print(as_text(line))

@@ -9,7 +9,6 @@ from typing import Any
 
 from param_decomp_jax.aot.compile import Memory, compile_for
 from param_decomp_jax.aot.topology import UNLIMITED, MissingPlugin, with_memory
-from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.subject import Subject
@@ -44,10 +43,6 @@ class Where:
     card: str
     per_node: int
     cache: Path | None
-
-    def on(self, shape: MeshShape) -> int:
-        """Nodes that a mesh takes."""
-        return -(-shape.n_devices // self.per_node)
 
 
 def measure(subject: Subject, phase: str, where: Where, limited: bool = True, dump: bool = False) -> Measured:

@@ -15,7 +15,6 @@ from param_decomp_jax.aot.flops import Flops, matmul_flops
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import training_step
-from param_decomp_lab.build.built import Outline
 from param_decomp_lab.check.target import KnownTarget
 from param_decomp_lab.check.words import of_architecture, of_memory
 from param_decomp_lab.checkpoints import copy_program
@@ -179,8 +178,3 @@ def _flops(config: RunConfig, target: KnownTarget) -> Flops:
     state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
     step = partial(training_step, replace(target.problem, decomposition=spec))
     return matmul_flops(jax.make_jaxpr(step)(state, outline.weights, outline.train.batch()))
-
-
-def outline_for(config: RunConfig, mesh: Mesh) -> Outline:
-    """The outline that a probe of ``config`` compiles on ``mesh``."""
-    return outline_on(config, known_target(config), mesh)
