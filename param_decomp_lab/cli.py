@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from param_decomp_lab.errors import NonFiniteLoss, UserError
+from param_decomp_lab.errors import CannotTell, NonFiniteLoss, UserError
 
 if TYPE_CHECKING:
     from param_decomp_lab.processes import Processes
@@ -174,15 +174,20 @@ def probe(
 
     pool = Pool.of(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
-    answer = ask(
-        config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick
-    )
+    try:
+        answer = ask(
+            config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick
+        )
+    except CannotTell as error:
+        if json_file is not None:
+            write_json({"verdict": "unknown", "why": str(error)}, json_file)
+        raise
     if json_file is not None:
-        write_json(answer, json_file)
+        write_json(answer.as_json(), json_file)
     if html is not None:
         write_pages(answer, html)
     show(answer, table_console())
-    raise typer.Exit({"fits": 0, "does_not_fit": 3, "unknown": 1}[answer.verdict])
+    raise typer.Exit({"fits": 0, "does_not_fit": 3}[answer.verdict])
 
 
 @app.command()
@@ -403,6 +408,6 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
-    except NonFiniteLoss as error:
+    except (NonFiniteLoss, CannotTell) as error:
         _fail(str(error), 1)
     sys.exit(0)

@@ -1,6 +1,10 @@
 """What a user did wrong, as opposed to what we did wrong (those are asserts)."""
 
 
+class CannotTell(Exception):
+    """The compiler did not answer. Exit status 1."""
+
+
 class NonFiniteLoss(Exception):
     """N3: a loss became infinite or NaN. Exit status 1."""
 

@@ -13,7 +13,7 @@ from param_decomp_lab.probe.measure import Measured, Where, limit_bound, measure
 from param_decomp_lab.probe.subject import STEP, Subject
 
 GIB = 2**30
-Verdict = Literal["fits", "does_not_fit", "unknown"]
+Verdict = Literal["fits", "does_not_fit"]
 Tell = Callable[[str], None]
 
 N_BUFFERS = 400

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -94,11 +95,11 @@ def progress(console: Console) -> Iterator[Tell]:
         yield tell
 
 
-def write_json(answer: Answer, file: Path) -> None:
+def write_json(answer: Mapping[str, Any], file: Path) -> None:
     """Raises UserError where it cannot be written."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(answer.as_json(), indent=1) + "\n")
+        partial.write_text(json.dumps(answer, indent=1) + "\n")
         partial.replace(file)
     except OSError as error:
         raise UserError(f"--json {file}: cannot be written ({error.strerror})") from error

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from param_decomp_jax.aot.compile import Memory, compile_for
 from param_decomp_jax.aot.topology import UNLIMITED, MissingPlugin, with_memory
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.subject import Subject
 
@@ -63,6 +65,8 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
                 compiled = compile_for(program, subject.mesh, card, folder if dump else "", per_node=where.per_node)
             except MissingPlugin as error:
                 raise UserError(str(error)) from error
+            except jax.errors.JaxRuntimeError as error:
+                raise CannotTell(f"{phase}: the compiler gave up: {error}") from error
             texts = [_dumped(Path(folder), ending) for ending in TEXTS] if dump else []
         return {
             **found,

@@ -182,6 +182,19 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'param-decomp[probe]'" in outcome.err
 
 
+def test_a_compiler_that_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the run's fault: neither of the verdicts."""
+
+    def gives_up(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: out of ideas")
+
+    monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", gives_up)
+    outcome = pd_here("probe", LLAMA, "--quick", "--no-cache", "--json", tmp_path / "a.json")
+    assert outcome.status == 1
+    assert "training step: the compiler gave up: INTERNAL: out of ideas" in outcome.err
+    assert json.loads((tmp_path / "a.json").read_text())["verdict"] == "unknown"
+
+
 def test_gpus_of_a_node() -> None:
     mesh = run_subject(load_config(LLAMA)).mesh
     assert gpus_of_a_node(mesh, None, None) == 8
