@@ -148,13 +148,19 @@ def losses_and_ascents(
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
 
+    # Fetched and kept again also where nothing is done: both branches must leave it in the same memory.
+    untouched = partial(update, by=lambda adversary: adversary)
+
     def warmed_up(attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
             return update(adversary, lambda a: warm_up(attack, a, climb, state.step, spec.steps))
 
+    def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
+        return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
+
     climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
     adversaries = {
-        name: when_on(spec, attack, state, partial(warmed_up, attack), adversary)
+        name: when_on(spec, attack, state, partial(warmed_up, attack), untouched, adversary)
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
     }
@@ -175,22 +181,25 @@ def losses_and_ascents(
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
         with jax.named_scope("last_ascents"):
             own = jax.tree.map(lambda g, c=term.coeff: g / c, to_sources[name])
-            adversaries[name] = when_on(
-                spec,
-                attack,
-                state,
-                lambda a, attack=attack, own=own: update(a, lambda a: ascend(attack, a, own, state.step, spec.steps)),
-                adversaries[name],
-            )
+            then = partial(ascended, attack, own)
+            adversaries[name] = when_on(spec, attack, state, then, untouched, adversaries[name])
     return adversaries, gradients, metrics
 
 
-def when_on(spec: Decomposition, attack: PersistentAttack, state: State, then: Any, otherwise: Any) -> Any:
-    """A6: ``then(otherwise)`` from the attack's first step on, ``otherwise`` before; off means not computed."""
+def when_on(
+    spec: Decomposition,
+    attack: PersistentAttack,
+    state: State,
+    then: Callable[[Adversary], Adversary],
+    otherwise: Callable[[Adversary], Adversary],
+    adversary: Adversary,
+) -> Adversary:
+    """A6: ``then(adversary)`` from the attack's first step on, ``otherwise`` before; off means not computed."""
     first = attack.first_step(spec.steps)
     if first == 0:
-        return then(otherwise)
-    return jax.lax.cond(state.step >= first, then, lambda x: x, otherwise)
+        return then(adversary)
+    new: Adversary = jax.lax.cond(state.step >= first, then, otherwise, adversary)
+    return new
 
 
 def descend(spec: Optimizer, steps: int, parameters: Any, gradient: Any, moments: Any) -> tuple[Any, Any, Array]:

@@ -20,6 +20,7 @@ from param_decomp_lab.checkpoints import Checkpoints, flatten
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory
 from param_decomp_lab.config.wrapper import Mesh
+from param_decomp_lab.programs import state_shapes
 from param_decomp_lab.run import compile_steps
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, STEPS, Tiny, pd_here, programs_shared, rows, saved_arrays, saved_steps
