@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 AXES = ("replica", "fsdp", "tensor")
@@ -33,6 +33,10 @@ RULES: dict[str, tuple[str, ...]] = {
 
 IN_USE: dict[str, str | None] = {"component": "component_in_use", "split": None, "batch_everywhere": None}
 """What a logical axis becomes where its array is multiplied; others stay."""
+
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices, or of none: shardings on either say the same."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,12 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any) -> Partit
     return PartitionSpec(*(axes[0] if axes and len(axes) == 1 else axes for axes in per_axis))
 
 
-def sharding(mesh: Mesh, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
+def sharding(mesh: AnyMesh, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
     """Sharding of an array of this shape whose (leading) axes have these logical names."""
     return NamedSharding(mesh, spec(shape, names, mesh))
 
 
-def whole(mesh: Mesh) -> NamedSharding:
+def whole(mesh: AnyMesh) -> NamedSharding:
     """Every device holds all of it."""
     return NamedSharding(mesh, PartitionSpec())
 

@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from param_decomp_jax.adversary import Adversary
 from param_decomp_jax.components import Components, components_axes
 from param_decomp_jax.masks import source_axes
-from param_decomp_jax.mesh import Axes, is_axes, sharding, whole
+from param_decomp_jax.mesh import AnyMesh, Axes, is_axes, sharding, whole
 from param_decomp_jax.state import Decomposition, State
 
 WHOLE = Axes(())
 
 
-def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh, shape: tuple[int, ...]) -> NamedSharding:
     """Rows of a batch of this shape over the devices."""
     return sharding(mesh, shape, ("batch",))
 
@@ -65,13 +65,13 @@ def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
     return jax.tree.map(of, moments, is_leaf=alike)
 
 
-def moments_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
+def moments_shardings(mesh: AnyMesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
     """Shardings of the state of an optimiser of components, in its structure."""
     moments = jax.eval_shape(optimizer.init, components)
     return shardings(mesh, moments_axes(moments, components, components_axes(components)), moments)
 
 
-def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> State:
+def state_shardings(mesh: AnyMesh, decomposition: Decomposition, state: State) -> State:
     """Shardings in the structure of ``state`` (arrays or shapes); what is offloaded lies in pinned host memory."""
     placed = shardings(mesh, state_axes(decomposition, state), state)
     offloaded = decomposition.memory.offload_state
@@ -95,7 +95,7 @@ def state_shardings(mesh: Mesh, decomposition: Decomposition, state: State) -> S
     return placed
 
 
-def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
+def shardings(mesh: AnyMesh, axes: Any, arrays: Any) -> Any:
     """A sharding for every array (or shape) of a tree, from the description of its axes."""
     return jax.tree.map(lambda a, x: sharding(mesh, x.shape, a.names), axes, arrays, is_leaf=is_axes)
 
@@ -106,7 +106,7 @@ def from_host(array: np.ndarray, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, where, pick)
 
 
-def process_batch_rows(mesh: Mesh, size: int) -> tuple[int, int]:
+def process_batch_rows(mesh: AnyMesh, size: int) -> tuple[int, int]:
     """First row, and the one after the last, that this process's devices hold of a batch of ``size`` rows.
 
     Everything in between is counted too, should the mesh not keep a process's devices together.
@@ -155,7 +155,7 @@ def from_slices(
     return jax.make_array_from_single_device_arrays(shape, where, parts)
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
+def replicate(tree: Any, mesh: AnyMesh) -> Any:
     """Every array of ``tree`` (host or device, whole in every process) on every device of the mesh."""
     return jax.tree.map(lambda x: from_host(np.asarray(x), whole(mesh)), tree)
 

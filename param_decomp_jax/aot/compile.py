@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, with_memory
 from param_decomp_jax.mesh import MeshShape, make_mesh
@@ -17,8 +16,8 @@ Options = Mapping[str, str | int | bool]
 OPTIONS: Options = {"xla_gpu_autotune_level": 0}
 """There is nothing to time kernels on."""
 
-Program = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
-"""From a mesh to a function (from `jax.jit`) and its arguments, `jax.ShapeDtypeStruct` with shardings on that mesh."""
+Program = Callable[[Any], tuple[Any, tuple[Any, ...]]]
+"""From an abstract mesh to a function (from `jax.jit`) and its arguments: shapes with shardings on that mesh."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def compile_for(
     mesh = make_mesh(shape, gpus(target_config, shape.n_devices, per_node))
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        function, arguments = program(mesh)
+        # Of a sharding on devices that are not here JAX drops the memory kind without a word; here it stays.
+        function, arguments = program(mesh.abstract_mesh)
         lowered = lower(function, arguments)
     lowered_at = time.perf_counter()
     compiled = lowered.compile(compiler_options={**options, **({"xla_dump_to": dump_to} if dump_to else {})})
@@ -96,18 +96,8 @@ def compile_for(
 def lower(function: Any, arguments: tuple[Any, ...]) -> Any:
     """``function`` (from `jax.jit`) lowered for abstract arguments, under the mesh in force.
 
-    Of a sharding on devices that are not here JAX drops the memory kind without a word; on their abstract mesh it
-    stays. That it did is checked.
+    That those which lie in host memory do so in what was lowered is checked.
     """
-
-    def placed(x: Any) -> Any:
-        where = getattr(x, "sharding", None)
-        if not isinstance(where, NamedSharding):
-            return x
-        abstract = NamedSharding(where.mesh.abstract_mesh, where.spec, memory_kind=where.memory_kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract)
-
-    arguments = jax.tree.map(placed, arguments)
     lowered = function.lower(*arguments)
     on_host = sum(on_the_host(x) for x in jax.tree.leaves(arguments))
     if on_host:

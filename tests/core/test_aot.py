@@ -185,10 +185,11 @@ def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
 
 @needs_plugin
 def test_what_a_step_keeps_on_the_host_is_counted_there(tmp_path: Path) -> None:
-    """Shardings on the abstract mesh keep their memory kind; on the topology's own it would be dropped in silence."""
+    """The mesh that a program is made for is the abstract one: on the topology's own the memory kind would be dropped
+    in silence."""
 
     def program(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-        split = NamedSharding(mesh.abstract_mesh, PartitionSpec("fsdp"))
+        split = NamedSharding(mesh, PartitionSpec("fsdp"))
         here, there = (
             jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=split.with_memory_kind(kind))
             for kind in ("device", "pinned_host")

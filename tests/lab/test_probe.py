@@ -367,20 +367,23 @@ def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
 def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path) -> None:
     """A margin that leaves room for a small batch only; what is written passes the probe, and trains."""
     out = tmp_path / "fitted.yaml"
-    base = ("--gpu", "a5000", "--set", f"out_dir={tmp_path}")
-    asked = tiny.pd("probe", tiny.config, *base, "--batch", "16", "--quick", "--json", tmp_path / "16.json")
+    base = ("--gpu", "b200", "--set", f"out_dir={tmp_path}")
+    asked = tiny.pd(
+        "probe", tiny.config, *base, "--set", "mesh.fsdp=8", "--batch", "16", "--quick", "--json", tmp_path / "16.json"
+    )
     assert asked.returncode == 0, asked.stderr
     of_16 = json.loads((tmp_path / "16.json").read_text())
     margin = of_16["capacity_gib"] * 0.92 - 1.1 * of_16["peak_gib"]
-    vary = ("--vary", "batch=4..64", "--vary", "memory=plain,lean")
-    done = tiny.pd("fit", tiny.config, "--gpus", "1", *base, *vary, "--margin-gib", margin, "--out", out)
+    vary = ("--vary", "batch=8..64", "--vary", "memory=plain,lean")
+    done = tiny.pd("fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", margin, "--out", out)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "fits" in done.stdout.splitlines()[-1]
     assert out.with_suffix(".png").stat().st_size > 10_000
     batch = yaml.safe_load((tmp_path / "torch" / "fitted.yaml").read_text())["pd"]["batch_size"]
     assert 16 <= batch < 64
-    assert tiny.pd("probe", out, "--gpu", "a5000", "--margin-gib", margin).returncode == 0
+    assert tiny.pd("probe", out, "--margin-gib", margin).returncode == 0
     trained = tiny.pd("train", out, "--set", "pd.steps=4", "--set", "eval=null")
     assert trained.returncode == 0, trained.stderr
-    nothing = tiny.pd("fit", tiny.config, "--gpus", "1", *base, *vary, "--margin-gib", "23.39", "--out", out)
+    most = of_16["capacity_gib"] * 0.92 - 1e-6
+    nothing = tiny.pd("fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", most, "--out", out)
     assert nothing.returncode == 3
