@@ -45,6 +45,7 @@ from param_decomp_jax.aot.compile import Estimate, Memory, estimate
 from param_decomp_jax.aot.topology import target_configs
 from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.mesh import MeshShape
+from param_decomp_lab.probe.measure import dumped
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "param_decomp_jax" / "aot" / "gpus" / "cards.csv"
@@ -97,7 +98,7 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
     with tempfile.TemporaryDirectory() as dump:
         program, card = PROGRAMS[row.program], target_configs(CARDS.read_text())[gpu]
         found = estimate(lambda mesh: program(problem, row.of, mesh), row.mesh, card, dump)
-        peak = live_at_peak(*(_dumped(Path(dump), ending) for ending in ("-buffer-assignment", "-live-range", "")))
+        peak = live_at_peak(*dumped(Path(dump)))
     children, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
     numbers = {
         "row": row.name,
@@ -131,12 +132,6 @@ def memory_numbers(found: Estimate) -> dict[str, Any]:
         "capacity_gib": found.capacity / GIB,
         **gib(found.real.memory),
     }
-
-
-def _dumped(folder: Path, ending: str) -> str:
-    """The largest, should the step have been more than one program."""
-    files = sorted(folder.glob(f"*gpu_after_optimizations{ending}.txt"), key=lambda path: path.stat().st_size)
-    return files[-1].read_text()
 
 
 # ---- the table ----

@@ -21,7 +21,7 @@ from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_jax.mesh import whole
 from param_decomp_jax.optim import AdamW
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
+from param_decomp_jax.placement import batch_sharding, placed, shardings, state_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
@@ -92,11 +92,6 @@ def weights_of(model: LlamaConfig) -> Any:
         weight_shapes(model),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-
-
-def placed(shapes: Any, places: Any) -> Any:
-    """Shapes with shardings."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:

@@ -100,6 +100,11 @@ def shardings(mesh: AnyMesh, axes: Any, arrays: Any) -> Any:
     return jax.tree.map(lambda a, x: sharding(mesh, x.shape, a.names), axes, arrays, is_leaf=is_axes)
 
 
+def placed(shapes: Any, places: Any) -> Any:
+    """Abstract arrays (`jax.ShapeDtypeStruct`) from shapes and a sharding for each."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
 def from_host(array: np.ndarray, where: NamedSharding) -> jax.Array:
     """A global array from a host array that every process has whole; no check across processes, no collective."""
     pick: Callable[[Any], np.ndarray] = lambda index: array[index]  # noqa: E731

@@ -1,5 +1,5 @@
-"""The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 3 does not
-fit, 75 preempted and saved."""
+"""The command line: `pd <command>`. Exit status 0 success, 1 failed, 2 bad input, 3 does not fit, 75 preempted
+and saved."""
 
 import sys
 from collections.abc import Sequence

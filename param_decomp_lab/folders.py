@@ -1,4 +1,4 @@
-"""A folder that is whole or not there: it is filled under a hidden name beside its place and renamed at the end."""
+"""A folder or a file that is whole or not there: filled under a hidden name beside its place, renamed at the end."""
 
 import os
 import shutil
@@ -7,6 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from param_decomp_lab.errors import UserError
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes ``text`` in place of whatever ``file`` holds; a reader finds the old or the new, never a part."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def refuse_existing(out: Path, *, marker: str, overwrite: bool) -> None:

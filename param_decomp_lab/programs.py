@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from param_decomp_jax.mesh import whole
-from param_decomp_jax.placement import moments_shardings, state_shardings
+from param_decomp_jax.placement import moments_shardings, placed, state_shardings
 from param_decomp_jax.program import training_steps
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
@@ -32,7 +32,7 @@ def state_shapes(outline: Outline) -> State:
     """Shapes and shardings of the train state."""
     spec = outline.problem.decomposition
     shapes = jax.eval_shape(partial(init_state, spec, outline.problem.target.sites, outline.leading))
-    return _placed(shapes, state_shardings(outline.mesh, spec, shapes))
+    return placed(shapes, state_shardings(outline.mesh, spec, shapes))
 
 
 def init_program(outline: Outline) -> Program:
@@ -56,7 +56,7 @@ def warmup_program(outline: Outline) -> Program:
     # Placed alike from the first dispatch on: else the second one is another program to compile.
     optimizer = warmup_transformation(outline.problem)
     moments = jax.eval_shape(optimizer.init, components)
-    moments = _placed(moments, moments_shardings(outline.mesh, optimizer, components))
+    moments = placed(moments, moments_shardings(outline.mesh, optimizer, components))
     steps = jax.jit(
         partial(_warmup_steps, outline.problem),
         donate_argnums=(0, 1),
@@ -86,10 +86,6 @@ def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any,
         return warmup_step(problem, carry[0], carry[1], weights)
 
     return lax.fori_loop(jnp.zeros((), n.dtype), n, one, (components, moments, jnp.zeros(())))
-
-
-def _placed(shapes: Any, places: Any) -> Any:
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def _places(shapes: Any) -> Any:

@@ -63,9 +63,13 @@ class Estimate:
 
     @property
     def limit_bound(self) -> bool:
-        """Whether the two totals differ by more than 1 in 1000."""
-        real, unlimited = self.real.memory.peak, self.unlimited.memory.peak
-        return abs(real - unlimited) > 1e-3 * unlimited
+        """See `limit_bound`."""
+        return limit_bound(self.real.memory.peak, self.unlimited.memory.peak)
+
+
+def limit_bound(real: int, unlimited: int) -> bool:
+    """Whether the peaks with and without the card's limit differ by more than 1 in 1000."""
+    return abs(real - unlimited) > 1e-3 * unlimited
 
 
 def compile_for(

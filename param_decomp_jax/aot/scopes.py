@@ -1,5 +1,15 @@
 """Names of scopes for people: what of the step an instruction belongs to, from XLA's name of it."""
 
+import re
+
+_BEFORE_PACKAGE = re.compile(r"^.*/(?:site-packages/|(?=param_decomp_(?:jax|lab)/|experiments/))")
+
+
+def from_package(source: str) -> str:
+    """A source line without the folders that its package lies in on this machine."""
+    return _BEFORE_PACKAGE.sub("", source)
+
+
 _CALLED = ("jit(", "branch_")
 """What begins so says how something is called, not what it is."""
 

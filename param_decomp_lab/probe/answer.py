@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from param_decomp_jax.aot.buffers import Buffer, ledger, peak_of
+from param_decomp_jax.aot.compile import limit_bound
 from param_decomp_jax.aot.roofline import Precision, Roofline, Work, card_rates, roofline
+from param_decomp_jax.aot.scopes import from_package
 from param_decomp_jax.aot.traffic import traffic
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import TABLE, Pool
-from param_decomp_lab.probe.measure import Measured, Where, limit_bound, measure
+from param_decomp_lab.probe.measure import Measured, Where, measure
 from param_decomp_lab.probe.subject import STEP, Subject
 
 GIB = 2**30
@@ -69,7 +71,7 @@ class Answer:
     @property
     def limit_bound(self) -> bool | None:
         """Whether the step's size is what XLA made of it seeing the end of the memory; None if that is not known."""
-        return None if self.unlimited is None else limit_bound(self.parts[STEP], self.unlimited)
+        return None if self.unlimited is None else limit_bound(self.parts[STEP].peak, self.unlimited.peak)
 
     @property
     def verdict(self) -> Verdict:
@@ -166,11 +168,6 @@ def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick:
     return Answer(subject, gpu, where.per_node, pool, parts, unlimited, found)
 
 
-def _ours(source: str) -> str:
-    """A file of ours without the folders that it lies in on this machine."""
-    return source[max(source.rfind("param_decomp_jax/"), source.rfind("param_decomp_lab/"), 0) :]
-
-
 def read_step(subject: Subject, step: Measured, where: Where) -> Step:
     """What is in the dump of a step that was measured, and the arithmetic it does."""
 
@@ -178,7 +175,7 @@ def read_step(subject: Subject, step: Measured, where: Where) -> Step:
         kept = ledger(*step.dump)
         peak, moved, counted = peak_of(kept), traffic(step.dump[-1], where.per_node), subject.flops()
         return {
-            "buffers": [{**vars(b), "source": _ours(b.source)} for b in peak.buffers[:N_BUFFERS]],
+            "buffers": [{**vars(b), "source": from_package(b.source)} for b in peak.buffers[:N_BUFFERS]],
             "smaller": sum(b.n_bytes for b in peak.buffers[N_BUFFERS:] if b.role != "host"),
             "unused": peak.unused,
             "explained": peak.explained,

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from param_decomp_lab.folders import write_whole
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
 """Whose versions decide what is compiled, besides our own code."""
@@ -33,9 +35,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
     except (OSError, ValueError):
         found = answer()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(found))
-    partial.replace(file)
+    write_whole(file, json.dumps(found))
     return found, False
 
 

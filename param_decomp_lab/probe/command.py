@@ -1,7 +1,6 @@
 """`pd probe`: a configuration, and GPUs to ask about, to an answer."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.answer import Answer, Tell, ask
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.measure import Where
@@ -97,9 +97,7 @@ def progress(console: Console) -> Iterator[Tell]:
 
 def write_json(answer: Mapping[str, Any], file: Path) -> None:
     """Raises UserError where it cannot be written."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(answer, indent=1) + "\n")
-        partial.replace(file)
+        write_whole(file, json.dumps(answer, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"--json {file}: cannot be written ({error.strerror})") from error

@@ -15,9 +15,6 @@ from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.subject import Subject
 
-TEXTS = ("-buffer-assignment", "-live-range", "")
-"""Endings of the dumped files that `aot/buffers.py` reads, before ``.txt``."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -67,7 +64,7 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
                 raise UserError(str(error)) from error
             except jax.errors.JaxRuntimeError as error:
                 raise CannotTell(f"{phase}: the compiler gave up: {error}") from error
-            texts = [_dumped(Path(folder), ending) for ending in TEXTS] if dump else []
+            texts = dumped(Path(folder)) if dump else []
         return {
             **found,
             "memory": dataclasses.asdict(compiled.memory),
@@ -89,12 +86,11 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
     )
 
 
-def _dumped(folder: Path, ending: str) -> str:
-    """The largest, should there have been more than one program."""
-    files = sorted(folder.glob(f"*gpu_after_optimizations{ending}.txt"), key=lambda path: path.stat().st_size)
-    return files[-1].read_text()
+def dumped(folder: Path) -> list[str]:
+    """What `aot/buffers.py` reads of XLA's dump; of several programs the largest."""
 
+    def largest(ending: str) -> str:
+        files = sorted(folder.glob(f"*gpu_after_optimizations{ending}.txt"), key=lambda path: path.stat().st_size)
+        return files[-1].read_text()
 
-def limit_bound(real: Measured, unlimited: Measured) -> bool:
-    """Whether XLA, seeing the card's memory end, planned something else (see `compile.py:Estimate`)."""
-    return abs(real.peak - unlimited.peak) > 1e-3 * unlimited.peak
+    return [largest(ending) for ending in ("-buffer-assignment", "-live-range", "")]

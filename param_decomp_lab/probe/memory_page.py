@@ -1,7 +1,5 @@
 """``memory.html``: a step's memory over its schedule, as one page that stands by itself and answers to the pointer."""
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,9 @@ from jaxtyping import Int
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from param_decomp_jax.aot.buffers import Buffer, Peak, Span
-from param_decomp_jax.aot.scopes import stage
+from param_decomp_jax.aot.scopes import from_package, stage
 from param_decomp_jax.aot.timeline import REST, Timeline, bands, moments, phases
+from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.timeline_figure import COLORS, GIB, GREY
 
 N_MOMENTS = 1600
@@ -22,7 +21,6 @@ N_ROWS = 400
 """What is drawn and listed at most: instructions, buffers that the pointer finds, rows of the table at the peak."""
 
 _WIDTH, _HEIGHT = 1000.0, 400.0
-_BEFORE_PACKAGE = re.compile(r"^.*/(?:site-packages/|(?=param_decomp_(?:jax|lab)/|experiments/))")
 
 
 def write_memory_page(
@@ -43,12 +41,7 @@ def write_memory_page(
     """
     page = memory_page(title, timeline, peak, argument_groups, summary, pool=pool, capacity=capacity)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, page)
 
 
 def memory_page(
@@ -74,7 +67,7 @@ def memory_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(gib=lambda n: f"{n / GIB:,.3f}", short=_short, stage=stage)
+    environment.filters.update(gib=lambda n: f"{n / GIB:,.3f}", short=from_package, stage=stage)
     rows, n_left, left = _rows(peak)
     return environment.get_template("memory_page.html").render(
         title=title,
@@ -170,7 +163,10 @@ def _data(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> di
             s.first,
             s.last,
             s.buffer.n_bytes,
-            *(number(w) for w in (s.buffer.shape, s.buffer.scope or s.buffer.instruction, _short(s.buffer.source))),
+            *(
+                number(w)
+                for w in (s.buffer.shape, s.buffer.scope or s.buffer.instruction, from_package(s.buffer.source))
+            ),
         ]
         for s in chosen
     ]
@@ -185,11 +181,6 @@ def _data(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> di
         "spans": spans,
         "words": list(words),
     }
-
-
-def _short(source: str) -> str:
-    """A source line without the folders above its package."""
-    return _BEFORE_PACKAGE.sub("", source)
 
 
 # ---- the table at the peak ----

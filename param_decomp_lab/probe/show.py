@@ -10,6 +10,7 @@ from rich.text import Text
 from param_decomp_jax.aot.buffers import Buffer
 from param_decomp_jax.aot.scopes import stage
 from param_decomp_lab.probe.answer import GIB, Answer
+from param_decomp_lab.probe.measure import Measured
 from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.report.numbers import duration
 from param_decomp_lab.report.tables import house_table
@@ -69,18 +70,17 @@ def _parts(answer: Answer) -> RenderableType:
     table = house_table(
         "What each part of the run needs of a GPU (GiB)", ("", "left"), *((c, "right") for c in columns)
     )
-    for name, part in answer.parts.items():
+
+    def row(name: str, part: Measured, style: str) -> None:
         memory = part.memory
         sizes = part.peak, memory.temp, memory.arguments, memory.output - memory.alias, part.elsewhere, memory.host
         seconds = duration(part.lower_s + part.compile_s) if part.fresh else "cached"
-        style = "bold" if name == answer.largest and len(answer.parts) > 1 else ""
         table.add_row(name, *(_gib(size) for size in sizes), seconds, style=style)
+
+    for name, part in answer.parts.items():
+        row(name, part, "bold" if name == answer.largest and len(answer.parts) > 1 else "")
     if answer.unlimited is not None:
-        memory = answer.unlimited.memory
-        sizes = answer.unlimited.peak, memory.temp, memory.arguments, memory.output - memory.alias, 0, memory.host
-        part = answer.unlimited
-        seconds = duration(part.lower_s + part.compile_s) if part.fresh else "cached"
-        table.add_row(f"{STEP}, no limit", *(_gib(size) for size in sizes), seconds, style="dim")
+        row(f"{STEP}, no limit", answer.unlimited, "dim")
     return table
 
 

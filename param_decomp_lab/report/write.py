@@ -1,7 +1,6 @@
 """``report.html``: a run folder as one page that stands by itself."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
 from param_decomp_lab.report import configuration
 from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
 from param_decomp_lab.report.evaluation import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
@@ -53,12 +53,7 @@ def write_report(run_folder: Path) -> Path:
     """
     page = render_report(run_folder)
     target = run_folder / "report.html"
-    unfinished = target.with_name(f".report.html.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(target, page)
     return target
 
 
