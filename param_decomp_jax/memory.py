@@ -73,7 +73,7 @@ class MemoryPolicy:
     donate: bool = True
     xla_remat: bool = True
     offload_state: frozenset[StatePart] = frozenset()
-    state_dtypes: tuple[tuple[StatePart, Literal["bfloat16", "float32"]], ...] = ()
+    state_dtypes: tuple[tuple[StatePart, Literal["float32", "bfloat16"]], ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.save & self.offload, "what is offloaded is not saved on the device"

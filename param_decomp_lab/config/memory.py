@@ -54,7 +54,7 @@ class Memory(Strict):
     micro_batches: Count = 1
     donate: bool = True
     xla_remat: bool = True
-    state_dtypes: dict[StatePart, Literal["bfloat16", "float32"]] = Field(default_factory=dict)
+    state_dtypes: dict[StatePart, Literal["float32", "bfloat16"]] = Field(default_factory=dict)
     optimizers: Optimizers = Optimizers()
 
     @field_validator("save", "offload", "recompute")

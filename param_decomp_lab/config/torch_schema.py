@@ -176,7 +176,7 @@ class LanguageModelTarget(Strict):
 
     spec: Annotated[HubSpec | PretrainedSpec, Field(discriminator="kind")]
     output_extract: Annotated[str, NO_MEANING] = "logits"
-    weights_dtype: Literal["bfloat16", "float32"] | None = None
+    weights_dtype: Literal["float32", "bfloat16"] | None = None
 
 
 class LanguageModelData(Strict):

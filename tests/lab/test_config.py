@@ -425,7 +425,7 @@ REFUSED = [
     ),
     ("target.spec={kind: pretrained, model_class: LlamaForCausalLM, run_path: x}", "target.spec.kind: pretrained"),
     ("target.spec.kind=hub", "target.spec: unknown 'kind' 'hub'; did you mean 'hf'"),
-    ("target.weights_dtype=float16", "target.weights_dtype: should be 'bfloat16' or 'float32'"),
+    ("target.weights_dtype=float16", "target.weights_dtype: should be 'float32' or 'bfloat16'"),
     ("runtime.dp=0", "runtime.dp: should be greater"),
     ("wandb.projekt=x", "wandb.projekt: unknown key 'projekt'; did you mean 'project'"),
     ("optimizer.x=1", "unknown key 'optimizer'"),
@@ -461,7 +461,7 @@ REFUSED = [
         (f"memory.{key}=0", f"memory.{key}: should be greater than or equal to 1")
         for key in ("layer_group", "component_block", "token_block", "vocabulary_block", "micro_batches")
     ),
-    ("memory.state_dtypes={ci_moments: float16}", "memory.state_dtypes.ci_moments: should be 'bfloat16' or 'float32'"),
+    ("memory.state_dtypes={ci_moments: float16}", "memory.state_dtypes.ci_moments: should be 'float32' or 'bfloat16'"),
     ("memory.state_dtypes={components: bfloat16}", "memory.state_dtypes.components"),
     ("steps_per_dispatch=0", "steps_per_dispatch: should be greater than or equal to 1"),
     ("run_id=p-xyz", "run_id: should match pattern"),
