@@ -71,14 +71,10 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
         answer = told[0].answer or {}
         for value, words in ((answer["pool_gib"], "can be used"), (answer["capacity_gib"], answer["gpu"].upper())):
             axes.axhline(value, color=QUIET, linewidth=0.9, linestyle="--" if words == "can be used" else "-")
-            axes.annotate(
-                f"{words}, {value:.0f} GiB",
-                (0.005, value),
-                ("axes fraction", "data"),
-                fontsize=7,
-                color=QUIET,
-                va="bottom",
-            )
+            axes.text(
+                0.005, value, f"{words}, {value:.0f} GiB", transform=axes.get_yaxis_transform(),
+                fontsize=7, color=QUIET, va="bottom",
+            )  # fmt: skip
     if chosen is not None and chosen.answer is not None:
         axes.scatter(
             chosen.tokens, chosen.answer["peak_gib"], s=140, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=4
@@ -91,5 +87,5 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
     axes.set_xlabel("tokens in a step, filled where the run fits", fontsize=8, color=QUIET)
     axes.set_ylabel("GiB of each GPU", fontsize=8, color=QUIET)
     axes.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold")
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.8))
+    figure.legend(frameon=False, fontsize=8, loc="outside lower left", ncols=3)
     save_figure(figure, file)

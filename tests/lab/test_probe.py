@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -359,3 +360,44 @@ def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
     out.write_text("run_name: mine\n")
     with pytest.raises(UserError, match="pd fit has not written it"):
         write_config(tiny.config, sets, out, [])
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A margin that leaves room for a small batch only; what is written passes the probe, and trains."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "fitted.yaml"
+    # bf16: XLA 0.10.2 gives up on the tiny step in fp32 with more than a row on each GPU (a fused `concatenate`).
+    base = (
+        "--gpu",
+        "b200",
+        "--set",
+        f"out_dir={tmp_path}",
+        "--set",
+        "runtime.autocast_bf16=true",
+        "--set",
+        "eval=null",
+    )
+    file = tmp_path / "16.json"
+    asked = tiny.pd("probe", tiny.config, *base, "--set", "mesh.fsdp=8", "--batch", "16", "--quick", "--json", file)
+    assert asked.returncode == 0, asked.stderr
+    of_16 = json.loads(file.read_text())
+    margin = of_16["capacity_gib"] * 0.92 - 1.1 * of_16["peak_gib"]
+    vary = ("--vary", "batch=8..64", "--vary", "memory=plain,lean")
+    done = tiny.pd(
+        "fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", str(margin), "--out", out, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "fits" in done.stdout.splitlines()[-1]
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    batch = yaml.safe_load((tmp_path / "torch" / "fitted.yaml").read_text())["pd"]["batch_size"]
+    assert 16 <= batch < 64
+    assert tiny.pd("probe", out, "--margin-gib", str(margin)).returncode == 0
+    trained = tiny.pd("train", out, "--set", "pd.steps=4")
+    assert trained.returncode == 0, trained.stderr
+    most = of_16["capacity_gib"] * 0.92 - 1e-6
+    nothing = tiny.pd(
+        "fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", str(most), "--out", out, timeout=1200
+    )
+    assert nothing.returncode == 3
