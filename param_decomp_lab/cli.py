@@ -150,7 +150,7 @@ def probe(
     """Say what a run would need of GPUs that are not here, and whether it fits.
 
     Compiles the run's own programs for the GPUs: making the state, faithfulness warm-up, training step, evaluation,
-    restoring a checkpoint. Nothing is allocated, no GPU and no weights are needed; some minutes and 4 GiB of RAM are.
+    restoring a checkpoint. Nothing is allocated, no GPU and no weights are needed; some minutes and 5 GiB of RAM are.
     Needs JAX's CUDA compiler: `pip install 'param-decomp[probe]'`.
 
     The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when nobody can say.

@@ -19,7 +19,7 @@ from param_decomp_lab.probe.search import Kind, Point, best, search
 from param_decomp_lab.probe.vary import kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 
-PROBE_GIB = 4.0
+PROBE_GIB = 4.5
 """RAM of one `pd probe`, at most (docs/measurements/probe.md)."""
 
 
