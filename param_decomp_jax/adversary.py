@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.draws import positions, uniform
+from param_decomp_jax.draws import of_sites, positions, uniform
 from param_decomp_jax.masks import Bundle, Sources
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.offload import fetch, store
@@ -98,15 +98,17 @@ class Adversary(eqx.Module):
 
 
 def _bundle(
-    sites: Sites, live: tuple[int, ...], lead: tuple[int, ...], use_delta: bool, draw: Callable[[int, int, int], Array]
+    sites: Sites, live: tuple[int, ...], key: PRNGKeyArray, use_delta: bool, draw: Callable[[PRNGKeyArray, int], Array]
 ) -> Bundle:
-    """Sources for the stacks with a live site; ``draw(site, channel, columns)`` gives ``[*lead, columns]``."""
+    """Sources for the stacks with a live site; ``draw(key, columns)`` gives ``[*lead, columns]``."""
     chosen = set(live)
 
     def of_stack(stack: Stack) -> Sources:
-        components = jnp.stack([draw(n, 0, stack.C) for n in stack.sites])
-        delta = jnp.stack([draw(n, 1, 1)[..., 0] for n in stack.sites]) if use_delta else None
-        return Sources(components, delta)
+        def of_site(key: PRNGKeyArray) -> Sources:
+            components = draw(jax.random.fold_in(key, 0), stack.C)
+            return Sources(components, draw(jax.random.fold_in(key, 1), 1)[..., 0] if use_delta else None)
+
+        return of_sites(of_site, key, stack.sites)
 
     return {stack.name: of_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
 
@@ -117,17 +119,16 @@ def initial_sources(
     """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
     lead = leading if spec.scope == "unique_per_datapoint" else (1,) * len(leading)
 
-    def draw(site: int, channel: int, columns: int) -> Array:
+    def draw(key: PRNGKeyArray, columns: int) -> Array:
         match spec.init:
             case "random":
-                of_site = jax.random.fold_in(jax.random.fold_in(key, site), channel)
-                return uniform(of_site, positions(lead), columns)
+                return uniform(key, positions(lead), columns)
             case "ones":
                 return jnp.ones((*lead, columns))
             case "zeroes":
                 return jnp.zeros((*lead, columns))
 
-    return _bundle(sites, live, lead, use_delta, draw)
+    return _bundle(sites, live, key, use_delta, draw)
 
 
 def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start: Bundle) -> Bundle:
@@ -159,13 +160,14 @@ def init_adversary(
 ) -> Adversary:
     """A5: raw sources U[0, 1], or N(0, 1) under the sigmoid; moments zero."""
 
-    def draw(site: int, channel: int, columns: int) -> Array:
-        of_site = jax.random.fold_in(jax.random.fold_in(key, site), channel)
-        u = uniform(of_site, positions(source_shape(spec.scope, leading)), columns)
+    lead = positions(source_shape(spec.scope, leading))
+
+    def draw(key: PRNGKeyArray, columns: int) -> Array:
+        u = uniform(key, lead, columns)
         # Half a step of the 2⁻²⁴ grid keeps the quantile finite at u = 0.
         return jax.scipy.special.ndtri(u + 2.0**-25) if spec.sigmoid else u
 
-    raw = _bundle(sites, tuple(range(len(sites))), source_shape(spec.scope, leading), use_delta, draw)
+    raw = _bundle(sites, tuple(range(len(sites))), key, use_delta, draw)
     adam = isinstance(spec.optimizer, AdamAscent)
     mean, square = (jax.tree.map(jnp.zeros_like, raw) if adam else None for _ in range(2))
     return Adversary(raw, mean, square, jnp.zeros((), jnp.int32))

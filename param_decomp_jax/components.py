@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.draws import of_sites
 from param_decomp_jax.mesh import Axes, described, scatter
 from param_decomp_jax.numerics import matmul, matmul_wide, wide
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import Sites, Stack
 
 
 class Factors(eqx.Module):
@@ -26,14 +27,17 @@ Components = dict[str, Factors]
 def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
     """V ~ N(0, 1/d_in), U ~ N(0, 1/C), fp32; a site's draw depends on its canonical number, not on its stack."""
 
-    def factors(numbers: tuple[int, ...], d_in: int, d_out: int, C: int) -> Factors:
-        keys = [jax.random.split(jax.random.fold_in(key, n)) for n in numbers]
-        V = jnp.stack([jax.random.normal(k, (d_in, C), jnp.float32) for k, _ in keys])
-        U = jnp.stack([jax.random.normal(k, (C, d_out), jnp.float32) for _, k in keys])
-        return Factors(V / d_in**0.5, U / C**0.5)
+    def factors(stack: Stack) -> Factors:
+        def draw(key: PRNGKeyArray) -> tuple[Array, Array]:
+            for_V, for_U = jax.random.split(key)
+            V = jax.random.normal(for_V, (stack.d_in, stack.C), jnp.float32)
+            return V, jax.random.normal(for_U, (stack.C, stack.d_out), jnp.float32)
+
+        V, U = of_sites(draw, key, stack.sites)
+        return Factors(V / stack.d_in**0.5, U / stack.C**0.5)
 
     trained = [s for s in sites.stacks if s.name not in sites.views]
-    return {s.name: factors(s.sites, s.d_in, s.d_out, s.C) for s in trained}
+    return {stack.name: factors(stack) for stack in trained}
 
 
 def with_views(trained: Components, sites: Sites) -> Components:

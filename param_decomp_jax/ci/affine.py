@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.draws import of_sites
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather
 from param_decomp_jax.numerics import matmul_wide
@@ -79,8 +80,7 @@ def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffin
     scale = HIDDEN_GAIN / sum(site.d_in for site in sites.all) ** 0.5
 
     def rows(stack: Stack) -> Array:
-        of_sites = [jax.random.fold_in(key, number) for number in stack.sites]
-        return jnp.stack([jax.random.normal(of, (stack.d_in, d_out), jnp.float32) for of in of_sites])
+        return of_sites(lambda of: jax.random.normal(of, (stack.d_in, d_out), jnp.float32), key, stack.sites)
 
     return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
 
@@ -88,13 +88,10 @@ def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffin
 def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:
     """An affine head ``d_in → C`` for every site, by stack."""
 
-    def head(number: int, C: int) -> Affine:
-        return init_affine(jax.random.fold_in(key, number), (), d_in, C, 1.0)
+    def heads(stack: Stack) -> Affine:
+        return of_sites(lambda of: init_affine(of, (), d_in, stack.C, 1.0), key, stack.sites)
 
-    return {
-        s.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(site, s.C) for site in s.sites])
-        for s in sites.stacks
-    }
+    return {stack.name: heads(stack) for stack in sites.stacks}
 
 
 def gelu(x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:

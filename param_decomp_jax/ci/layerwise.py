@@ -1,6 +1,7 @@
 """Layerwise CI functions (C4): every site is judged from its own clean input alone."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
+from param_decomp_jax.draws import of_sites
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import described
 from param_decomp_jax.numerics import matmul_wide
@@ -112,8 +114,7 @@ LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP
 def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> LayerwiseCI:
     """Fresh weights; those of a site depend on its canonical number, not on how sites are stacked."""
 
-    def head(number: int, stack: Stack) -> MLP:
-        of_site = jax.random.fold_in(key, number)
+    def head(of_site: PRNGKeyArray, stack: Stack) -> MLP:
         match config.kind:
             case "shared_mlp":
                 return init_mlp(of_site, (), (stack.d_in, *config.hidden, stack.C))
@@ -122,10 +123,7 @@ def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> Lay
             case "vector_mlp":
                 return init_mlp(of_site, (stack.C,), (stack.d_in, *config.hidden, 1))
 
-    heads = {
-        stack.name: jax.tree.map(lambda *rows: jnp.stack(rows), *[head(number, stack) for number in stack.sites])
-        for stack in sites.stacks
-    }
+    heads = {stack.name: of_sites(partial(head, stack=stack), key, stack.sites) for stack in sites.stacks}
     match config.kind:
         case "shared_mlp":
             return SharedMLP(heads)
