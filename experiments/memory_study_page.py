@@ -240,7 +240,7 @@ def trends_table(found: Found) -> str:
 
     rows = []
     for name, (first, second, doublings) in TRENDS.items():
-        of = [[PUBLISHED_GIB[row] for row in (first, second)]]
+        of: list[list[float | None]] = [[PUBLISHED_GIB[row] for row in (first, second)]]
         of += [[_published(found, row, limit) for row in (first, second)] for limit in ("real", "unlimited")]
         rows.append([name, *(growth(sizes, doublings) for sizes in of)])
     return table(["from, to", "published", "ours", "no limit"], rows)
