@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
-CODE := param_decomp_jax param_decomp_lab experiments tests
+CODE := param_decomp_jax param_decomp_lab experiments slurm tests
 
-.PHONY: help install demo demo-smollm2 test test-slow test-probe check-jax format constraints clean
+.PHONY: help install demo demo-smollm2 test test-slow test-probe test-slurm check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -21,13 +21,16 @@ demo-smollm2: $(VENV)/installed
 	@sh experiments/demo_smollm2.sh $(BIN)
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not slurm"
 ## make test-slow    the rest
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m slow
 ## make test-probe   what compiles for GPUs that are not here; adds JAX's CUDA compiler (2 GB) to the environment
 test-probe: $(VENV)/installed-probe
 	$(PYTEST) -m plugin
+## make test-slurm   on a real Slurm of one node; needs Debian's slurm-wlm and munge (as root: apt-get install)
+test-slurm: $(VENV)/installed-dev
+	$(PYTEST) --numprocesses 0 -m slurm
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)

@@ -58,7 +58,8 @@ def times(shape: Shape, rounds: int) -> dict[str, list[float]]:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(B, T, h, d)), jnp.float32) for h in (heads, kv_heads, kv_heads))
     blocks = {f"blocks of {size}": partial(blocked, block=size) for size in (64, 128, 256, 512) if size <= T}
-    forms = {name: backward(form, True) for name, form in {"plain": plain, **blocks}.items()}
+    attentions: dict[str, Callable[..., Any]] = {"plain": plain, **blocks}
+    forms = {name: backward(attention, True) for name, attention in attentions.items()}
     for form in forms.values():
         jax.block_until_ready(form(q, k, v))
     seconds: dict[str, list[float]] = {name: [] for name in forms}
@@ -75,8 +76,8 @@ def temporaries(shape: Shape, causal: bool, implementation: Any, gpu: str) -> fl
     B, T, heads, kv_heads, d = shape
 
     def program(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-        rows = batch_sharding(mesh)
-        q, k = (jax.ShapeDtypeStruct((8 * B, T, h, d), jnp.bfloat16, sharding=rows) for h in (heads, kv_heads))
+        shapes = [(8 * B, T, h, d) for h in (heads, kv_heads)]
+        q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=batch_sharding(mesh, s)) for s in shapes)
         return backward(partial(attend, implementation=implementation), causal), (q, k, k)
 
     card = target_configs(CARDS.read_text())[gpu]

@@ -25,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 STEPS = 10
-SMALL_BLOCKS = {"component_block": 8, "vocabulary_block": 64}
+SMALL_BLOCKS: dict[str, Any] = {"component_block": 8, "vocabulary_block": 64}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def child(setting: Setting, number: int, coordinator: str, policy: str, exact: b
         for path, x in jax.tree_util.tree_leaves_with_path(last):
             found[f"state {jax.tree_util.keystr(path)}"] = np.asarray(x)
     if number == 0:
-        np.savez(out, **found)
+        np.savez(out, allow_pickle=True, **found)
 
 
 def _problem(policy: str, exact: bool) -> tuple[Any, tuple[int, int]]:
@@ -118,6 +118,7 @@ def _problem(policy: str, exact: bool) -> tuple[Any, tuple[int, int]]:
 
     from experiments.mlp_decompositions import POLICIES, MLPs, problem_of
     from param_decomp_jax.ci import GlobalTransformer
+    from param_decomp_jax.targets.llama import Llama
 
     of = MLPs(
         batch=16,
@@ -133,6 +134,7 @@ def _problem(policy: str, exact: bool) -> tuple[Any, tuple[int, int]]:
     if policy != "plain":
         memory = replace(memory, **SMALL_BLOCKS)
     problem = problem_of(of, memory)
+    assert isinstance(problem.target, Llama)
     dtype = jnp.float64 if exact else jnp.float32
     return replace(problem, target=replace(problem.target, compute_dtype=dtype)), (of.batch, of.seq)
 

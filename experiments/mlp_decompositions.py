@@ -7,7 +7,7 @@ itself: `goals_table.py` compiles them for GPUs that are not here, `step_bench.p
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class MLPs:
     seq: int = 2048
     model: LlamaConfig = LLAMA_8B
     ci: GlobalTransformer = LARGE_CI
-    compute_dtype: str = "bfloat16"
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
 
 
 def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:

@@ -167,8 +167,8 @@ def main() -> None:
     batches = [int(size) for size in options.batches.split(",")] if options.batches else [shape.batch]
     if options.one:
         # CPUs have no bf16 products: they would be counted as time of the policy.
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        of = replace(shape, batch=batches[0], compute_dtype=dtype)
+        on_cpu = jax.default_backend() == "cpu"
+        of = replace(shape, batch=batches[0], compute_dtype="float32" if on_cpu else "bfloat16")
         line = measure(of, policies[0], MeshShape(fsdp=options.fsdp), options.rounds)
         print(json.dumps(line))
         return

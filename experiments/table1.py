@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from param_decomp_lab.eval.of_run import evaluate_run
 from param_decomp_lab.report.numbers import duration
@@ -133,8 +132,8 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
             if until is not None and (last_step(folder) or 0) >= until:
                 process.terminate()
                 process.wait()
-                step, row = evaluate_run(folder, Console())
-                folder.with_suffix(".evaluated").write_text(json.dumps({"step": step, **row}))
+                found = evaluate_run(folder)
+                folder.with_suffix(".evaluated").write_text(json.dumps({"step": found.step, **found.row}))
                 return
     finally:
         if process.poll() is None:

@@ -4,14 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from param_decomp_jax.memory import MemoryPolicy, StatePart
 from param_decomp_jax.numerics import wide
 
 
-def fetch(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
-    """A part of the train state as its update computes with it: on the device, in fp32 or wider."""
+def fetch(memory: MemoryPolicy, part: StatePart, state: Any, gradients: Any = None) -> Any:
+    """A part of the train state as its update computes with it: on the device, in fp32 or wider.
+
+    ``gradients``: that the update waits for, if they come late in the step. What is on the host comes after them; left
+    to itself, XLA copies it at the beginning, and it takes as much of the device as if it had never left.
+    """
+    if part in memory.offload_state and gradients is not None:
+        state, _ = lax.optimization_barrier((state, gradients))
 
     def of(x: Array) -> Array:
         if not _is_kept(x):

@@ -77,11 +77,15 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
             spec.steps,
             state.components,
             gradients.components,
-            fetch(memory, "components_moments", state.components_moments),
+            fetch(memory, "components_moments", state.components_moments, gradients.components),
         )
     with jax.named_scope("ci_update"):
         ci, ci_moments, ci_norm = descend(
-            spec.ci_optimizer, spec.steps, state.ci, gradients.ci, fetch(memory, "ci_moments", state.ci_moments)
+            spec.ci_optimizer,
+            spec.steps,
+            state.ci,
+            gradients.ci,
+            fetch(memory, "ci_moments", state.ci_moments, gradients.ci),
         )
 
     metrics |= {

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from param_decomp_lab.errors import CannotTell, NonFiniteLoss, UserError
+from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
 if TYPE_CHECKING:
     from param_decomp_lab.processes import Processes
+    from param_decomp_lab.stop_signal import StopSignal
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -39,6 +41,15 @@ ProcessNumber = Annotated[
 ]
 
 
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Split over so many. Default: one, if it is large enough.", show_default=False)
+]
+Step = Annotated[int | None, typer.Option(help="Of the checkpoint. Default: the newest.", show_default=False)]
+TargetFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
+]
+
+
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="Wrapper YAML of the run.", show_default=False)] = None,
@@ -49,6 +60,9 @@ def train(
     process_id: ProcessNumber = None,
 ) -> None:
     """Decompose a network, or go on with a run that was stopped.
+
+    A run goes on from its newest good checkpoint, with its own configuration; `--set` may then change what no number
+    depends on, such as the mesh.
 
     One run may be made by several processes, on one machine or many: the same command for each of them. `srun` tells
     them how to find each other, otherwise the last three options do, given to all of them.
@@ -61,30 +75,42 @@ def train(
 
         pd train --resume runs/p-1a2b3c4d
 
+        pd train --resume runs/p-1a2b3c4d --set mesh.fsdp=4
+
+        pd train configs/demo/decompose.yaml --set init_from=runs/p-1a2b3c4d@400
+
         srun --ntasks=8 pd train configs/demo/decompose.yaml --set mesh.fsdp=8
 
         pd train configs/demo/decompose.yaml --coordinator node01:29400 --processes 2 --process-id 0
     """
-    from param_decomp_lab import run
-    from param_decomp_lab.joining import joined
+    from param_decomp_lab.stop_signal import STOPPED, StopSignal
 
     if config is None and resume is None:
         raise UserError("give a configuration (`pd train CONFIG`) or a run to go on with (`pd train --resume RUN`)")
-    if config is None and overrides:
-        raise UserError("--set changes a configuration, and a resumed run keeps its own; leave it out")
-    with joined(coordinator, processes, process_id) as all_processes:
-        console = Console(quiet=not all_processes.first)
-        try:
-            _train(config, resume, overrides or (), console, all_processes)
-        except run.Preempted as stopped:
-            console.print(str(stopped), soft_wrap=True)
-        else:
-            return
-    raise typer.Exit(75)
+    # Before what takes seconds to import: from now on who is told to stop leaves with a status that says so.
+    with StopSignal().listening() as stop:
+        from param_decomp_lab import run
+        from param_decomp_lab.joining import joined
+
+        with joined(coordinator, processes, process_id) as all_processes:
+            console = Console(quiet=not all_processes.first)
+            try:
+                with stop.among(all_processes):
+                    _train(config, resume, overrides or (), console, all_processes, stop)
+            except run.Preempted as stopped:
+                console.print(str(stopped), soft_wrap=True)
+            else:
+                return
+    raise typer.Exit(STOPPED)
 
 
 def _train(
-    config: Path | None, resume: Path | None, overrides: Sequence[str], console: Console, processes: "Processes"
+    config: Path | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    processes: "Processes",
+    stop: "StopSignal",
 ) -> None:
     from param_decomp_lab import run
     from param_decomp_lab.config import load_config
@@ -97,9 +123,92 @@ def _train(
         if loaded.ignored:
             console.print(f"[yellow]note:[/] without effect here: {', '.join(loaded.ignored)}", soft_wrap=True)
     if resume is not None:
-        run.resume(resume, console, loaded, processes)
+        run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
     elif loaded is not None:
-        run.train(loaded, console, processes)
+        run.train(loaded, console, processes, stop)
+
+
+@app.command()
+def launch(
+    config: Annotated[Path, typer.Argument(help="Wrapper YAML of the run, or the folder of a run to go on with.")],
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="One task for each. Default: 8, or what the mesh leaves.")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="Which, for the probe: b200, h200, h100, …; none: simulate them on CPUs.")
+    ] = "b200",
+    partition: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
+    qos: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
+    time: Annotated[str, typer.Option(help="Of one start; then it is stopped, saves, and is requeued.")] = "24:00:00",
+    cpus_per_task: Annotated[int, typer.Option(min=1, help="Cores for each task.")] = 12,
+    shared: Annotated[bool, typer.Option("--shared", help="Leave the rest of the nodes to others.")] = False,
+    notice: Annotated[int, typer.Option(min=1, help="Seconds to save in, before the time is over.")] = 300,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B,C", help="A run for each value; of several keys each combination."),
+    ] = None,
+    with_changes: Annotated[
+        bool, typer.Option("--with-changes", help="Take uncommitted changes of the code along, as a patch.")
+    ] = False,
+    probe: Annotated[bool, typer.Option(help="Ask first whether it fits, as `pd probe` does.")] = True,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Submit even what does not fit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and write nothing.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run it here instead, as processes.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Make the run's folder only (for slurm/train.sbatch).")
+    ] = False,
+) -> None:
+    """Submit a run to Slurm: one task per GPU, which goes on by itself after preemption and after the time limit.
+
+    The run's folder is made now, with the configuration and a copy of the code as committed: neither a later edit nor
+    a requeue changes them. Before that `pd probe` is asked whether the run fits (from its cache where it can); what
+    does not fit is not submitted. A sweep becomes one array of jobs, with a run folder each.
+
+    The status is 3 when it does not fit. With `--local` it is the run's own: 75 when it was stopped.
+
+    Examples:
+
+        pd launch configs/llama8b_l18-26_9layer_chunkwise.yaml --nodes 8 --gpus-per-node 8 --partition gpu
+
+        pd launch configs/llama8b_l18.yaml --gpus-per-node 8 --gpu h100 --time 12:00:00 --dry-run --set pd.batch_size=32
+
+        pd launch configs/toys/tms_5-2.yaml --gpus-per-node 1 --shared --sweep pd.seed=0,1,2 --sweep pd.steps=5000,10000
+
+        pd launch configs/demo/decompose.yaml --local --gpus-per-node 2 --set mesh.fsdp=4
+
+        pd launch runs/p-1a2b3c4d --nodes 4
+    """
+    import jax
+
+    from param_decomp_lab.launch.command import Launch, launch_here, launch_job
+    from param_decomp_lab.launch.command import prepare as prepare_run
+    from param_decomp_lab.launch.job import Job, parse_more
+    from param_decomp_lab.launch.place import NO_GPU
+    from param_decomp_lab.probe.cards import card
+
+    jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
+    if gpu.lower() != NO_GPU:
+        card(gpu)
+    if prepare and (local or dry_run):
+        raise UserError("--prepare makes a run's folder and nothing else; leave out --local and --dry-run")
+    told = Launch(config, tuple(overrides or ()), tuple(sweep or ()), nodes, gpus_per_node, gpu, with_changes)
+    console = Console(stderr=dry_run)
+    if prepare:
+        status = prepare_run(told, console)
+    elif local:
+        status = launch_here(told, console, dry=dry_run)
+    else:
+        job = Job(time, partition, account, qos, cpus_per_task, shared, notice, parse_more(sbatch or ()))
+        status = launch_job(told, job, console, probe=probe, anyway=anyway, dry=dry_run)
+    if status:
+        raise typer.Exit(status)
 
 
 @app.command()
@@ -142,15 +251,16 @@ def probe(
     html: Annotated[
         Path | None, typer.Option(help="Draw the memory over the course of the step: a page, and a PNG beside it.")
     ] = None,
-    mem_fraction: Annotated[float, typer.Option(help="Share of the GPU's memory that JAX may take.")] = 0.92,
-    margin_gib: Annotated[float, typer.Option(help="Of it, for workspaces that XLA does not plan.")] = 5.0,
+    mem_fraction: Annotated[float, typer.Option(help="Share of the GPU's memory that JAX may take.")] = MEM_FRACTION,
+    margin_gib: Annotated[float, typer.Option(help="Of it, for workspaces that XLA does not plan.")] = MARGIN_GIB,
     quick: Annotated[bool, typer.Option("--quick", help="Compile the training step alone, at the real size.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep what was compiled, and use it again.")] = True,
 ) -> None:
     """Say what a run would need of GPUs that are not here, and whether it fits.
 
     Compiles the run's own programs for the GPUs: making the state, faithfulness warm-up, training step, evaluation,
-    restoring a checkpoint. Nothing is allocated, no GPU and no weights are needed; some minutes and 5 GiB of RAM are.
+    saving and restoring a checkpoint. Nothing is allocated, no GPU and no weights are needed; some minutes and 5 GiB of
+    RAM are.
     Needs JAX's CUDA compiler: `pip install 'param-decomp[probe]'`.
 
     The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when nobody can say.
@@ -240,8 +350,8 @@ def fit(
     out: Annotated[
         Path | None, typer.Option(help="The wrapper to write. Default: beside CONFIG, with the GPUs in its name.")
     ] = None,
-    mem_fraction: Annotated[float, typer.Option(help="As in `pd probe`.")] = 0.92,
-    margin_gib: Annotated[float, typer.Option(help="As in `pd probe`.")] = 5.0,
+    mem_fraction: Annotated[float, typer.Option(help="As in `pd probe`.")] = MEM_FRACTION,
+    margin_gib: Annotated[float, typer.Option(help="As in `pd probe`.")] = MARGIN_GIB,
 ) -> None:
     """Find the best run of a configuration that fits on given GPUs, and write the configuration to start it with.
 
@@ -391,6 +501,129 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     Console().print(str(write_report(run)), soft_wrap=True)
 
 
+@app.command("wandb")
+def send(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Send to wandb what it lacks of a run: one that could not reach it, or was killed before all was sent.
+
+    Project, id and group are those that the run has; rows that wandb has already are not sent again. Not for a run that
+    is going on: that sends its rows by itself. The status is 1 when wandb cannot be reached.
+
+    Examples:
+
+        pd wandb runs/p-1a2b3c4d
+
+        WANDB_BASE_URL=https://wandb.example.org pd wandb runs/p-1a2b3c4d
+    """
+    from param_decomp_lab.wandb_sink import send_to_wandb
+
+    if not send_to_wandb(run, Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Where to look, some levels deep. Default: runs.", show_default=False)
+    ] = None,
+    json_out: Annotated[bool, typer.Option("--json", help="Print them as JSON, with every last number.")] = False,
+) -> None:
+    """List runs, newest first: state, step, speed and main metrics. Reads no arrays.
+
+    States: `waiting` (nothing was done yet), `training`, `stopped` (to be gone on with), `finished`, `failed`, and
+    `broken` for a folder that is no whole run, with the reason.
+
+    Examples:
+
+        pd runs
+
+        pd runs runs/sweep-1 /scratch/me/runs
+
+        pd runs --json | jq '.[] | select(.state == "failed") | .folder'
+    """
+    from param_decomp_lab.runs import find_runs, show_runs
+
+    found = find_runs(folders or [Path("runs")])
+    show_runs(found, as_json=json_out)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    step: Annotated[
+        int | None, typer.Option(help="Of the checkpoint. Default: the newest.", show_default=False)
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="A metric by its type, or as a YAML mapping; may be repeated."),
+    ] = None,
+    metrics: Annotated[Path | None, typer.Option(help="YAML file with a list of metrics.", show_default=False)] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Instead of eval.n_steps.", show_default=False)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead of eval.batch_size.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
+    ] = None,
+    devices: Devices = None,
+    target: TargetFolder = None,
+) -> None:
+    """Evaluate a run afterwards: any metric, on any of its checkpoints, on as many batches as wanted.
+
+    Without --metric and --metrics, the run's own. A TYPE is taken as the run evaluates it, else as it trains on it,
+    else as it usually is; a metric with other keys is given as a mapping. Numbers are printed and written as JSON,
+    figures into a folder beside it. The run may still be going on; its `metrics.jsonl` stays as it is.
+
+    `--set` changes keys that begin with eval, data or memory.
+
+    Examples:
+
+        pd eval runs/p-1a2b3c4d
+
+        pd eval runs/p-1a2b3c4d --step 20000 --metric CI_L0 --metric PGDReconLoss --batches 8
+
+        pd eval runs/p-1a2b3c4d --metric '{type: PGDReconLoss, init: random, step_size: 0.05, n_steps: 100,
+        mask_scope: unique_per_datapoint}' --out attack.json
+
+        pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
+    """
+    from param_decomp_lab.eval.asked import Asked, metrics_in
+    from param_decomp_lab.eval.command import evaluate as measure
+
+    chosen = [*(metric or ()), *(metrics_in(metrics) if metrics is not None else ())]
+    asked = Asked(chosen or None, batches, batch_size, tuple(overrides or ()))
+    measure(run, asked, step, out, devices, target, Console())
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.", show_default=False)],
+    step: Step = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that this command made.")] = False,
+) -> None:
+    """Write what a run learned as safetensors: V and U of every site, and the causal importance function.
+
+    With them come `description.json` (sites, shapes, versions, the whole configuration) and a README that says how to
+    read it all with NumPy and safetensors alone. Beyond 4 GB there are several files with an index. The arrays go from
+    file to file, piece by piece, so a machine with little memory will do.
+
+    Examples:
+
+        pd export runs/p-1a2b3c4d --out exported/my-llama
+
+        pd export runs/p-1a2b3c4d --step 20000 --out exported/my-llama-20000 --overwrite
+    """
+    from param_decomp_lab.export import export_run
+
+    slots = export_run(run, out, step, overwrite=overwrite)
+    files = len({slot.file for slot in slots.values()})
+    Console().print(
+        f"{out}: {len(slots)} tensors in {files} file{'s'[: files > 1]}; README.md says how to read them",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
 def _fail(message: str, status: int) -> None:
     Console(stderr=True).print(f"[bold red]error:[/] {_escaped(message)}", soft_wrap=True, highlight=False)
     raise SystemExit(status)
@@ -408,6 +641,6 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
-    except (NonFiniteLoss, CannotTell) as error:
+    except (NonFiniteLoss, CannotTell, CannotWrite) as error:
         _fail(str(error), 1)
     sys.exit(0)

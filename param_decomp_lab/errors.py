@@ -5,6 +5,10 @@ class CannotTell(Exception):
     """The compiler did not answer. Exit status 1."""
 
 
+class CannotWrite(Exception):
+    """A folder that was written before cannot be written any more. Exit status 1."""
+
+
 class NonFiniteLoss(Exception):
     """N3: a loss became infinite or NaN. Exit status 1."""
 

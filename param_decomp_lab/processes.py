@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from param_decomp_lab.errors import NonFiniteLoss, UserError
+from param_decomp_lab.errors import CannotWrite, NonFiniteLoss, UserError
 
 T = TypeVar("T")
 
@@ -46,11 +46,32 @@ class Processes:
         assert (count == 1) == (client is None)
         self.number, self.count, self.client = number, count, client
         self._turns = itertools.count()
+        self._failures: _Failures | None = None
+        self.last_acts: list[Callable[[int], None]] = []
+        """What is still done where this process is ended by force, given its status; quick, from any thread."""
 
     @property
     def first(self) -> bool:
         """Whether this is process 0, which does everything that is to be done once: files, wandb, the terminal."""
         return self.number == 0
+
+    def end(self, status: int, why: str) -> NoReturn:
+        """Ends all processes of the run at once, from any thread; what the main threads do is not finished.
+
+        ``why``: what is to be told. Of several processes this needs `failing_together` around them.
+        """
+        if self.count > 1:
+            assert self._failures is not None
+            self._failures.end(status, why)
+        show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # a progress bar hides it
+        print(f"{show_cursor}{why}", flush=True)
+        self.act_last(status)
+        os._exit(status)
+
+    def act_last(self, status: int) -> None:
+        """Before this process is ended by force."""
+        for act in self.last_acts:
+            act(status)
 
     def turn(self) -> str:
         """A name that is new, and the same in every process."""
@@ -147,7 +168,7 @@ def failing_together(processes: Processes) -> Iterator[None]:
     if processes.count == 1:
         yield
         return
-    failures = _Failures(processes)
+    processes._failures = failures = _Failures(processes)
     try:
         yield
     except (Refused, RefusedElsewhere):
@@ -170,17 +191,30 @@ class _Failures:
         self._news.close()
 
     def leave(self, error: BaseException) -> NoReturn:
-        self._own = True
-        processes, key = self._processes, f"{self._name} first"
+        who = f"process {self._processes.number} of {self._processes.count}"
         status = 2 if isinstance(error, UserError) else 1
-        said = f"{status} process {processes.number} of {processes.count}"
+        self._say(status, f"{who} failed")
+        _tell(who, error)
+        self._end_all(status, f"{who} failed")
+
+    def end(self, status: int, why: str) -> NoReturn:
+        who = f"process {self._processes.number} of {self._processes.count}"
+        self._say(status, f"{who} {why}")
+        print(f"{who} {why}", file=sys.stderr)
+        self._end_all(status, f"{who} {why}")
+
+    def _say(self, status: int, what: str) -> None:
+        """That this process is the first to go; if it is not, it follows the one that was."""
+        self._own = True
+        key = f"{self._name} first"
         try:
-            processes.client.key_value_set(key, said)
+            self._processes.client.key_value_set(key, f"{status} {what}")
         except Exception:
             # Another one failed before and says why; what happened here may be no more than its echo.
-            self._follow(processes.client.key_value_try_get(key))
-        _tell(f"process {processes.number} of {processes.count}", error)
-        self._news.say(said)
+            self._follow(self._processes.client.key_value_try_get(key))
+
+    def _end_all(self, status: int, what: str) -> NoReturn:
+        self._news.say(f"{status} {what}")
         self._end_with(status)
 
     def _heard(self, said: str) -> None:
@@ -189,8 +223,8 @@ class _Failures:
             self._follow(said)
 
     def _follow(self, said: str) -> NoReturn:
-        status, _, who = said.partition(" ")
-        print(f"process {self._processes.number}: ended, because {who} failed", file=sys.stderr)
+        status, _, what = said.partition(" ")
+        print(f"process {self._processes.number}: ended, because {what}", file=sys.stderr)
         self._end_with(int(status))
 
     def _end_with(self, status: int) -> NoReturn:
@@ -210,11 +244,12 @@ class _Failures:
             time.sleep(LAST_WORDS_S)
         else:
             processes.client.key_value_set(f"{gone}/{processes.number}", "", allow_overwrite=True)
+        processes.act_last(status)
         os._exit(status)
 
 
 def _tell(who: str, error: BaseException) -> None:
-    if isinstance(error, UserError | NonFiniteLoss):
+    if isinstance(error, UserError | NonFiniteLoss | CannotWrite):
         print(f"error: {who}: {error}", file=sys.stderr)
     else:
         print(f"{who} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)

@@ -7,13 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from param_decomp_jax.ci import init_ci
+from param_decomp_jax.components import components_axes, init_components
 from param_decomp_jax.mesh import whole
-from param_decomp_jax.placement import moments_shardings, placed, state_shardings
+from param_decomp_jax.placement import moments_shardings, placed, shardings, state_shardings
 from param_decomp_jax.program import training_steps
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
 from param_decomp_lab.build.built import Outline
+from param_decomp_lab.checkpoints import Learned
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,17 @@ def state_shapes(outline: Outline) -> State:
     spec = outline.problem.decomposition
     shapes = jax.eval_shape(partial(init_state, spec, outline.problem.target.sites, outline.leading))
     return placed(shapes, state_shardings(outline.mesh, spec, shapes))
+
+
+def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
+    """Of them, those of what is learned."""
+    spec, sites = problem.decomposition, problem.target.sites
+    key = jax.eval_shape(lambda: spec.key("init"))
+    components = jax.eval_shape(partial(init_components, sites=sites), key)
+    shapes = Learned(components, jax.eval_shape(partial(init_ci, spec.ci, sites=sites), key))
+    axes = Learned(components_axes(shapes.components), shapes.ci.axes())
+    found: Learned = placed(shapes, shardings(mesh, axes, shapes))
+    return found
 
 
 def init_program(outline: Outline) -> Program:

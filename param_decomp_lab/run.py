@@ -6,8 +6,8 @@ makes i + 1 of it. A checkpoint of step i therefore goes on with step i's evalua
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from param_decomp_jax.program import metric_names
 from param_decomp_jax.state import State
@@ -23,13 +24,19 @@ from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
+from param_decomp_lab.config.on_resume import allowed_changes
 from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.ending import forget_end, noted_end
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import find_examples, write_examples
+from param_decomp_lab.inputs import changed_inputs, fingerprints_of_inputs
+from param_decomp_lab.lock import only_job
+from param_decomp_lab.parent import Parent, find_parent, refuse_unlike, restore_parent
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.programs import (
     init_program,
+    learned_shapes,
     state_shapes,
     steps_program,
     warmup_moments_program,
@@ -37,23 +44,31 @@ from param_decomp_lab.programs import (
 )
 from param_decomp_lab.recorder import Recorder
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.run_folder import CONFIG_FILE, make_run_folder, refuse_taken, refuse_unseen
-from param_decomp_lab.sinks import MetricsFile, Terminal, Wandb, brief, read_metrics
-from param_decomp_lab.stop_signal import StopSignal
+from param_decomp_lab.run_folder import make_run_folder, note_start, refuse_taken, refuse_unseen, saved_config
+from param_decomp_lab.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
+from param_decomp_lab.stop_signal import LAST_PATIENCE_S, StopSignal
+from param_decomp_lab.target_file import write_target
+from param_decomp_lab.unwritable import told_when_unwritable
+from param_decomp_lab.wandb_sink import Login, Wandb
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch: between two looks at the stop signal."""
+FINISHING_PATIENCE_S = 30.0
+"""For the report to be written, once a run that is told to stop has come so far."""
+NOTHING = "nothing was to be saved"
 
 
 class Preempted(Exception):
     """The run was told to stop; what could be saved is saved. Exit status 75."""
 
 
-def train(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
+def train(config: RunConfig, console: Console, processes: Processes = ALONE, stop: StopSignal | None = None) -> Path:
     """A new run; gives its folder. UserError, before anything is written, for what cannot work.
 
-    ``processes``: those that make the run together, each of which calls this with the same configuration.
+    ``processes``: those that make the run together, each of which calls this with the same configuration. ``stop``: is
+    listening already; if None, the run listens by itself, from its first step on.
     """
+    stop = stop or StopSignal()
     run_id = processes.from_first(config.wrapper.run_id or f"p-{secrets.token_hex(4)}")
     config = config.with_run_id(run_id)
     folder = config.wrapper.out_dir / run_id
@@ -61,32 +76,59 @@ def train(config: RunConfig, console: Console, processes: Processes = ALONE) -> 
     with processes.together():
         if processes.first:
             refuse_taken(folder)
+    login = Login(config) if processes.first else None
+    stop.may_leave(f"while loading the target and the data; {NOTHING}")
     with processes.together():
         built = build(config, console, processes)
+        parent = find_parent(config)
+        if parent is not None:
+            refuse_unlike(parent, learned_shapes(built.problem, built.mesh))
+    with processes.together():
+        if login is not None:
+            login.require()
     with processes.together():
         if processes.first:
             make_run_folder(folder, config)
     with processes.together():
         refuse_unseen(folder)
-    return _Run(config, built, folder, console, processes).go(resumed=False)
+    with only_job(folder, console, processes):
+        return _Run(config, built, folder, console, processes, stop).go(resumed=False)
 
 
-def resume(folder: Path, console: Console, config: RunConfig | None = None, processes: Processes = ALONE) -> Path:
-    """Goes on with a run from its last checkpoint. ``config``: must be what the run was made with.
+def resume(
+    folder: Path,
+    console: Console,
+    config: RunConfig | None = None,
+    processes: Processes = ALONE,
+    overrides: Sequence[str] = (),
+    stop: StopSignal | None = None,
+) -> Path:
+    """Goes on with a run from its last good checkpoint, under the configuration in its folder.
 
-    The number of processes and the devices of each may be others than those that the run was started with.
+    ``config``: what that is to be from now on, or ``overrides`` of it; neither may change any of the run's numbers
+    (`config/on_resume.py`). The number of processes and the devices of each may be others than before.
     """
+    stop = stop or StopSignal()
     with processes.together():
-        path = folder / CONFIG_FILE
-        if not path.is_file():
-            raise UserError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
-        saved = RunConfig.from_yaml(path)
-        if config is not None:
-            _refuse_change(folder, saved, config)
-    _refuse_different(saved, processes)
-    with processes.together():
-        built = build(saved, console, processes)
-    return _Run(saved, built, folder, console, processes).go(resumed=True)
+        saved = saved_config(folder)
+        now = saved.with_overrides(overrides) if config is None else config
+        changes = allowed_changes(saved, now, str(folder))
+        now = now.with_run_id(saved.wrapper.run_id or folder.name) if changes else saved
+    _refuse_different(now, processes)
+    login = Login(now) if processes.first else None
+    stop.hint = _go_on(folder)
+    with only_job(folder, console, processes):
+        stop.may_leave(f"while loading the target and the data; {NOTHING}")
+        with processes.together():
+            built = build(now, console, processes)
+        with processes.together():
+            if login is not None:
+                login.require()
+        return _Run(now, built, folder, console, processes, stop).go(resumed=True)
+
+
+def _go_on(folder: Path) -> str:
+    return f"go on with `pd train --resume {folder}`"
 
 
 def _refuse_different(config: RunConfig, processes: Processes) -> None:
@@ -103,29 +145,34 @@ def _refuse_different(config: RunConfig, processes: Processes) -> None:
             )
 
 
-def _refuse_change(folder: Path, saved: RunConfig, now: RunConfig) -> None:
-    changes = difference(saved, now)
-    if changes:
-        lines = "\n  ".join(changes)
-        raise UserError(f"{folder} was made with another configuration; a resumed run must not change it:\n  {lines}")
-
-
 class _Run:
-    def __init__(self, config: RunConfig, built: Built, folder: Path, console: Console, processes: Processes) -> None:
+    def __init__(
+        self, config: RunConfig, built: Built, folder: Path, console: Console, processes: Processes, stop: StopSignal
+    ) -> None:
         self.config, self.built, self.folder, self.console = config, built, folder, console
         self.outline = built.outline
         self.processes = processes
         self.spec = built.problem.decomposition
-        self.stop = StopSignal(processes)
+        self.stop = stop
+        stop.hint = _go_on(folder)
         self.evaluation = None if built.eval is None else Evaluation(config, built.problem, built.eval, built.mesh)
         cadence = config.torch.cadence
         self.log_every, self.save_every = cadence.train_log_every, cadence.save_every
         self.at_once = config.wrapper.steps_per_dispatch
-        self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone)
+        self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone, processes)
 
     def go(self, resumed: bool) -> Path:
-        with self.stop.listening(), jax.set_mesh(self.built.mesh):
-            state = self._restored() if resumed else self._warmed_up(self._initial())
+        with ExitStack() as stack:
+            stack.enter_context(noted_end(self.folder, Preempted, self.processes))
+            if not self.stop.is_listening:
+                stack.enter_context(self.stop.listening())
+                stack.enter_context(self.stop.among(self.processes))
+            stack.enter_context(jax.set_mesh(self.built.mesh))
+            stack.enter_context(told_when_unwritable(self.folder))
+            self.inputs = fingerprints_of_inputs(self.built, self.processes)
+            if not resumed:
+                self._note_start(0)
+            state = self._restored() if resumed else self._begun()
             first = int(state.step)
             with self._sinks(first):
                 state = self._loop(state, first)
@@ -135,48 +182,116 @@ class _Run:
     @contextmanager
     def _sinks(self, first: int) -> Iterator[None]:
         """Where rows go, opened at step ``first``; in process 0 alone."""
-        self.metrics = MetricsFile(self.folder, first) if self.processes.first else None
+        self.metrics = MetricsFile(self.folder, first, self.console) if self.processes.first else None
+        expected = (first - 1) // self.log_every * self.log_every
+        if self.metrics is not None and first > 0 and self.metrics.last < expected:
+            lost = f"{METRICS_FILE} has no rows of steps {self.metrics.last + 1} to {expected}, which were saved once"
+            again = f"to make them again, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
+            self.console.print(f"[yellow]{escape(f'{lost}; {again}')}[/]", highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
-        failed = True
+        outcome = "failed"
         try:
             yield
-            failed = False
+            outcome = "finished"
+        except Preempted:
+            outcome = "preempted"
+            raise
         finally:
             if self.metrics is not None:
                 self.metrics.close()
             if self.wandb is not None:
-                self.wandb.close(failed)
+                self.wandb.close(outcome)
             self.checkpoints.close()
 
     # --- the state a run starts from ---
 
     def _initial(self) -> State:
+        self.stop.may_leave(f"while making the state; {NOTHING}")
         state: State = init_program(self.outline).function()
         return state
 
     def _restored(self) -> State:
-        steps = self.checkpoints.steps()
-        if not steps:
+        """From the newest checkpoint that is good; the damaged ones after it are put aside, so that the run can save
+        those steps again."""
+        self.stop.may_leave(f"while reading a checkpoint; {NOTHING}")
+        if self.processes.first:
+            self.checkpoints.sweep()
+        with self.processes.together():
+            found = self.checkpoints.restore_newest(state_shapes(self.outline), self._refuse_other)
+        if found is None:
             self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning", soft_wrap=True)
+            self._note_start(0, difference(saved_config(self.folder), self.config))
+            return self._begun()
+        step, state, damaged = found
+        changes = difference(self._made_with(step), self.config)
+        for line in changes:
+            self.console.print(f"[yellow]changed since step {step}:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        with self.processes.together():
+            aside = self.checkpoints.put_aside(damaged) if self.processes.first else []
+        for name, wrong in zip(aside, damaged.values(), strict=False):
+            said = f"a damaged checkpoint is now {name}, and the one before is used: {wrong}"
+            self.console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
+        self._note_start(step, changes, aside)
+        self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)
+        return state
+
+    def _made_with(self, step: int) -> RunConfig:
+        at = f"the checkpoint of step {step}"
+        return RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(step), at), at)
+
+    def _refuse_other(self, step: int) -> None:
+        """UserError when the checkpoint was made with another configuration, target or data than this run has now."""
+        allowed_changes(self._made_with(step), self.config, f"{self.folder} (step {step})")
+        other = changed_inputs(self.checkpoints.inputs(step), self.inputs)
+        if other:
+            raise UserError(
+                f"{self.folder} (step {step}) was made with another {' and other '.join(other)} than is there now; a "
+                "run that goes on needs what it was started with, wherever that lies"
+            )
+
+    def _note_start(self, step: int, changes: Sequence[str] = (), aside: Sequence[str] = ()) -> None:
+        if self.processes.first:
+            forget_end(self.folder)
+            note_start(self.folder, self.config, step, changes, aside)
+            write_target(self.folder, self.built.problem.target)
+
+    def _begun(self) -> State:
+        """The state before step 0."""
+        parent = self.processes.in_turn(self._parent)
+        if parent is None:
             return self._warmed_up(self._initial())
-        at = f"the checkpoint of step {steps[-1]}"
-        made_with = RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(steps[-1]), at), at)
-        _refuse_change(self.folder, made_with, self.config)
-        self.console.print(f"resuming {self.folder} at step {steps[-1]} of {self.spec.steps}", soft_wrap=True)
-        return self.checkpoints.restore(steps[-1], state_shapes(self.outline))
+        self.console.print(f"beginning with what {parent} has learned", soft_wrap=True, markup=False)
+        if parent.target not in ("", self.inputs["target"]):
+            self.console.print("[yellow]note:[/] that run decomposes other weights than this one", soft_wrap=True)
+        fresh = self._initial()
+        for unlearned in jax.tree.leaves((fresh.components, fresh.ci)):
+            unlearned.delete()
+        with self.processes.together():
+            components, ci = restore_parent(parent, learned_shapes(self.built.problem, self.built.mesh), self.processes)
+        return State(components, ci, fresh.components_moments, fresh.ci_moments, fresh.adversaries, fresh.step)
+
+    def _parent(self) -> Parent | None:
+        """What the run begins with. Process 0 writes down which it is; all others, and later starts, keep to that."""
+        parent = find_parent(self.config, self.folder)
+        if parent is not None:
+            refuse_unlike(parent, learned_shapes(self.built.problem, self.built.mesh))
+            if self.processes.first:
+                parent.write(self.folder)
+        return parent
 
     def _warmed_up(self, state: State) -> State:
         """T3, in dispatches of a few steps each. Told to stop, it leaves without saving: half a warm-up is no start."""
         total = self.spec.warmup.steps
         if total == 0:
             return state
+        self.stop.may_leave("in the faithfulness warm-up; nothing was saved")
         components, loss = state.components, jnp.zeros(())
         moments = warmup_moments_program(self.outline).function(components)
         steps = warmup_program(self.outline).function
         with Terminal(self.console, "faithfulness warm-up", total) as bar:
             for done in range(0, total, WARMUP_CHUNK):
                 if self.stop():
-                    raise Preempted("stopped in the faithfulness warm-up; nothing was saved")
+                    raise self._preempted("in the faithfulness warm-up; nothing was saved")
                 n = min(WARMUP_CHUNK, total - done)
                 components, moments, loss = steps(components, moments, self.built.weights, np.int32(n))
                 bar.advance(done + n)
@@ -191,27 +306,34 @@ class _Run:
         total, weights = self.spec.steps, self.built.weights
         names: list[str] = []
         if first < total:
+            self.stop.may_leave(f"while compiling; {NOTHING}")
             started = time.monotonic()
             dispatch, names = compile_steps(self.built, self.at_once)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
+            if self.wandb is not None:
+                self.wandb.check()
+            if self.evaluation is not None:
+                # Now, while nothing is lost by stopping: compiling cannot be interrupted, and may take minutes.
+                self.evaluation.compile(state, weights)
         tokens, devices = prod(self.built.leading), self.built.mesh.size
         self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
         step = first
         with Terminal(self.console, self.config.wrapper.run_name, total, first) as bar:
             self.bar = bar
             while True:
-                # Asked once: a signal that comes while this is saved stops the next step, which is then saved too.
                 stopping = self.stop()
                 if stopping or self._save_due(step):
-                    self.recorder.flush()
-                    self.checkpoints.save(step, state, self.config.to_yaml())
+                    self._save(step, state)
+                    # Saving takes long: who was told meanwhile must not take another step, and save that too.
+                    stopping = self.stop() or stopping
                 if stopping:
-                    raise Preempted(f"stopped and saved at step {step}; go on with `pd train --resume {self.folder}`")
+                    raise self._preempted(f"and saved at step {step}")
                 self._evaluate(state, step)
                 if step == total:
                     break
                 n = self._until_due(step)
                 inputs = self.built.train.inputs(step, n, self.at_once)
+                self.stop.must_save()
                 state, values = dispatch(state, weights, inputs, np.int32(n))
                 self.recorder.add(step, n, values)
                 step += n
@@ -232,6 +354,18 @@ class _Run:
         periodic = self.save_every is not None and step > 0 and step % self.save_every == 0
         return periodic or step == self.spec.steps or self.config.wrapper.is_milestone(step)
 
+    def _save(self, step: int, state: State) -> None:
+        """The state after ``step`` steps, and every row before it."""
+        self.recorder.flush()
+        if self.metrics is not None:
+            self.metrics.settle()  # a checkpoint stands for every row before it
+        self.checkpoints.save(step, state, self.config.to_yaml(), self.inputs)
+        self.stop.may_leave(f"at step {step}, which is saved")
+
+    def _preempted(self, where: str) -> Preempted:
+        self.stop.may_leave(where, LAST_PATIENCE_S)
+        return Preempted(f"stopped {where}; {self.stop.hint}")
+
     def _evaluate(self, state: State, step: int) -> None:
         evaluation = self.evaluation
         if evaluation is None or not evaluation.due(step, self.spec.steps):
@@ -244,34 +378,44 @@ class _Run:
                 folder = self.folder / "figures" if self.processes.first else None
                 figures = evaluation.figures(state, self.built.weights, step, folder, self.stop)
         except Abandoned:
-            self.checkpoints.save(step, state, self.config.to_yaml())
-            where = f"stopped while evaluating and saved at step {step}"
-            raise Preempted(f"{where}; go on with `pd train --resume {self.folder}`") from None
+            self._save(step, state)
+            raise self._preempted(f"while evaluating and saved at step {step}") from None
         self.recorder.evaluated(step, row, figures)
 
     def _write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
         if self.metrics is not None:
             self.metrics.write(row)
         if self.wandb is not None:
-            self.wandb.write(row, figures)
+            self.wandb.check()
         if "train/loss/total" in row:
             self.bar.show(f"{row['train/perf/tok_per_s']:,.0f} tok/s  {brief(row)}")
 
     # --- the end ---
 
     def _finish(self, state: State) -> None:
-        problem, weights, evaluation = self.built.problem, self.built.weights, self.evaluation
-        if evaluation is not None and self.built.eval is not None and self.config.torch.eval is not None:
-            statistics = evaluation.statistics(state, weights, lambda: False)
-            n, text = self.config.torch.eval.n_steps, self.built.text
-            if text is None and isinstance(problem.target, Llama):
-                self.console.print("no tokenizer beside the data or the target: the report has no text examples")
-            elif text is not None:
-                examples = find_examples(problem, state, weights, self.built.eval, n, statistics, self.built.mesh)
-                if self.processes.first:
-                    write_examples(self.folder, problem, examples, statistics, text)
+        """The last state is saved: who is told to stop here leaves the rest to a resumption, which does only that."""
+        finishing = "after the last step, which is saved; the report is not written"
+        self.stop.may_leave(finishing, FINISHING_PATIENCE_S)
+        try:
+            self._examples(state)
+        except Abandoned:
+            raise self._preempted(finishing) from None
         if self.processes.first:
             self._report()
+            self.stop.may_leave("after the report was written; wandb may lack some of it", LAST_PATIENCE_S)
+
+    def _examples(self, state: State) -> None:
+        problem, weights, evaluation = self.built.problem, self.built.weights, self.evaluation
+        if evaluation is None or self.built.eval is None:
+            return
+        text, batches = self.built.text, evaluation.batches(self.stop)
+        statistics = evaluation.statistics(state, weights, self.stop)
+        if text is None and isinstance(problem.target, Llama):
+            self.console.print("no tokenizer beside the data or the target: the report has no text examples")
+        elif text is not None:
+            examples = find_examples(problem, state, weights, batches, statistics, self.built.mesh)
+            if self.processes.first:
+                write_examples(self.folder, problem, examples, statistics, text)
 
     def _report(self) -> None:
         problem = self.built.problem

@@ -1,14 +1,16 @@
-"""Where metrics go: `metrics.jsonl`, wandb, and the terminal."""
+"""Where metrics go: `metrics.jsonl` and the terminal. (wandb: `wandb_sink.py`.)"""
 
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,8 +21,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )  # fmt: skip
 
-from param_decomp_lab.config import RunConfig
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.unwritable import why_not_written
 
 Row = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -50,72 +53,64 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """Appends rows; opened at ``step``, it first cuts off every row of that step or later (T5)."""
+    """Appends rows; opened at ``step``, it first cuts off every row of that step or later (T5).
 
-    def __init__(self, run_folder: Path, step: int) -> None:
+    Rows that cannot be written (the disk is full) wait here, and are tried again with the next one: a disk that has
+    room again in time costs nothing. No row is ever half in the file. ``last``: the step of the last row that was there
+    and stays, -1 without one.
+    """
+
+    def __init__(self, run_folder: Path, step: int, console: Console | None = None) -> None:
         self.path = run_folder / METRICS_FILE
+        self._console = console or Console(quiet=True)
         kept = [row for row in read_metrics(run_folder) if row["step"] < step]
-        written = self.path.with_suffix(".tmp")
-        written.write_text("".join(_line(row) for row in kept))
-        os.replace(written, self.path)
-        self._file = self.path.open("a")
+        self.last = int(kept[-1]["step"]) if kept else -1
+        write_whole(self.path, "".join(_line(row) for row in kept))
+        self._file = self.path.open("ab", buffering=0)
+        self._whole = self.path.stat().st_size
+        self._waiting: list[bytes] = []
 
     def write(self, row: Row) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        self._waiting.append(_line(row).encode())
+        try:
+            self._append()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                why = why_not_written(error, self.path.parent) or str(error)
+                said = f"rows of metrics cannot be written and wait until they can: {why}"
+                self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+
+    def settle(self) -> None:
+        """Returns when every row is on the disk. CannotWrite when one cannot be written."""
+        try:
+            self._append()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            why = why_not_written(error, self.path.parent) or str(error)
+            raise CannotWrite(f"{len(self._waiting)} rows of {METRICS_FILE} cannot be written: {why}") from error
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._append()
+        if self._waiting:
+            said = f"{len(self._waiting)} rows of {METRICS_FILE} could not be written and are lost"
+            self._console.print(f"[yellow]{said}[/]", soft_wrap=True)
+        with suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._whole)
         self._file.close()
+
+    def _append(self) -> None:
+        while self._waiting:
+            if os.fstat(self._file.fileno()).st_size > self._whole:
+                self._file.truncate(self._whole)  # the part of a row that there was room for
+            left = memoryview(self._waiting[0])
+            while left:
+                left = left[self._file.write(left) :]
+            self._whole += len(self._waiting.pop(0))
 
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=True) + "\n"
-
-
-class Wandb:
-    """wandb as the configuration and WANDB_MODE say. A connection that fails never ends the run; a misuse does."""
-
-    def __init__(self, config: RunConfig, run_folder: Path, console: Console) -> None:
-        self._run: Any = None
-        self._console = console
-        settings = config.torch.wandb
-        if settings is None or os.environ.get("WANDB_MODE") == "disabled":
-            return
-        import wandb
-
-        wrapper = config.wrapper
-        try:
-            self._run = wandb.init(
-                project=settings.project, entity=settings.entity, name=wrapper.run_name, id=wrapper.run_id,
-                group=wrapper.wandb_group, tags=list(wrapper.wandb_tags), dir=str(run_folder), resume="allow",
-                config={"wrapper": wrapper.model_dump(mode="json"), **config.torch.model_dump(mode="json")},
-            )  # fmt: skip
-        except wandb.errors.UsageError as error:
-            raise UserError(f"wandb: {error} (run with WANDB_MODE=offline or disabled to do without)") from error
-        except (wandb.errors.Error, OSError) as error:
-            console.print(f"[yellow]wandb cannot be reached, the run goes on without it: {error}[/]")
-
-    def write(self, row: Row, figures: Mapping[str, Path]) -> None:
-        if self._run is None:
-            return
-        import wandb
-
-        try:
-            images = {name: wandb.Image(str(path)) for name, path in figures.items()}
-            self._run.log({**row, **images}, step=row["step"])
-        except (wandb.errors.Error, OSError) as error:
-            self._console.print(f"[yellow]wandb lost its connection, the run goes on without it: {error}[/]")
-            self._run = None
-
-    def close(self, failed: bool) -> None:
-        if self._run is None:
-            return
-        import wandb
-
-        try:
-            self._run.finish(exit_code=int(failed))
-        except (wandb.errors.Error, OSError) as error:
-            self._console.print(f"[yellow]wandb could not be told that the run ended: {error}[/]")
 
 
 class Terminal:

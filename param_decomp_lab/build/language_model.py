@@ -34,28 +34,11 @@ def build_language_model(config: RunConfig) -> Built:
     folder = target_folder(config)
     architecture = read_config(folder)
     problem = language_problem(config, architecture)
-    ci = problem.decomposition.ci
-
     train, held_out = _data(config)
-    longest = ci.max_len if isinstance(ci, GlobalTransformer) else None
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
-        data.check(architecture.vocab_size, longest)
-        if data.seq_len != torch.data.max_seq_len:
-            raise UserError(
-                f"{data.source}: rows have {data.seq_len} tokens, but data.max_seq_len is {torch.data.max_seq_len}; "
-                "make the two equal (`pd data tokenize --seq-len`)"
-            )
-
+        check_rows(config, architecture, data)
     mesh = build_mesh(config)
-    evaluated = None
-    if torch.eval is not None and held_out is not None:
-        evaluated = _source(held_out, torch.eval.batch_size, torch.pd.seed, mesh)
-        wanted = torch.eval.n_steps * torch.eval.batch_size
-        if wanted > len(held_out):
-            raise UserError(
-                f"{held_out.source} has {len(held_out)} rows, an evaluation reads {wanted} (eval.n_steps x "
-                "eval.batch_size); give more held-out data or evaluate on less"
-            )
+    evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
     _, weights = load_llama(folder, torch.target.weights_dtype, weight_shardings(mesh, architecture))
     leading = torch.pd.batch_size, train.seq_len
     return Built(
@@ -65,7 +48,7 @@ def build_language_model(config: RunConfig) -> Built:
         leading=leading,
         train=_source(train, torch.pd.batch_size, torch.pd.seed, mesh),
         eval=evaluated,
-        text=_text(config, folder),
+        text=text_of(config, folder),
     )
 
 
@@ -77,6 +60,46 @@ def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
         is_leaf=lambda x: isinstance(x, tuple),
     )
     return shardings(mesh, weight_axes(architecture), shapes)
+
+
+def evaluation_source(config: RunConfig, rows: TokenRows, mesh: Mesh) -> TokenSource:
+    """The evaluation's batches of held-out ``rows``. UserError for too few of them."""
+    torch = config.torch
+    assert torch.eval is not None
+    source = _source(rows, torch.eval.batch_size, torch.pd.seed, mesh)
+    wanted = torch.eval.n_steps * torch.eval.batch_size
+    if wanted > len(rows):
+        raise UserError(
+            f"{rows.source} has {len(rows)} rows, an evaluation reads {wanted} (eval.n_steps x "
+            "eval.batch_size); give more held-out data or evaluate on less"
+        )
+    return source
+
+
+def check_rows(config: RunConfig, architecture: LlamaConfig, data: TokenRows) -> None:
+    """UserError for rows that the target cannot take, or of another length than configured."""
+    torch = config.torch
+    assert isinstance(torch, LanguageModelFile)
+    ci = decomposition(config).ci
+    data.check(architecture.vocab_size, ci.max_len if isinstance(ci, GlobalTransformer) else None)
+    if data.seq_len != torch.data.max_seq_len:
+        raise UserError(
+            f"{data.source}: rows have {data.seq_len} tokens, but data.max_seq_len is {torch.data.max_seq_len}; "
+            "make the two equal (`pd data tokenize --seq-len`)"
+        )
+
+
+def held_out_rows(config: RunConfig) -> TokenRows:
+    """What a run keeps for its evaluation. UserError where it keeps nothing apart."""
+    if config.wrapper.data is not None:
+        return TokenData(config.wrapper.data.eval)
+    held_out = _data(config)[1]
+    if held_out is None:
+        raise UserError(
+            "the run had no eval, so it trained on all of its data; give others: --set 'data={train: FOLDER, eval: "
+            "FOLDER}'"
+        )
+    return held_out
 
 
 def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
@@ -136,7 +159,7 @@ def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
     return RowRange(rows, 0, len(rows) - held), RowRange(rows, len(rows) - held, len(rows))
 
 
-def _text(config: RunConfig, target: Path) -> TokenText | None:
+def text_of(config: RunConfig, target: Path) -> TokenText | None:
     """The tokenizer beside the data if that was tokenized here, else the target's own."""
     beside_data = None if config.wrapper.data is None else config.wrapper.data.train.parent
     folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target

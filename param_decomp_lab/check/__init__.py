@@ -14,11 +14,13 @@ from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
 from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.check.words import of_architecture, of_ci, of_memory, shown_path
+from param_decomp_lab.checkpoints import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.torch_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.parent import Parent, find_parent, refuse_unlike
 from param_decomp_lab.report.numbers import exact
 from param_decomp_lab.run_folder import refuse_taken
 
@@ -37,7 +39,12 @@ def check(config: RunConfig, console: Console) -> None:
         refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
     target, missing = find_target(config), check_data(config)
     spec, torch = decomposition(config), config.torch
-    console.print(_overview(config, spec, target))
+    parent, elsewhere = _parent(config)
+    missing += elsewhere
+    if parent is not None and isinstance(target, KnownTarget):
+        state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))
+        refuse_unlike(parent, Learned(state.components, state.ci))
+    console.print(_overview(config, spec, target, parent))
     n_sites = None
     if isinstance(target, KnownTarget):
         sites = target.problem.target.sites
@@ -57,7 +64,17 @@ def check(config: RunConfig, console: Console) -> None:
         raise UserError(target.reason)
 
 
-def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget) -> Table:
+def _parent(config: RunConfig) -> tuple[Parent | None, tuple[str, ...]]:
+    """What the run begins with, and what of that is not on this machine."""
+    if config.wrapper.parent is None:
+        return None, ()
+    folder, _ = config.wrapper.parent
+    return (find_parent(config), ()) if folder.exists() else (None, (f"init_from: {shown_path(folder)}",))
+
+
+def _overview(
+    config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget, parent: Parent | None
+) -> Table:
     wrapper, pd = config.wrapper, config.torch.pd
     warmup = spec.warmup
     before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
@@ -70,6 +87,10 @@ def _overview(config: RunConfig, spec: Decomposition, target: KnownTarget | Unkn
         ("target", of_architecture(target.architecture) if isinstance(target, KnownTarget) else "not known"),
         ("", f"from {target.origin}" if isinstance(target, KnownTarget) else ""),
         ("data", _data(config)),
+        (
+            "begins with",
+            "" if parent is None else f"what {shown_path(parent.folder)} at step {parent.step} has learned",
+        ),
         ("training", f"{pd.steps:,} steps of {_batch(config)}{before}"),
         ("importances", f"{of_ci(spec.ci)}; {spec.squashing}"),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),

@@ -188,9 +188,12 @@ def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
     dp, devices = torch.runtime.dp, wrapper.mesh.devices
     if dp is not None and dp != devices:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
+    yield from _split_warnings(wrapper, torch)
     if isinstance(torch, ToyFile) and wrapper.target is not None:
         ours = wrapper.target.folder or wrapper.target.pretrain
         yield f"target.run_path: {torch.target.run_path} is replaced by the wrapper's target ({ours})"
+    if wrapper.init_from is not None and torch.pd.faithfulness_warmup_steps:
+        yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
     for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
         if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
@@ -210,6 +213,19 @@ def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
         late = [str(step) for step in wrapper.milestones if step > torch.pd.steps]
         if late:
             yield f"milestones: {', '.join(late)} come after the last step ({torch.pd.steps})"
+
+
+def _split_warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
+    """The largest part of the state is split by component, or else not at all."""
+    parts = wrapper.mesh.fsdp * wrapper.mesh.tensor
+    for name in ("decomposition_targets", "identity_decomposition_targets"):
+        for n, target in enumerate(getattr(torch.pd, name) or ()):
+            if target.C % parts:
+                near = target.C + -target.C % parts
+                yield (
+                    f"pd.{name}.{n}.C: is {target.C}, no multiple of fsdp x tensor ({parts}): V, U and their moments "
+                    f"are not split over all of these devices; {near} would be"
+                )
 
 
 def _importance_warnings(key: str, loss: ImportanceMinimalityLoss) -> Iterator[str]:

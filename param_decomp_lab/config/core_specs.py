@@ -29,7 +29,8 @@ def decomposition(config: RunConfig) -> state.Decomposition:
         components_optimizer=_optimizer(pd.components_optimizer, config.wrapper.memory.optimizers.components),
         ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn),
         warmup=state.FaithfulnessWarmup(
-            steps=pd.faithfulness_warmup_steps,
+            # Components that come from another run have been warmed up there.
+            steps=pd.faithfulness_warmup_steps if config.wrapper.init_from is None else 0,
             lr=pd.faithfulness_warmup_lr,
             weight_decay=pd.faithfulness_warmup_weight_decay,
         ),

@@ -44,6 +44,23 @@ class RunConfig:
         """The same run under the id it was given."""
         return replace(self, wrapper=self.wrapper.model_copy(update={"run_id": run_id}))
 
+    def with_overrides(self, overrides: Sequence[str]) -> "RunConfig":
+        """A run's configuration with `--set` assignments; relative paths are from where one stands."""
+        assignments = parse_overrides(overrides)
+        wrapper, torch = self.wrapper.model_dump(mode="json"), self.torch.model_dump(mode="json")
+        if any(override.path[0] == "memory" for override in assignments):
+            del wrapper["remat_recon_forwards"]  # follows from the preset
+        if any(override.path == ("memory", "preset") for override in assignments):
+            # Written out, every choice of the old preset would stand in the way of the new one's.
+            wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
+        for_wrapper = [override for override in assignments if override.is_for_wrapper]
+        for_torch = [override for override in assignments if not override.is_for_wrapper]
+        places = [place(Path(f"{part} of the run's config.yaml"), own) for part, own in
+                  (("wrapper", for_wrapper), ("torch", for_torch))]  # fmt: skip
+        settled = validate(Wrapper, apply_overrides(wrapper, for_wrapper), places[0]).relative_to(Path.cwd()).settled()
+        config = _configuration(settled, apply_overrides(torch, for_torch), *places)
+        return replace(config, ignored=self.ignored)
+
     def to_yaml(self) -> str:
         """The whole configuration in one document, every default written out; `from_yaml` reads it back equal."""
         parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.torch.model_dump(mode="json")}

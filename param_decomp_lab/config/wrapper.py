@@ -68,7 +68,8 @@ Milestones = Annotated[
 class Wrapper(Strict):
     """A run. ``milestones``: steps whose checkpoints are never deleted; ``out_dir`` is relative to where one stands.
 
-    ``steps_per_dispatch``: how many steps are started at once; no number depends on it.
+    ``steps_per_dispatch``: how many steps are started at once; no number depends on it. ``init_from``: a run, or
+    RUN@STEP, that this one begins with.
     """
 
     torch_config: FilePath
@@ -85,6 +86,15 @@ class Wrapper(Strict):
     target: TargetSource | None = None
     steps_per_dispatch: Count = 1
     milestones: Milestones = ()
+    init_from: Text | None = None
+
+    @property
+    def parent(self) -> tuple[Path, int | None] | None:
+        """The run folder that `init_from` names, and the step; None for its newest checkpoint."""
+        if self.init_from is None:
+            return None
+        run, at, step = self.init_from.rpartition("@")
+        return (Path(run), int(step)) if at and step.isdecimal() else (Path(self.init_from), None)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":
@@ -95,11 +105,14 @@ class Wrapper(Strict):
         return self
 
     def settled(self) -> "Wrapper":
-        """The same run with its memory preset chosen, and `remat_recon_forwards` agreeing with it."""
+        """The same run with its memory preset chosen, `remat_recon_forwards` agreeing with it, and the path of its
+        parent made absolute."""
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
-        return self.model_copy(
-            update={"memory": self.memory.settled(preset), "remat_recon_forwards": preset != "plain"}
-        )
+        update = {"memory": self.memory.settled(preset), "remat_recon_forwards": preset != "plain"}
+        if self.parent is not None:
+            folder, step = self.parent
+            update["init_from"] = str(_absolute(folder.expanduser())) + ("" if step is None else f"@{step}")
+        return self.model_copy(update=update)
 
     def relative_to(self, folder: Path) -> "Wrapper":
         """The same run with the paths that were relative to ``folder``, the wrapper's own, made absolute."""

@@ -23,6 +23,10 @@ class TokenText:
         self._tokenizer = load_tokenizer(BYTES if of_bytes else folder)
         self._known: dict[int, str] = {}
 
+    def ids(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+        return [int(i) for i in self._tokenizer.encode([text])[0]]
+
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """One printable string per token id, of the same length as ``ids``; spaces stay spaces.
 

@@ -168,8 +168,7 @@ class Evaluation:
         partial_state = replace_adversaries(state)
         per_batch = []
         adversaries: Adversaries | None = None
-        for number in self._numbers(stop):
-            inputs = self._batches(number)
+        for number, inputs in enumerate(self.batches(stop)):
             adversaries = self._start(of_start, inputs) if adversaries is None else adversaries
             of_batch = jax.random.fold_in(key, number)
             adversaries, measured = self._fast(partial_state, weights, inputs, of_batch, adversaries)
@@ -187,18 +186,26 @@ class Evaluation:
                 row[prefix + group] = float(sum(members))
         return row if self._probe is None else row | self._probe.numbers(partial_state, weights)
 
-    def _numbers(self, stop: Callable[[], bool]) -> Iterator[int]:
+    def compile(self, state: State, weights: Weights) -> None:
+        """Makes the programs that `fast`, `statistics` and `figures` will call; JAX finds them again."""
+        key, inputs = self._problem.decomposition.key("eval"), self._batches(0)
+        adversaries = self._start(key, inputs)
+        self._fast.lower(replace_adversaries(state), weights, inputs, key, adversaries).compile()
+        self._statistics.lower(state.components, state.ci, weights, inputs).compile()
+
+    def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
+        """The batches of an evaluation. Raises `Abandoned` when told to stop, before each of them."""
         for number in range(self._settings.n_steps):
             if stop():
                 raise Abandoned
-            yield number
+            yield self._batches(number)
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
         """Histograms, means and densities of λ per site over the evaluation's batches."""
         limit = None if self._metrics.histograms is None else self._metrics.histograms.n_batches_accum
         batches = [
-            jax.device_get(self._statistics(state.components, state.ci, weights, self._batches(number)))
-            for number in self._numbers(stop)
+            jax.device_get(self._statistics(state.components, state.ci, weights, inputs))
+            for inputs in self.batches(stop)
         ]
         return Statistics.over(self._problem.target.sites, batches, limit)
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,7 @@ def find_examples(
     problem: Problem,
     state: State,
     weights: Weights,
-    batches: Callable[[int], Array],
-    n_batches: int,
+    batches: Iterable[Array],
     statistics: Statistics,
     mesh: Mesh,
     n_components: int = 16,
@@ -50,9 +49,7 @@ def find_examples(
         return inputs, chosen_logits(problem, components, ci, weights, inputs, by_stack)
 
     jitted = jax.jit(of_batch, out_shardings=whole(mesh))  # whole, so that it can be fetched
-    per_batch = [
-        jax.device_get(jitted(state.components, state.ci, weights, batches(number))) for number in range(n_batches)
-    ]
+    per_batch = [jax.device_get(jitted(state.components, state.ci, weights, inputs)) for inputs in batches]
     tokens = np.concatenate([tokens for tokens, _ in per_batch])
     per_site = [sites.unstack({name: list(x) for name, x in logits.items()}) for _, logits in per_batch]
     return Examples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})

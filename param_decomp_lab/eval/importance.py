@@ -1,6 +1,6 @@
 """What causal importances look like: per batch on the device, and as figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,31 @@ def importance_logits(
     return judgement.by_stack
 
 
+def logits_of_sites(
+    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
+) -> dict[str, Float[Array, "*n C"]]:
+    """`importance_logits` of some sites, by name; nothing is made of the others."""
+    target = problem.target
+    components = with_views(components, target.sites)
+    _, judge = read_batch(_lazily(problem), components, ci, weights, inputs)
+
+    def of_site(stack: Stack, row: int) -> Array:
+        of_layer = (judge.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
+        axes = judge.axes(stack), V_AXES
+        head, V = gather_tree(jax.tree.map(lambda x: x[0], of_layer), axes, problem.compute_dtype)
+        return judge.logits(head, V)
+
+    places = zip(target.sites.all, target.sites.place, strict=True)
+    return {site.name: of_site(stack, row) for site, (stack, row) in places if site.name in names}
+
+
+def _lazily(problem: Problem) -> Problem:
+    """The same, with logits made where they are read."""
+    target = problem.target
+    memory = replace(target.memory, save=target.memory.save - {"logits"})
+    return replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
+
+
 def chosen_logits(
     problem: Problem,
     components: Components,
@@ -58,10 +83,8 @@ def chosen_logits(
     ``chosen``: their numbers, by stack.
     """
     target = problem.target
-    memory = replace(target.memory, save=target.memory.save - {"logits"})
-    lazily = replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
     components = with_views(components, target.sites)
-    _, judge = read_batch(lazily, components, ci, weights, inputs)
+    _, judge = read_batch(_lazily(problem), components, ci, weights, inputs)
 
     def of_stack(stack: Stack) -> Array:
         of_sites = judge.slices(stack, stack.first, stack.first + stack.n_layers)

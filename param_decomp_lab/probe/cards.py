@@ -7,13 +7,9 @@ import param_decomp_jax.aot
 from param_decomp_jax.aot.topology import memory_of, target_configs
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
 TABLE = Path(param_decomp_jax.aot.__file__).parent / "gpus" / "cards.csv"
-
-MEM_FRACTION = 0.92
-"""Share of a device's memory that JAX is told to take (``XLA_PYTHON_CLIENT_MEM_FRACTION``; slurm/train.sbatch)."""
-MARGIN_GIB = 5.0
-"""For workspaces of libraries, which XLA's plan does not contain."""
 
 
 def card(name: str) -> str:

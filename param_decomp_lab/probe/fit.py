@@ -3,9 +3,6 @@
 import io
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ from rich.console import Console
 
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.frontier import draw, points_table
 from param_decomp_lab.probe.search import Kind, Point, best, search
 from param_decomp_lab.probe.vary import kinds, parse_vary
@@ -108,21 +106,11 @@ def report(question: Question, found: Found, out: Path, console: Console) -> boo
 
 
 def _ask(question: Question, kind: Kind, batch: int, options: Sequence[str]) -> Point:
-    """`pd probe` in a process of its own: compilers take memory that they do not give back."""
-    sets = [argument for text in question.sets(kind, batch) for argument in ("--set", text)]
-    with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
-        file = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "param_decomp_lab", "probe", str(question.path), "--gpu", question.gpu]
-        command += ["--gpus-per-node", str(question.per_node), "--json", str(file)]
-        done = subprocess.run(
-            [*command, *sets, *question.options, *options], capture_output=True, text=True, errors="replace"
-        )
-        if done.returncode in (0, 3) and file.is_file():
-            return Point(kind, batch, json.loads(file.read_text()))
-    message = done.stderr.strip() or done.stdout.strip() or f"pd probe ended with status {done.returncode}"
-    if done.returncode == 2:
-        raise UserError(message.partition("error: ")[2] or message)
-    return Point(kind, batch, None, message.splitlines()[-1])
+    where = ("--gpu", question.gpu, "--gpus-per-node", str(question.per_node))
+    told = probe_apart(question.path, question.sets(kind, batch), (*where, *question.options, *options))
+    if told.status == 2:
+        raise UserError(told.why)
+    return Point(kind, batch, told.answer, "" if told.answer is not None else told.why.splitlines()[-1])
 
 
 def workers(n_kinds: int) -> int:

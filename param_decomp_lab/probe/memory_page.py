@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from param_decomp_jax.aot.buffers import Buffer, Peak, Span
 from param_decomp_jax.aot.scopes import from_package, stage
 from param_decomp_jax.aot.timeline import REST, Timeline, bands, moments, phases
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.timeline_figure import COLORS, GIB, GREY
+from param_decomp_lab.templates import templates_beside
 
 N_MOMENTS = 1600
 N_SPANS = 4000
@@ -60,13 +60,7 @@ def memory_page(
     near = {name: n for name, n in lines.items() if n < 2 * timeline.planned}
     top = 1.06 * max([timeline.planned, *near.values(), 1])
     drawn = _drawn(timeline, at, top)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_beside(__file__)
     environment.filters.update(gib=lambda n: f"{n / GIB:,.3f}", short=from_package, stage=stage)
     rows, n_left, left = _rows(peak)
     return environment.get_template("memory_page.html").render(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.aot.compile import device_bytes
+from param_decomp_jax.aot.compile import device_bytes, on_the_host
 from param_decomp_jax.aot.flops import Flops, matmul_flops
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.state import State, init_state
@@ -20,6 +20,7 @@ from param_decomp_lab.check.words import of_architecture, of_memory
 from param_decomp_lab.checkpoints import copy_program
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.fingerprints import fingerprint_program
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
 from param_decomp_lab.programs import Program, init_program, state_shapes, steps_program, warmup_program
 
@@ -65,6 +66,7 @@ def run_subject(config: RunConfig) -> Subject:
     if config.torch.eval is not None:
         phases["evaluation"] = partial(_evaluating, config, target, "evaluation")
         phases["figures"] = partial(_evaluating, config, target, "figures")
+    phases["save"] = partial(_saving, config, target)
     phases["restore"] = partial(_restoring, config, target)
     return Subject(
         title=config.wrapper.run_name,
@@ -93,7 +95,17 @@ def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
 
 
 _NO_PROGRAM = {
-    "wrapper": ("torch_config", "run_name", "run_id", "out_dir", "wandb_group", "wandb_tags", "milestones", "target"),
+    "wrapper": (
+        "torch_config",
+        "run_name",
+        "run_id",
+        "out_dir",
+        "wandb_group",
+        "wandb_tags",
+        "milestones",
+        "target",
+        "init_from",
+    ),
     "torch": ("wandb", "cadence", "target"),
 }
 """Parts of a configuration that no program depends on; of the target its shapes count."""
@@ -142,6 +154,15 @@ def _evaluating(config: RunConfig, target: KnownTarget, which: str, mesh: Mesh) 
 
 def _no_data(number: int) -> Any:
     raise AssertionError("a probe evaluates nothing")
+
+
+def _saving(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    """Fingerprints are made of one array after the other; one that waits in host memory is brought for that."""
+    outline = outline_on(config, target, mesh)
+    leaves = jax.tree.leaves(state_shapes(outline))
+    largest = max([x for x in leaves if on_the_host(x)] or leaves, key=lambda x: prod(x.shape))
+    program = Program(fingerprint_program(largest), (largest,))
+    return Phase(program, device_bytes((leaves, outline.weights)) - device_bytes(largest), {})
 
 
 def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
@@ -25,6 +24,7 @@ from param_decomp_lab.report.snippets import (
 )
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.sinks import METRICS_FILE, read_metrics
+from param_decomp_lab.templates import templates_beside
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 KL_COLORS = {
@@ -76,13 +76,7 @@ def render_report(run_folder: Path) -> str:
     ce_kl = ce_kl_table(series)
     eval_steps = sorted({step for key, values in series.items() if key.startswith("eval/") for step in values.steps})
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_beside(__file__)
     environment.filters.update(
         exact=exact,
         number=number,
@@ -93,6 +87,7 @@ def render_report(run_folder: Path) -> str:
     )
     return environment.get_template("page.html").render(
         run_id=config.get("run_id") or run_folder.name,
+        place=Path(config.get("out_dir") or "runs") / (config.get("run_id") or run_folder.name),
         run_name=config.get("run_name") or config.get("run_id") or run_folder.name,
         last_step=last_step,
         n_steps=n_steps if isinstance(n_steps, int) else None,

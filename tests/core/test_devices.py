@@ -183,13 +183,13 @@ def of_toy(shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State
         return run(problem, state, weights, feature_vectors, shape)
 
 
-FAST = [(MeshShape(2, 2, 2), "lean", True), (MeshShape(fsdp=8), "plain", False)]
 ALL = [(shape, policy, exact) for shape in SHAPES for policy in POLICIES for exact in (True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "policy", "exact"),
-    [pytest.param(*of, marks=[] if of in FAST else pytest.mark.slow, id=f"{of[0]}-{of[1]}-{of[2]}") for of in ALL],
+    [pytest.param(*of, id=f"{of[0]}-{of[1]}-{of[2]}") for of in ALL],
 )
 def test_one_device_is_eight(shape: MeshShape, policy: str, exact: bool) -> None:
     """Whatever the mesh and the memory policy on it."""

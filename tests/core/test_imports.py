@@ -61,6 +61,12 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_the_package_alone_is_light() -> None:
+    """`load_run` brings JAX when it is asked for, not before."""
+    assert not modules_after("import param_decomp_lab") & {"jax", "equinox", "pydantic", "numpy"}
+    assert "jax" in modules_after("from param_decomp_lab import load_run")
+
+
 def test_the_configuration_needs_no_jax() -> None:
     """Help and the answers to a wrong configuration come at once."""
     loaded = modules_after("import param_decomp_lab.config")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy
+from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
+from param_decomp_jax.offload import fetch
 from param_decomp_jax.remat import component_blocks, named, over_blocks, over_layers, token_blocks
 
 
@@ -234,3 +235,18 @@ def test_blocks_are_equal_and_as_large_as_allowed(C: int, largest: int | None, n
 def test_blocks_of_tokens(leading: tuple[int, ...], most: int | None, n_blocks: int) -> None:
     """They are cut along T, and there is at least one position of every row in one."""
     assert token_blocks(leading, most) == n_blocks
+
+
+@pytest.mark.parametrize("part", ["components_moments", "ci_moments"])
+def test_moments_on_the_host_wait_for_the_gradients(part: StatePart) -> None:
+    """Otherwise XLA copies them to the device at the beginning of the step."""
+    moments, gradients = {"mu": jnp.ones((2, 3))}, {"V": jnp.ones((4, 5))}
+
+    def barriers(policy: MemoryPolicy) -> list[list[tuple[int, ...]]]:
+        traced = jax.make_jaxpr(lambda m, g: fetch(policy, part, m, g))(moments, gradients)
+        return [
+            [x.aval.shape for x in eqn.invars] for eqn in traced.eqns if eqn.primitive.name == "optimization_barrier"
+        ]
+
+    assert barriers(MemoryPolicy(offload_state=frozenset({part}))) == [[(2, 3), (4, 5)]]
+    assert barriers(PLAIN) == []

@@ -98,7 +98,9 @@ def wanted(case: str) -> ref.StepResult:
     return tiny.ref_step(problem, start, tiny.weights(), tiny.TOKENS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if "subset" in case else pytest.mark.slow) for case in CASES]
+)
 def test_step_in_fp32(case: str) -> None:
     problem = CASES[case]
     got = tiny.jit_step(problem, tiny.ruffled_state(problem), tiny.weights(), jnp.asarray(tiny.TOKENS))

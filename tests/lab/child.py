@@ -1,5 +1,6 @@
 """What a process of `several.py` does: `python -m tests.lab.child WHAT ARGUMENTS --coordinator …`."""
 
+import ctypes
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,12 +116,20 @@ def place(layout: str, folder: str) -> dict[str, Any]:
     return {"ours": ours, "plain": plain}
 
 
+def stuck(*_: Any, **__: Any) -> None:
+    """For ever, in native code that no signal interrupts and without Python's lock: like XLA while it compiles."""
+    print("stuck", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
 def pd(options: str, *arguments: str) -> None:
     """`pd`, with a log of the rows that this process reads, and with what is to happen to it on the way.
 
     ``options``: JSON. ``rows``: where to write the number of each batch that was read, and of its rows. ``term``,
     ``fail``, ``damage``: ``[process, n]``, at whose n-th read of a batch it gets SIGTERM, an exception is raised, or a
-    shard cannot be read.
+    shard cannot be read. ``stuck``: ``[process, function]``, which gets stuck where it should call that function.
     """
     from param_decomp_lab.cli import main
     from param_decomp_lab.data.batches import Batches
@@ -141,7 +150,11 @@ def pd(options: str, *arguments: str) -> None:
             raise UserError(f"{self.data.source} cannot be read: it is damaged")
         return original(self, step)
 
-    with mock.patch.object(Batches, "__getitem__", read), mock.patch.object(sys, "argv", ["pd", *arguments]):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Batches, "__getitem__", read))
+        stack.enter_context(mock.patch.object(sys, "argv", ["pd", *arguments]))
+        if given.get("stuck", [None])[0] == NUMBER:
+            stack.enter_context(mock.patch(given["stuck"][1], stuck))
         try:
             main()
         finally:
@@ -201,8 +214,9 @@ def look(told: str, *place: str) -> None:
     pace = random.Random(NUMBER)
     with joined(place[1], int(place[3]), int(place[5])) as processes:
         before = signal.getsignal(signal.SIGTERM)
-        stop = StopSignal(processes)
-        with stop.listening():
+        stop = StopSignal()
+        with stop.listening(), stop.among(processes):
+            stop.must_save()
             started = time.perf_counter()
             assert not any(stop() for _ in range(10_000))
             print(f"a look takes {(time.perf_counter() - started) / 1e4 * 1e6:.2f} us")

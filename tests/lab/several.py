@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
+from param_decomp_lab.launch.local import free_port
 from tests.lab.tiny_run import ROOT, TIMEOUT, Process
 
 CHILD = (sys.executable, "-m", "tests.lab.child")
@@ -19,13 +20,6 @@ CHILD = (sys.executable, "-m", "tests.lab.child")
 class Ended(NamedTuple):
     status: int
     text: str
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def environment_of(devices: int, more: Mapping[str, str]) -> dict[str, str]:

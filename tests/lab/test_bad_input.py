@@ -69,7 +69,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_assignments_to_a_resumed_run(finished: Path) -> None:
-    assert_refused(pd_here("train", "--resume", finished, "--set", "pd.steps=5"), "--set")
+    assert_refused(pd_here("train", "--resume", finished, "--set", "pd.steps=5"), "pd.steps: 200 -> 5")
 
 
 def test_token_beyond_the_vocabulary(tiny: Tiny, tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_resuming_under_another_configuration(tiny: Tiny, finished: Path, copied
         "another configuration",
         "pd.steps: 200 -> 300",
         "pd.loss_metrics.3.coeff: 0.5 -> 0.25",
-        "mesh.fsdp: 1 -> 2",
+        "These may change, since no number depends on them: mesh, memory,",
     )
     outcome = pd_here(*changed, "--resume", copied)
     assert_refused(outcome, *says)
-    assert outcome.err.count(" -> ") == 3
+    assert outcome.err.count(" -> ") == 2  # the mesh may change
 
 
 def test_resuming_with_an_edited_configuration(copied: Path) -> None:

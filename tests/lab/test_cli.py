@@ -12,13 +12,20 @@ from param_decomp_lab.cli import app
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
-    (): ("train", "check", "profile", "pretrain", "data", "weights", "report"),
+    (): ("train", "launch", "check", "profile", "pretrain", "data", "weights", "report", "runs", "eval", "export"),
     ("train",): (
         "pd train configs/demo/decompose.yaml",
         "--set pd.steps=200",
         "pd train --resume runs/p-1a2b3c4d",
         "srun --ntasks=8 pd train",
         "--coordinator node01:29400 --processes 2 --process-id 0",
+    ),
+    ("launch",): (
+        "pd launch configs/llama8b_l18-26_9layer_chunkwise.yaml --nodes 8 --gpus-per-node 8 --partition gpu",
+        "--dry-run",
+        "--sweep pd.seed=0,1,2",
+        "--local",
+        "pd launch runs/p-1a2b3c4d --nodes 4",
     ),
     ("check",): ("pd check configs/toys/tms_5-2.yaml", "--set pd.batch_size=32", "status is 0"),
     ("profile",): ("pd profile configs/demo/decompose.yaml", "--steps 20 --warmup 5 --out", "--set memory.preset=lean"),
@@ -27,6 +34,14 @@ HELP = {
     ("data", "tokenize"): ("pd data tokenize --stdlib --out data/demo", "--tokenizer meta/tokenizer.json"),
     ("weights",): ("import-gguf",),
     ("weights", "import-gguf"): ("pd weights import-gguf SmolLM2-135M-Instruct.Q4_1.gguf", "--dtype", "--no-tokenizer"),
+    ("runs",): ("pd runs runs/sweep-1 /scratch/me/runs", "--json", "waiting", "broken"),
+    ("eval",): (
+        "pd eval runs/p-1a2b3c4d --step 20000 --metric CI_L0",
+        "--metrics metrics.yaml",
+        "--batch-size",
+        "--out",
+    ),
+    ("export",): ("pd export runs/p-1a2b3c4d --out exported/my-llama", "--overwrite", "--step"),
     ("report",): ("pd report runs/p-1a2b3c4d",),
 }
 

@@ -158,6 +158,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "target": None,
         "steps_per_dispatch": 1,
         "milestones": [],
+        "init_from": None,
     }
 
 
@@ -614,6 +615,29 @@ def test_pretrained_target_with_a_folder() -> None:
 # ---- wrapper ----
 
 
+@pytest.mark.parametrize(
+    ("given", "run", "step"),
+    [
+        ("runs/p-1a2b3c4d", "runs/p-1a2b3c4d", None),
+        ("runs/p-1a2b3c4d@400", "runs/p-1a2b3c4d", 400),
+        ("me@home/p-1a2b3c4d", "me@home/p-1a2b3c4d", None),
+        ("me@home/p-1a2b3c4d@0", "me@home/p-1a2b3c4d", 0),
+    ],
+)
+def test_parent(given: str, run: str, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where one stands, like `out_dir`: that is where runs are."""
+    (tmp_path / "configs").mkdir()
+    path = write(tmp_path / "configs", f"init_from: {given}\ndata: {{train: a, eval: b}}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(path)
+    assert config.wrapper.parent == (tmp_path / run, step)
+    left_out = "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
+    assert left_out in config.warnings
+    assert left_out not in load_config(path, ["pd.faithfulness_warmup_steps=0"]).warnings
+    monkeypatch.chdir("/")
+    assert RunConfig.from_mapping(yaml.safe_load(config.to_yaml()), "saved").wrapper.parent == (tmp_path / run, step)
+
+
 def test_paths_are_relative_to_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
     write(tmp_path / "configs", "data: {train: ../train, eval: /eval}\nout_dir: here\ntarget: {folder: w}")
@@ -723,6 +747,20 @@ def test_warnings() -> None:
     ]
     assert "runtime.dp" in config.ignored
     assert not [line for line in example("runtime.dp=8").warnings if line.startswith("runtime.dp")]
+
+
+def test_components_that_are_not_split() -> None:
+    C = example().torch.pd.decomposition_targets[0].C
+    keys = "pd.decomposition_targets.0.C"
+
+    def said(*sets: str) -> list[str]:
+        return [line for line in example("pd.batch_size=64", "eval.batch_size=64", *sets).warnings if ".C: " in line]
+
+    assert said() == said("mesh={fsdp: 4, tensor: 2}") == []
+    assert said("mesh={replica: 2, fsdp: 4, tensor: 2}") == []
+    (line, *_) = said(f"{keys}={C + 4}", "mesh={fsdp: 4, tensor: 2}")
+    assert line.startswith(f"{keys}: is {C + 4}, no multiple of fsdp x tensor (8): ")
+    assert line.endswith(f"; {C + 8} would be")
 
 
 def test_wrong_files(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def assert_only_own_slices(found: list[dict[str, Any]]) -> None:
     assert [row for first in sorted(rows) for row in rows[first]] == list(range(8 * len(rows)))
 
 
+@pytest.mark.slow
 def test_placing_does_not_depend_on_the_number_of_processes(model: Path) -> None:
     """Two processes and four: whole weights take the same memory, by plain `device_put` it grows with the number."""
     two, four = placed(model, 2, "whole"), placed(model, 4, "whole")
@@ -188,6 +189,7 @@ def assert_rows_shared(tiny: Tiny, log: Path, first: int, stop: int) -> None:
         assert read[1][step] == expected[BATCH // 2 :]
 
 
+@pytest.mark.slow
 def test_run_of_two_processes_stopped_and_resumed(tiny: Tiny, tmp_path: Path) -> None:
     """D3: two processes of two devices each, of which one gets SIGTERM on the way, make the run of one device."""
     two, log = tmp_path / "p-00000001", tmp_path / "rows"

@@ -1,4 +1,4 @@
-"""The sbatch files, with `srun`, `scontrol` and `pd` replaced by a few lines of shell."""
+"""The files in `slurm/`, with `srun`, `scontrol` and `pd` replaced by lines of shell (the real ones: test_slurm.py)."""
 
 import os
 import shutil
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from param_decomp_lab.launch.job import Job, script_text
+from param_decomp_lab.launch.place import Place
 from tests.lab.tiny_run import ROOT
 
-FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
+FILES = sorted([*(ROOT / "slurm").glob("*.sbatch"), *(ROOT / "slurm").glob("*.sh")])
 RUN = "p-0000002a"
 STUBS = {
     # A task: what follows the options, in a process group of its own, to which Slurm's signal goes.
@@ -22,10 +24,20 @@ STUBS = {
         wait $task
     """,
     "scontrol": 'echo "scontrol $*" >> "$LOG"; exit ${SCONTROL_STATUS:-0}',
-    "pd": """
+    # What is called is `python [-P] -m param_decomp_lab COMMAND`. `launch` makes a run folder, with the scripts.
+    "python": """
+        [ "$1" = -P ] && shift
+        shift 2
         echo "pd $*" >> "$LOG"
+        if [ "$1" = launch ]; then
+            [ "${LAUNCH_STATUS:-0}" = 0 ] || exit "$LAUNCH_STATUS"
+            run=$2
+            for word in "$@"; do case $word in run_id=*) id=${word#*=};; out_dir=*) run=${word#*=}/$id;; esac; done
+            mkdir -p "$run/code" && cp -R "$SLURM_FILES" "$run/code/slurm" && touch "$run/config.yaml"
+            exit
+        fi
         env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF)' | sort >> "$LOG"
-        trap 'exit 75' TERM
+        [ -n "${DEAF:-}" ] || trap 'exit 75' TERM
         if [ -n "${TERM_AFTER:-}" ]; then for _ in $(seq 100); do sleep 0.1; done; fi
         exit ${PD_STATUS:-0}
     """,
@@ -46,7 +58,8 @@ class Cluster:
         (self.folder / "log").write_text("")
         inherited = {
             **os.environ, "LOG": str(self.folder / "log"), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "VENV": str(self.folder / "venv"), "SLURM_SUBMIT_DIR": str(self.folder / "checkout"), "SLURM_JOB_ID": "42",
+            "VENV": str(self.folder), "SLURM_FILES": str(ROOT / "slurm"),
+            "SLURM_SUBMIT_DIR": str(self.folder / "checkout"), "SLURM_JOB_ID": "42",
             "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "12",
             # As of an interactive job from which this one was submitted.
             "SLURM_STEP_ID": "7", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_MEM_PER_CPU": "100", "SLURM_NTASKS": "1",
@@ -66,11 +79,7 @@ def cluster(tmp_path: Path) -> Cluster:
         stub.parent.mkdir(exist_ok=True)
         stub.write_text(f"#!/bin/bash\n{text}\n")
         stub.chmod(0o755)
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / "bin" / "activate").touch()
-    for package in ("param_decomp_jax", "param_decomp_lab"):
-        (tmp_path / "checkout" / package).mkdir(parents=True)
-        (tmp_path / "checkout" / package / "__init__.py").write_text("# as submitted\n")
+    (tmp_path / "checkout").mkdir()
     return Cluster(tmp_path)
 
 
@@ -83,34 +92,48 @@ def test_syntax(file: Path) -> None:
 
 
 def test_first_start(cluster: Cluster) -> None:
+    """Makes the run's folder as `pd launch` does, then starts what is in it."""
     done = cluster.run("configs/a.yaml", "--set", "pd.steps=3")
     assert done.returncode == 0, done.stderr
     out = cluster.folder / "checkout" / "runs"
-    assert f"pd train configs/a.yaml --set run_id={RUN} --set out_dir={out} --set pd.steps=3\n" in cluster.log
+    made = f"pd launch configs/a.yaml --set run_id={RUN} --set out_dir={out} --set pd.steps=3 --prepare --with-changes"
+    assert cluster.log.startswith(f"{made}\n")
+    assert f"pd train --resume {out}/{RUN}\n" in cluster.log
     assert "--nodes=8 --ntasks-per-node=8 --cpus-per-task=12 --mem=0 --kill-on-bad-exit=1" in cluster.log
+    of_tasks = cluster.log.rpartition("pd train")[2]
     for variable in ("SLURM_STEP_ID", "SLURM_CPU_BIND_TYPE", "SLURM_MEM_PER_CPU"):
-        assert variable not in cluster.log
+        assert variable not in of_tasks
     for setting in (
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92",
         f"JAX_COMPILATION_CACHE_DIR={out}/compiled",
         "HF_HUB_OFFLINE=1",
-        f"PYTHONPATH={out}/code/{RUN}",
+        f"PYTHONPATH={out}/{RUN}/code",
     ):
-        assert f"{setting}\n" in cluster.log
+        assert f"{setting}\n" in of_tasks
     assert "scontrol" not in cluster.log
 
 
-def test_goes_on_with_the_code_of_the_first_start(cluster: Cluster) -> None:
+def test_goes_on_with_what_the_first_start_made(cluster: Cluster) -> None:
     assert cluster.run("configs/a.yaml", "p-12345678").returncode == 0
-    out = cluster.folder / "checkout" / "runs"
-    (out / "p-12345678").mkdir()
-    (out / "p-12345678" / "config.yaml").touch()
-    code = cluster.folder / "checkout" / "param_decomp_lab" / "__init__.py"
-    code.write_text("# edited since\n")
     done = cluster.run("configs/a.yaml", "p-12345678", "--set", "pd.steps=3")
     assert done.returncode == 0, done.stderr
-    assert f"pd train --resume {out}/p-12345678\n" in cluster.log
-    assert (out / "code" / "p-12345678" / "param_decomp_lab" / "__init__.py").read_text() == "# as submitted\n"
+    assert "pd launch" not in cluster.log
+    assert f"pd train --resume {cluster.folder}/checkout/runs/p-12345678\n" in cluster.log
+
+
+def test_goes_on_with_a_run_from_elsewhere(cluster: Cluster) -> None:
+    """It has its configuration, and gets the code."""
+    run = cluster.folder / "checkout" / "runs" / "p-12345678"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    assert cluster.run("configs/a.yaml", "p-12345678").returncode == 0
+    assert cluster.log.startswith(f"pd launch {run} --prepare --with-changes\n")
+    assert f"pd train --resume {run}\n" in cluster.log
+
+
+def test_what_cannot_be_launched(cluster: Cluster) -> None:
+    assert cluster.run("configs/a.yaml", LAUNCH_STATUS="2").returncode == 2
+    assert "srun" not in cluster.log
 
 
 @pytest.mark.parametrize("how", ["status", "signal"])
@@ -120,7 +143,7 @@ def test_preempted(cluster: Cluster, how: str) -> None:
     done = cluster.run("configs/a.yaml", **told)
     assert done.returncode == 0, done.stderr
     assert cluster.log.endswith("scontrol requeue 42\n")
-    assert not list((cluster.folder / "checkout" / "runs" / "code").glob("*.preempted"))
+    assert not (cluster.folder / "checkout" / "runs" / RUN / ".preempted").exists()
     again = cluster.run("configs/a.yaml")
     assert again.returncode == 0
     assert "scontrol" not in cluster.log
@@ -132,7 +155,15 @@ def test_preempted_where_requeueing_is_off(cluster: Cluster) -> None:
     assert f"sbatch --nodes=8 slurm/train.sbatch configs/a.yaml {RUN}" in done.stderr
 
 
-@pytest.mark.parametrize("status", [1, 2])
+def test_told_before_anybody_listens(cluster: Cluster) -> None:
+    """SIGTERM ends a Python that has no handler yet: nothing is lost, and the job goes on."""
+    done = cluster.run("configs/a.yaml", TERM_AFTER="1", DEAF="1")
+    assert done.returncode == 0, done.stderr
+    assert cluster.log.endswith("scontrol requeue 42\n")
+
+
+# 143 of nobody's telling it: something else has ended the process.
+@pytest.mark.parametrize("status", [1, 2, 143])
 def test_failed(cluster: Cluster, status: int) -> None:
     assert cluster.run("configs/a.yaml", PD_STATUS=str(status)).returncode == status
     assert "scontrol" not in cluster.log
@@ -151,3 +182,18 @@ def test_signal_goes_to_the_tasks() -> None:
     lines = (ROOT / "slurm" / "train.sbatch").read_text().splitlines()
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
     assert {"--requeue", "--signal=TERM@300", "--open-mode=append"} <= options
+
+
+def test_asks_for_what_pd_launch_asks_for() -> None:
+    """But for the name, and where the log is."""
+    place = Place(nodes=1, per_node=8, simulated=None)
+    launched = script_text(
+        Job(), place, "param-decomp", [Path("/runs/p-00000001")], Path("/runs/p-00000001/job.sbatch")
+    )
+    by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
+
+    def options(text: str) -> set[str]:
+        given = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")}
+        return {option for option in given if not option.startswith(("--output=", "--chdir="))}
+
+    assert options(launched) == options(by_hand)

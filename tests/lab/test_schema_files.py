@@ -23,6 +23,7 @@ from tests.lab.tiny_run import ROOT, Outcome, Tiny, pd_here, saved_steps
 
 FILES = Path(__file__).parent / "schema_files"
 NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
+FAST = {"llama_layerwise", "tms_stochastic"}
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "torch_config:" in path.read_text())
 
 
@@ -44,7 +45,7 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         yield folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
 def test_every_file_runs(name: str, place: Path) -> None:
     """Two steps, an evaluation before and after them, a checkpoint, a report: as `pd check` said it would."""
     checked = pd_here("check", f"{name}.yaml")

@@ -1,11 +1,14 @@
 """Runs of several processes that are stopped, refused, broken, or go on with other devices."""
 
+import json
+import os
 import shlex
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -134,6 +137,71 @@ def test_goes_on_with_other_processes(tiny: Tiny, tmp_path: Path) -> None:
     assert statuses(train(tiny, options(), ["train", "--resume", three], count=4, devices=1)) == [0] * 4
     assert_alike(rows(tmp_path / "p-00000002"), rows(whole), 1e-5)
     assert_alike(rows(three), rows(whole), 1e-5)
+
+
+def test_goes_on_with_other_devices(tiny: Tiny, tmp_path: Path) -> None:
+    """Begun on four devices; gone on with on one, on eight, and on two in two processes: within 1e-5 of the run that
+    nobody stopped, and what was changed is on record."""
+    undisturbed, begun = tmp_path / "p-00000001", tmp_path / "p-00000002"
+    assert pd_here(*tiny.train(tmp_path, 1, "mesh={fsdp: 4}", *SMALL)).status == 0
+    stopped = train(tiny, options(term=[0, 12]), tiny.train(tmp_path, 2, "mesh={fsdp: 4}", *SMALL), 1, devices=4)
+    assert statuses(stopped) == [75], stopped
+    (at,) = saved_steps(begun)
+
+    for fsdp, count in ((1, 1), (8, 1), (2, 2)):
+        run_folder = tmp_path / f"on-{fsdp}" / begun.name
+        shutil.copytree(begun, run_folder)
+        found = train(
+            tiny, options(), ["train", "--resume", run_folder, "--set", f"mesh.fsdp={fsdp}"], count, fsdp // count
+        )
+        assert statuses(found) == [0] * count, found
+        assert f"changed since step {at}: mesh.fsdp: 4 -> {fsdp}" in found[0].text
+        assert_alike(rows(run_folder), rows(undisturbed), 1e-5)
+        want, got = saved_arrays(undisturbed, 40), saved_arrays(run_folder, 40)
+        for name in want:
+            assert np.linalg.norm(got[name] - want[name]) <= 1e-5 * np.linalg.norm(want[name]), name  # D4
+        assert yaml.safe_load((run_folder / "config.yaml").read_text())["wrapper"]["mesh"]["fsdp"] == fsdp
+        first, second = map(json.loads, (run_folder / "history.jsonl").read_text().splitlines())
+        assert (first["step"], first["changes"], len(first["devices"])) == (0, [], 4)
+        assert (second["step"], second["changes"]) == (at, [f"mesh.fsdp: 4 -> {fsdp}"])
+        assert (second["processes"], len(second["devices"])) == (count, fsdp)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "unlisted"])
+def test_all_go_on_from_the_same_checkpoint(tiny: Tiny, tmp_path: Path, damage: str) -> None:
+    """The newest one is damaged where process 1 alone reads it: both take the one before."""
+    cadence = "cadence={train_log_every: 1, save_every: 10}"
+    assert statuses(train(tiny, options(), tiny.train(tmp_path, 1, TWO, *SMALL, cadence), devices=1)) == [0, 0]
+    whole, damaged = tmp_path / "p-00000001", tmp_path / "copy" / "p-00000001"
+    shutil.copytree(whole, damaged)
+    checkpoint = damaged / "ckpts" / "40"
+    files = (checkpoint / "learned" / "ocdbt.process_1" / "d").iterdir()
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    if damage == "unlisted":
+        (checkpoint / "files.json").unlink()
+    found = train(tiny, options(), ["train", "--resume", damaged], devices=1)
+    assert statuses(found) == [0, 0], found
+    assert f"resuming {damaged} at step 30 of 40" in found[0].text
+    assert "a damaged checkpoint is now damaged-40, and the one before is used" in found[0].text
+    assert rows(damaged) == rows(whole)
+    assert saved_steps(damaged) == saved_steps(whole)
+    want, got = saved_arrays(whole, 40), saved_arrays(damaged, 40)
+    assert [name for name in want if want[name].tobytes() != got[name].tobytes()] == []
+
+
+def test_a_second_job_of_two_processes(tiny: Tiny, tmp_path: Path) -> None:
+    """Refused in both of its processes, while the first job goes on."""
+    endless = tiny.train(tmp_path, 1, TWO, *SMALL, "pd.steps=1000000", "eval=null")
+    run_folder = tmp_path / "p-00000001"
+    with started([*PD, *map(str, endless)], 2, 1, tiny.environment()) as processes:
+        processes[0].wait_until(lambda: bool(read_metrics(run_folder)), "a row")
+        second = run([*PD, "train", "--resume", str(run_folder)], 2, 1, tiny.environment())
+        assert statuses(second) == [2, 2], second
+        assert f"another job is in {run_folder}: process {processes[0].popen.pid} on" in second[0].text
+        assert "error" not in second[1].text
+        processes[1].popen.send_signal(signal.SIGTERM)
+        assert statuses(ended(processes)) == [75, 75]
 
 
 def test_a_toy_whose_target_is_not_there_yet(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,19 +1,18 @@
-"""Where metrics go: `metrics.jsonl` (T5), wandb, the terminal."""
+"""Where metrics go: `metrics.jsonl` (T5), the terminal."""
 
 import io
-import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import wandb
 from rich.console import Console
 
-from param_decomp_lab.config import RunConfig, load_config
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.sinks import METRICS_FILE, MetricsFile, Terminal, Wandb, brief, read_metrics
-from tests.lab.tiny_run import Tiny
+from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
 
 
 def steps(folder: Path) -> list[int]:
@@ -53,6 +52,46 @@ def test_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """No file may grow beyond this: the system's own refusal, as of a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_rows_wait_until_they_can_be_written(tmp_path: Path) -> None:
+    console = Console(record=True, file=io.StringIO(), width=300)
+    metrics = MetricsFile(tmp_path, 0, console)
+    metrics.write({"step": 0})
+    path = tmp_path / METRICS_FILE
+    with files_end_at(path.stat().st_size + 5):
+        for step in (1, 2, 3):
+            metrics.write({"step": step})
+        with pytest.raises(CannotWrite, match=r"3 rows of metrics\.jsonl cannot be written: File too large: "):
+            metrics.settle()
+        assert console.export_text().count("rows of metrics cannot be written and wait until they can") == 1
+    metrics.write({"step": 4})
+    metrics.settle()
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(5))  # no half of a row before
+    metrics.close()
+
+
+def test_what_could_not_be_written_at_the_end_is_not_half_there(tmp_path: Path) -> None:
+    console = Console(record=True, file=io.StringIO(), width=300)
+    metrics = MetricsFile(tmp_path, 0, console)
+    metrics.write({"step": 0})
+    before = (tmp_path / METRICS_FILE).read_text()
+    with files_end_at(len(before) + 5):
+        metrics.write({"step": 1})
+        metrics.close()
+    assert (tmp_path / METRICS_FILE).read_text() == before
+    assert "1 rows of metrics.jsonl could not be written and are lost" in console.export_text()
+
+
 def test_a_row_is_there_at_once(tmp_path: Path) -> None:
     """A killed process loses no row that it has written."""
     metrics = MetricsFile(tmp_path, 0)
@@ -61,104 +100,29 @@ def test_a_row_is_there_at_once(tmp_path: Path) -> None:
     metrics.close()
 
 
-# ---- wandb ----
+def test_what_is_synced_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a checkpoint is written, so that no machine that dies leaves a checkpoint and not the rows before it."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    metrics = MetricsFile(tmp_path, 0)
+    metrics.write({"step": 0})
+    metrics.settle()
+    metrics.close()
+    assert synced == [str(tmp_path / METRICS_FILE)]
 
 
-@pytest.fixture
-def logged(tiny: Tiny) -> RunConfig:
-    config = load_config(tiny.config, ["wandb={project: tiny}", "wandb_tags=[a, b]", "wandb_group=g"])
-    return config.with_run_id("p-01234567")
+# ---- the terminal ----
 
 
 def console() -> tuple[Console, io.StringIO]:
     text = io.StringIO()
     return Console(file=text, width=200), text
-
-
-class FakeRun:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.error, self.status = error, -1
-
-    def log(self, row: dict[str, Any], step: int) -> None:
-        if self.error is not None:
-            raise self.error
-        self.rows.append((step, row))
-
-    def finish(self, exit_code: int) -> None:
-        if self.error is not None:
-            raise self.error
-        self.status = exit_code
-
-
-def test_wandb_is_told_everything(logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    asked: dict[str, Any] = {}
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", lambda **arguments: asked.update(arguments) or run)
-    sink = Wandb(logged, tmp_path, console()[0])
-    sink.write({"step": 3, "train/loss/total": 1.0}, {})
-    sink.close(failed=True)
-    assert (asked["project"], asked["id"], asked["resume"], asked["group"]) == ("tiny", "p-01234567", "allow", "g")
-    assert asked["tags"] == ["a", "b"]
-    assert json.dumps(asked["config"])
-    assert run.rows == [(3, {"step": 3, "train/loss/total": 1.0})]
-    assert run.status == 1
-
-
-@pytest.mark.parametrize("error", [wandb.errors.CommError("down"), OSError("broken pipe"), TimeoutError("slow")])
-def test_a_lost_connection_never_ends_a_run(
-    logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-
-    def fail(**arguments: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(wandb, "init", fail)
-    terminal, text = console()
-    sink = Wandb(logged, tmp_path, terminal)
-    sink.write({"step": 0}, {})
-    sink.close(failed=False)
-    assert "goes on without it" in text.getvalue()
-
-    monkeypatch.setattr(wandb, "init", lambda **arguments: FakeRun(error))
-    terminal, text = console()
-    sink = Wandb(logged, tmp_path, terminal)
-    sink.write({"step": 0}, {})
-    sink.write({"step": 1}, {})
-    sink.close(failed=False)
-    assert text.getvalue().count("goes on without it") == 1
-
-    sink = Wandb(logged, tmp_path, terminal)
-    sink.close(failed=False)  # lost only at the end
-
-
-def test_a_misuse_does(logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-
-    def fail(**arguments: Any) -> Any:
-        raise wandb.errors.UsageError("api_key not configured")
-
-    monkeypatch.setattr(wandb, "init", fail)
-    with pytest.raises(UserError, match=r"api_key not configured.*WANDB_MODE=offline"):
-        Wandb(logged, tmp_path, console()[0])
-
-
-def test_disabled_or_not_configured(
-    tiny: Tiny, logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb, "init", lambda **arguments: pytest.fail("wandb was started"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    Wandb(logged, tmp_path, console()[0]).close(failed=False)
-    monkeypatch.delenv("WANDB_MODE")
-    sink = Wandb(load_config(tiny.config), tmp_path, console()[0])
-    sink.write({"step": 0}, {})
-    sink.close(failed=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- the terminal ----
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,110 @@
+"""What can be seen to be wrong with a checkpoint without reading its arrays, and getting it out of the way."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
+
+FILES = "files.json"
+"""In a checkpoint's folder: the size of every file in it, written when all of them were there."""
+DESCRIPTION = "_CHECKPOINT_METADATA"
+"""orbax's file beside the items; what we gave it is under `custom_metadata`."""
+ARRAYS = "_METADATA"
+"""orbax's file in an item: its arrays with their shapes."""
+
+ASIDE = "damaged-"
+"""Before the step, in the name of a checkpoint that was found damaged."""
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was saved: says which, and what is wrong with it."""
+
+
+def record_files(checkpoint: Path, items: Iterable[str]) -> None:
+    """Writes down what lies in a checkpoint that was just saved. OSError, `Damaged` when something is missing."""
+    found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
+    needed = [DESCRIPTION, *(f"{item}/{name}" for item in items for name in (ARRAYS, "manifest.ocdbt"))]
+    lost = [name for name in needed if not found.get(name)]
+    if lost:
+        raise Damaged(f"{checkpoint}: {lost[0]} is not there after saving")
+    write_whole(checkpoint / FILES, json.dumps(found, indent=1) + "\n")
+
+
+def wrong_on_disk(checkpoint: Path, items: Iterable[str]) -> str:
+    """What is wrong with the files of these items of a checkpoint, in words; "" if nothing is.
+
+    One without a list of its files (the save was killed between the two) is judged by what it holds, on restoring.
+    """
+    try:
+        sizes = json.loads((checkpoint / FILES).read_text())
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return f"{FILES} cannot be read ({error})"
+    of_items = tuple(f"{item}/" for item in items)
+    for name, size in sizes.items():
+        if "/" in name and not name.startswith(of_items):
+            continue
+        try:
+            now = os.stat(checkpoint / name).st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if now != size:
+            return f"{name} has {now:,} bytes, {size:,} were saved"
+    return ""
+
+
+def described(configuration: str, prints: Mapping[str, Mapping[str, str]], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint is saved with, with a digest of itself."""
+    told = {"configuration": configuration, "fingerprints": prints, "inputs": dict(inputs)}
+    return {**told, "digest": _digest(told)}
+
+
+def read_description(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint was saved with: the `configuration`, `fingerprints` of its arrays by item, and those of the
+    run's `inputs` (both empty in old ones). `Damaged` when it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((checkpoint / DESCRIPTION).read_text())["custom_metadata"]
+        digest = found.pop("digest", None)
+        if digest not in (None, _digest(found)):
+            raise ValueError("it does not say what it said when it was written")
+        return {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
+
+
+def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
+    """The arrays of an item of a checkpoint, by name, from its description alone. `Damaged` when it cannot be read."""
+    try:
+        tree = json.loads((item / ARRAYS).read_text())["tree_metadata"].values()
+        return {
+            "/".join(part["key"] for part in entry["key_metadata"]): tuple(entry["value_metadata"]["write_shape"])
+            for entry in tree
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{item}: {ARRAYS} cannot be read ({error!r})") from error
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a checkpoint to `damaged-<step>`, so that the step can be saved again; nothing is deleted."""
+    name = f"{ASIDE}{checkpoint.name}"
+    taken = sum(1 for path in checkpoint.parent.glob(f"{name}*"))
+    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    try:
+        checkpoint.rename(aside)
+    except OSError as error:
+        raise UserError(f"{checkpoint} is damaged and cannot be renamed to {aside.name}: {error.strerror}") from error
+    return aside
+
+
+def _digest(told: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

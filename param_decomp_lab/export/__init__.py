@@ -1,0 +1,143 @@
+"""`pd export`: what a run learned as safetensors, with a description that suffices to use them without this package."""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_lab.checkpoints import Checkpoints, flatten
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
+from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, opened
+from param_decomp_lab.export.tensors import Piece, pieces
+from param_decomp_lab.folders import new_folder
+from param_decomp_lab.opening.load import FoundCheckpoint, find_checkpoint
+from param_decomp_lab.programs import learned_shapes
+from param_decomp_lab.target_file import describe
+from param_decomp_lab.templates import templates_beside
+
+DESCRIPTION_FILE = "description.json"
+README_FILE = "README.md"
+FORMAT = 1
+LARGEST_FILE = 4 * 10**9
+"""Bytes; above, tensors are spread over several files with an index, as Hugging Face's are."""
+
+
+def export_run(
+    folder: Path, out: Path, step: int | None = None, *, overwrite: bool = False, largest: int = LARGEST_FILE
+) -> dict[str, Slot]:
+    """Writes V, U and the CI function of a run into the new folder ``out``; gives where every tensor lies.
+
+    The arrays go from file to file chunk by chunk: the host holds no more than one chunk, which is what one device
+    held of a stack of sites. ``out`` appears when it is complete. ``largest``: bytes of a file. UserError: as
+    `load_run`, ``out`` is taken or cannot be written.
+    """
+    found = find_checkpoint(folder, step)
+    item = Checkpoints(found.folder).path(found.step) / "learned"
+    arrays = CheckpointArrays(item)
+    _refuse_others(arrays, found, item)
+    parts = pieces(found.problem.target.sites, arrays.shapes)
+    shapes = {piece.name: piece.shape for of_array in parts.values() for piece in of_array}
+    with new_folder(out, marker=DESCRIPTION_FILE, overwrite=overwrite) as partial:
+        try:
+            slots = lay_out(partial, dict(sorted(shapes.items(), key=lambda entry: _order(found, entry[0]))), largest)
+            for name, of_array in parts.items():
+                _copy(arrays, name, of_array, partial, slots)
+            _look_again(partial, slots)
+            description = _description(found, slots)
+            (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+            (partial / README_FILE).write_text(_readme(description, slots), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+    return slots
+
+
+def _refuse_others(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) -> None:
+    """UserError unless the arrays are those of this configuration."""
+    wanted = flatten(learned_shapes(found.problem, make_mesh(MeshShape())))
+    expected = {name: tuple(x.shape) for name, x in wanted.items()}
+    wrong = sorted(name for name in {*expected, *arrays.shapes} if expected.get(name) != arrays.shapes.get(name))
+    if wrong:
+        here, then = arrays.shapes.get(wrong[0]), expected.get(wrong[0])
+        raise UserError(f"{item}: {wrong[0]} is {here}, and {then} by the configuration ({len(wrong)} such)")
+    other = sorted(name for name, dtype in arrays.dtypes.items() if dtype != np.float32)
+    if other:
+        raise UserError(f"{item}: {other[0]} is {arrays.dtypes[other[0]]}, where float32 is written")
+
+
+def _order(found: FoundCheckpoint, name: str) -> tuple[int, int, str]:
+    """The CI function last; the components site by site in canonical order."""
+    names = [f"components.{site.name}." for site in found.problem.target.sites.all]
+    number = next((n for n, prefix in enumerate(names) if name.startswith(prefix)), len(names))
+    return (0 if number < len(names) else 1, number, name)
+
+
+def _copy(arrays: CheckpointArrays, name: str, of_array: list[Piece], folder: Path, slots: Mapping[str, Slot]) -> None:
+    places = {piece.name: opened(folder, slots[piece.name]) for piece in of_array}
+    for part, values in arrays.chunks(name):
+        for piece in of_array:
+            whole = places[piece.name].T if piece.transposed else places[piece.name]
+            if piece.row is None:
+                whole[part] = values
+            elif part[0].start <= piece.row < part[0].stop:
+                whole[part[1:]] = values[piece.row - part[0].start]
+    for place in places.values():
+        place.flush()
+
+
+def _look_again(folder: Path, slots: Mapping[str, Slot]) -> None:
+    """What was written, as the library reads it."""
+    for file in {slot.file for slot in slots.values()}:
+        with safe_open(folder / file, framework="numpy") as tensors:
+            here = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        assert here == {name: slot.shape for name, slot in slots.items() if slot.file == file}
+
+
+def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str, Any]:
+    config, spec, sites = found.config, found.problem.decomposition, found.problem.target.sites
+    tied = {second: first for first, second in sites.tied}
+    return {
+        "format": FORMAT,
+        "run": {
+            "id": config.wrapper.run_id or found.folder.name,
+            "name": config.wrapper.run_name,
+            "step": found.step,
+            "steps": spec.steps,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("param-decomp", "jax", "orbax-checkpoint", "safetensors", "numpy")},
+        },
+        "target": describe(found.architecture),
+        "sites": [
+            {
+                **{key: getattr(site, key) for key in ("name", "layer", "kind", "d_in", "d_out", "C")},
+                "V": f"components.{site.name}.V",
+                "U": f"components.{site.name}.U",
+                "tied_to": tied.get(site.name),
+            }
+            for site in sites.all
+        ],
+        "ci": {"fn_type": config.torch.pd.ci_config.fn_type, **asdict(spec.ci), "sigmoid_type": spec.squashing},
+        "use_delta_component": spec.use_delta,
+        "tensors": {
+            name: {"file": slot.file, "shape": list(slot.shape), "dtype": "float32"} for name, slot in slots.items()
+        },
+        "configuration": {
+            "wrapper": config.wrapper.model_dump(mode="json"),
+            "torch": config.torch.model_dump(mode="json"),
+        },
+    }
+
+
+def _readme(description: dict[str, Any], slots: Mapping[str, Slot]) -> str:
+    files = sorted({slot.file for slot in slots.values()})
+    template = templates_beside(__file__, html=False).get_template("README.md.jinja")
+    return template.render(**description, files=files, index=INDEX_FILE if len(files) > 1 else None)

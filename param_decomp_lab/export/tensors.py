@@ -1,0 +1,51 @@
+"""What is exported under which name: one tensor per site (or block of the CI function), from the arrays of stacks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from param_decomp_jax.sites import Sites
+
+BLOCKS = "blocks"
+"""Part of the name of arrays with a leading axis for the blocks of a CI transformer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that is a part of an array of the checkpoint: its ``row`` on the first axis, or all of it (None)."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: int | None = None
+    transposed: bool = False
+
+
+def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+    """By name of an array of the item ``learned`` (``arrays``: their shapes): the tensors it is taken apart into.
+
+    A site that is tied to another (T4) gets tensors of its own, which are the other's, transposed and swapped.
+    """
+    stacks = {stack.name: [sites.all[n].name for n in stack.sites] for stack in sites.stacks}
+    tied = {first: second for second, first in sites.views.items()}
+    found: dict[str, list[Piece]] = {}
+    for name, shape in arrays.items():
+        kind, *path = name.split("/")
+        stack = next((part for part in path if part in stacks), None)
+        if stack is not None:
+            named = [(row, _named(kind, path, stack, site)) for row, site in enumerate(stacks[stack])]
+            found[name] = [Piece(tensor, shape[1:], row) for row, tensor in named]
+            if kind == "components" and stack in tied:
+                other = "U" if path[-1] == "V" else "V"
+                (site,) = stacks[tied[stack]]
+                found[name].append(Piece(f"components.{site}.{other}", shape[:0:-1], 0, transposed=True))
+        elif path[0] == BLOCKS:
+            rest = ".".join(path[1:])
+            found[name] = [Piece(f"{kind}.{BLOCKS}.{n}.{rest}", shape[1:], n) for n in range(shape[0])]
+        else:
+            found[name] = [Piece(".".join((kind, *path)), shape)]
+    return found
+
+
+def _named(kind: str, path: list[str], stack: str, site: str) -> str:
+    """`components/<stack>/V` is `components.<site>.V`; the rows of a joint affine map are `ci.project.<site>.W`."""
+    parts = [site if part == stack else part for part in path if part != "rows"]
+    return ".".join((kind, *parts, *(("W",) if "rows" in path else ())))

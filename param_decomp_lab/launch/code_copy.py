@@ -1,0 +1,91 @@
+"""The code of a run: a copy of the checkout at its present commit, which nobody edits."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.run_folder import COMMIT_FILE
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("param_decomp_jax", "param_decomp_lab", "slurm", "pyproject.toml")
+"""What is copied, and what must not have changed since the commit. A configuration may: the run's folder has it."""
+CODE, PATCH = "code", "changes.patch"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A checkout. ``changes``: what `git status` says of its code, a line each."""
+
+    root: Path
+    commit: str
+    changes: tuple[str, ...]
+
+    @classmethod
+    def of_checkout(cls, root: Path = ROOT) -> "Code":
+        """The code that runs here. UserError where it is in no checkout of its own."""
+        try:
+            top = _git(root, "rev-parse", "--show-toplevel").strip()
+        except (UserError, FileNotFoundError) as error:
+            raise UserError(f"{root} is not a git checkout; a run is launched from one: {error}") from error
+        if Path(top).resolve() != root.resolve():
+            raise UserError(
+                f"{root} is not a git checkout of its own (it lies in {top}); a run is launched from one, with the "
+                "packages installed by `pip install --editable`"
+            )
+        status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS)
+        return cls(root, _git(root, "rev-parse", "HEAD").strip(), tuple(status.splitlines()))
+
+    def refuse_changes(self) -> None:
+        """UserError where the code is not that of its commit."""
+        if not self.changes:
+            return
+        shown = "\n  ".join(self.changes[:10]) + (
+            f"\n  … ({len(self.changes)} files)" if len(self.changes) > 10 else ""
+        )
+        raise UserError(
+            f"{self.root} has changes that are in no commit:\n  {shown}\n"
+            "commit them, or take them along with --with-changes: the run then keeps them as a patch beside its code"
+        )
+
+    def copy_to(self, folder: Path) -> None:
+        """Makes ``folder`` with the code as it is now. Files cannot be written; folders can, so that one may remove
+        them. Uncommitted changes are in it, and in a patch."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="param-decomp-") as scratch:
+            tree, environment = self.commit, dict(os.environ)
+            if self.changes:
+                # An index and a store of its own: nothing is left in the checkout's.
+                objects = _git(self.root, "rev-parse", "--git-path", "objects").strip()
+                environment |= {
+                    "GIT_INDEX_FILE": f"{scratch}/index",
+                    "GIT_OBJECT_DIRECTORY": scratch,
+                    "GIT_ALTERNATE_OBJECT_DIRECTORIES": str((self.root / objects).resolve()),
+                }
+                _git(self.root, "read-tree", self.commit, environment=environment)
+                _git(self.root, "add", "--all", "--", *PARTS, environment=environment)
+                tree = _git(self.root, "write-tree", environment=environment).strip()
+                patch = f"--output={folder / PATCH}"
+                _git(self.root, "diff", "--binary", patch, self.commit, tree, "--", *PARTS, environment=environment)
+            archive = Path(scratch) / "code.tar"
+            _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, environment=environment)
+            subprocess.run(["tar", "--extract", "--file", archive, "--directory", folder], check=True)
+        said = f", with {PATCH}" if self.changes else ""
+        (folder / COMMIT_FILE).write_text(f"{self.commit}{said}\n")
+        for file in folder.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                file.chmod(file.stat().st_mode & ~0o222)
+
+
+def _git(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """What git says. UserError with its own words where it refuses."""
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], env=environment, capture_output=True, text=True,
+        errors="replace", check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise UserError(f"git {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,65 @@
+"""`--sweep`: one run for each value of a key, and for each combination where there are several keys."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.errors import UserError
+
+UNSWEPT = ("run_id", "out_dir")
+"""Each run of a sweep gets an id of its own, and all of them lie together."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one run of a sweep sets: keys with their values."""
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """As `--set` takes them."""
+        return tuple(f"{key}={json.dumps(value)}" for key, value in self.values)
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.values)
+
+
+def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[Choice]:
+    """All combinations of what ``sweeps`` say (``key=a,b,c``), the last key changing fastest; without any, one that
+    sets nothing. ``sets``: assignments that hold for all runs.
+
+    UserError for what is no sweep, and for a key that is given twice.
+    """
+    held = {text.partition("=")[0].strip() for text in sets}
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for text in sweeps:
+        key, values = _parse(text)
+        if key in found:
+            raise UserError(f"--sweep {text}: {key} is given twice; put all its values into one")
+        if key in held:
+            raise UserError(f"--sweep {text}: {key} is given by --set too; leave out one of the two")
+        found[key] = [(key, value) for value in values]
+    if found and "run_id" in held:
+        raise UserError("--set run_id: each run of a sweep gets an id of its own; leave it out")
+    return [Choice(values) for values in itertools.product(*found.values())]
+
+
+def _parse(text: str) -> tuple[str, list[Any]]:
+    key, equals, said = text.partition("=")
+    key = key.strip()
+    if not key or not equals or not said.strip():
+        raise UserError(f"--sweep {text}: should be key=values, such as pd.seed=0,1,2")
+    if key in UNSWEPT:
+        raise UserError(f"--sweep {text}: {key} cannot be swept; each run gets an id of its own, in one out_dir")
+    # A list in YAML: commas within brackets and quotes belong to a value.
+    values = parse_yaml(f"[{said}]", f"--sweep {text}")
+    if not values:
+        raise UserError(f"--sweep {text}: has no values")
+    twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
+    if twice is not None:
+        raise UserError(f"--sweep {text}: {json.dumps(twice)} is given twice, which would be the same run")
+    return key, values

@@ -1,0 +1,60 @@
+"""What an opened run computes, each to be compiled: one program for every shape of inputs."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from param_decomp_jax.ci import squashings
+from param_decomp_jax.components import with_views
+from param_decomp_jax.masked import Stream
+from param_decomp_jax.masks import Bundle, GivenSources
+from param_decomp_jax.recon import run_masked
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.llama import Llama
+from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_lab.eval.importance import logits_of_sites, read_batch
+
+
+def importances(
+    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
+) -> dict[str, Array]:
+    """Of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
+    logits = logits_of_sites(problem, components, ci, weights, inputs, names)
+    lower, upper = squashings(problem.decomposition.squashing)
+    squash = {"lower": lower, "upper": upper, "logits": lambda z: z}[kind]
+    return jax.tree.map(squash, logits)
+
+
+def masked(
+    problem: Problem,
+    components: Any,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    sources: Bundle,
+    live: tuple[int, ...],
+    pinned: bool,
+) -> Array:
+    """The output with these sites live: masked by λ where ``pinned`` and sources are 0 (M1), else by the sources."""
+    components = with_views(components, problem.target.sites)
+    scene, judge = read_batch(problem, components, ci, weights, inputs)
+    if not pinned:
+        judge = replace(judge, squash=jnp.zeros_like)
+    [forward], _ = run_masked(scene, components, judge, [Stream(live, GivenSources(sources, scene.batch))])
+    return _given(problem, weights, forward.output)
+
+
+def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
+    """The output of the target as it is."""
+    return _given(problem, weights, problem.target.forward(weights, inputs, UNTOUCHED).output)
+
+
+def _given(problem: Problem, weights: Weights, output: Array) -> Array:
+    target = problem.target
+    if isinstance(target, Llama):
+        return target.logits(weights, output)
+    return output.astype(jnp.float32)

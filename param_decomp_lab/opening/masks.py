@@ -1,0 +1,114 @@
+"""Masks as people give them, per site, and the sources that a masked forward takes in their place."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from param_decomp_jax.masks import Bundle, Sources
+from param_decomp_jax.sites import Site, Sites
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+
+CI: Literal["ci"] = "ci"
+"""The mask of a site is its lower causal importance λ."""
+
+Mask = Any
+"""``"ci"``; component numbers (integers: these on, the others off); or a mask (floats or booleans), which broadcasts
+to ``[*n, C]``."""
+
+Masks = Literal["ci"] | Mapping[str, Mask]
+"""One for all sites, or by site name or pattern; sites that none names are left as the target has them (F3)."""
+
+
+def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, Literal["ci"] | np.ndarray]:
+    """The mask of every live site, in canonical order: ``"ci"``, or floats that broadcast to ``[*leading, C]``.
+
+    UserError: an unknown site, a site that two patterns name, a mask of a wrong shape, a component that is not there.
+    """
+    if isinstance(masks, str):
+        masks = {"*": masks}
+    if not isinstance(masks, Mapping):
+        raise UserError(f"masks: should be '{CI}', or masks by site, not {type(masks).__name__}")
+    found: dict[str, Literal["ci"] | np.ndarray] = {}
+    named: dict[str, str] = {}
+    for pattern, mask in masks.items():
+        members = [site for site in sites.all if matches_module(pattern, site.name)]
+        if not members:
+            names = [site.name for site in sites.all]
+            raise UserError(f"masks: '{pattern}' is no site; {nearest(pattern, names)}")
+        for site in members:
+            if site.name in named:
+                raise UserError(f"masks: {site.name} is named twice, by '{named[site.name]}' and by '{pattern}'")
+            named[site.name] = pattern
+            found[site.name] = _mask(site, mask, leading)
+    return {site.name: found[site.name] for site in sites.all if site.name in found}
+
+
+def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | np.ndarray:
+    if isinstance(mask, str):
+        if mask != CI:
+            raise UserError(f"masks: {site.name}: '{mask}' is no kind of mask; the only word is '{CI}'")
+        return CI
+    given = np.asarray(sorted(mask) if isinstance(mask, set | frozenset) else mask)
+    if given.dtype.kind in "iu" or given.size == 0:
+        given = _these_on(site, given.ravel().astype(np.int64))
+    shape = (*leading, site.C)
+    try:
+        np.broadcast_to(given, shape)
+    except ValueError:
+        raise UserError(
+            f"masks: {site.name}: a mask of shape {list(given.shape)} does not broadcast to {list(shape)}, that of the "
+            "inputs and the site's C"
+        ) from None
+    padded = given.reshape((1,) * (len(shape) - given.ndim) + given.shape).astype(np.float32)
+    return np.broadcast_to(padded, (*padded.shape[:-1], site.C))
+
+
+def _these_on(site: Site, numbers: np.ndarray) -> np.ndarray:
+    beyond = numbers[(numbers < 0) | (numbers >= site.C)]
+    if beyond.size:
+        raise UserError(f"masks: {site.name} has components 0 to {site.C - 1}; there is no {beyond[0]}")
+    if len(np.unique(numbers)) < len(numbers):
+        raise UserError(
+            f"masks: {site.name}: integers are numbers of components, and one is given twice; give a mask as floats"
+        )
+    mask = np.zeros(site.C, np.float32)
+    mask[numbers] = 1
+    return mask
+
+
+def bundle(
+    sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], n_leading: int, delta: float
+) -> tuple[tuple[int, ...], Bundle]:
+    """The live sites, and sources that are these masks where λ counts as 0. ``delta``: weight of Δ everywhere."""
+    names = [site.name for site in sites.all]
+    made = {}
+    for stack in sites.stacks:
+        own = {row: masks[names[n]] for row, n in enumerate(stack.sites) if names[n] in masks}
+        if not own:
+            continue
+        lead = np.broadcast_shapes((1,) * n_leading, *(mask.shape[:-1] for mask in own.values()))
+        components = np.zeros((stack.n_layers, *lead, stack.C), np.float32)
+        for row, mask in own.items():
+            components[row] = mask
+        deltas = None if delta == 0 else jnp.full((stack.n_layers, *lead), delta, jnp.float32)
+        made[stack.name] = Sources(jnp.asarray(components), deltas)
+    live = tuple(n for n, name in enumerate(names) if name in masks)
+    return live, made
+
+
+def chosen_sites(sites: Sites, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the sites that a pattern, or one of several, names; all of them for None. UserError for one that names
+    none."""
+    names = [site.name for site in sites.all]
+    if patterns is None:
+        return tuple(names)
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in wanted:
+        if not any(matches_module(pattern, name) for name in names):
+            raise UserError(f"'{pattern}' is no site; {nearest(pattern, names)}")
+    return tuple(name for name in names if any(matches_module(pattern, name) for pattern in wanted))

@@ -1,0 +1,106 @@
+"""The target of a run that is opened: its shapes from the run's folder, its weights when they are asked for."""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from param_decomp_jax.placement import replicate
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets import llama, resid_mlp, tms
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_lab.build.language_model import language_problem, target_folder, weight_shardings
+from param_decomp_lab.build.toys import toy_problem
+from param_decomp_lab.check.target import UnknownTarget, find_target
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.wrapper import TargetSource
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
+from param_decomp_lab.target_file import Architecture, describe, read_target
+from param_decomp_lab.weights.hf_config import read_config
+from param_decomp_lab.weights.hf_llama import load_llama
+from param_decomp_lab.weights.toys import load_toy, read_toy_config
+
+
+def with_target(config: RunConfig, folder: Path) -> RunConfig:
+    """The same run with its target's weights in another folder."""
+    source = TargetSource(folder=folder.expanduser().absolute())
+    return replace(config, wrapper=config.wrapper.model_copy(update={"target": source}))
+
+
+def architecture_of(run_folder: Path, config: RunConfig) -> Architecture:
+    """From the run's folder; of an older run, from its target. UserError where neither tells."""
+    known = read_target(run_folder)
+    if known is not None:
+        return known
+    found = find_target(config)
+    if isinstance(found, UnknownTarget):
+        raise UserError(f"{run_folder} does not say what its target looks like, and it is not here: {found.reason}")
+    return found.architecture
+
+
+def problem_of(config: RunConfig, architecture: Architecture, run_folder: Path) -> Problem:
+    """What the run decomposes. ``run_folder``: for errors."""
+    if isinstance(architecture, LlamaConfig):
+        return language_problem(config, architecture)
+    return toy_problem(config, architecture, run_folder)
+
+
+def bytes_of_weights(config: RunConfig, architecture: Architecture) -> int:
+    """About what the target's weights take; bfloat16 is supposed of a language model that does not say."""
+    match architecture:
+        case LlamaConfig():
+            shapes, size = llama.weight_shapes(architecture), 2
+        case TMSConfig():
+            shapes, size = tms.weight_shapes(architecture), 4
+        case ResidMLPConfig():
+            shapes, size = resid_mlp.weight_shapes(architecture), 4
+    if isinstance(config.torch, LanguageModelFile) and config.torch.target.weights_dtype == "float32":
+        size = 4
+    return size * sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
+
+
+def weights_folder(config: RunConfig) -> Path:
+    """Where the target's weights are. UserError where there is no such folder; nothing is fetched or trained."""
+    if isinstance(config.torch, LanguageModelFile):
+        folder = target_folder(config)
+    else:
+        source = config.wrapper.target
+        assert source is not None, "a toy has a folder or a recipe"
+        if source.folder is not None:
+            folder = source.folder
+        else:
+            assert source.pretrain is not None
+            recipe = read_toy_recipe(source.pretrain)
+            folder = Path(recipe.out)
+            if not is_trained(recipe):
+                raise UserError(
+                    f"the target of {source.pretrain} is not in {folder}: train it with `pd pretrain "
+                    f"{source.pretrain}`, or say where it is (load_run(…, target=FOLDER))"
+                )
+    if not folder.is_dir():
+        raise UserError(f"the target's folder {folder} is not there; say where it is (load_run(…, target=FOLDER))")
+    return folder
+
+
+def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
+    """The target's weights on the mesh. UserError: they are not there, or another target's than the run's."""
+    folder = weights_folder(config)
+    is_llama = isinstance(architecture, LlamaConfig)
+    found: Architecture = read_config(folder) if is_llama else read_toy_config(folder)
+    if found != architecture:
+        here, then = describe(found), describe(architecture)
+        changes = ", ".join(
+            f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
+        )
+        raise UserError(f"{folder} holds another target than the run decomposed: {changes}")
+    if isinstance(architecture, LlamaConfig):
+        assert isinstance(config.torch, LanguageModelFile)
+        return load_llama(folder, config.torch.target.weights_dtype, weight_shardings(mesh, architecture))[1]
+    return replicate(load_toy(folder)[1], mesh)

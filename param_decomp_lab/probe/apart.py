@@ -1,0 +1,33 @@
+"""`pd probe` in a process of its own: compilers take memory that they do not give back."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Told:
+    """``answer``: what `pd probe --json` writes; None where there is no verdict; ``why`` says why not. ``out``: what it
+    prints."""
+
+    status: int
+    answer: Mapping[str, Any] | None
+    out: str
+    why: str
+
+
+def probe_apart(path: Path, sets: Sequence[str], options: Sequence[str]) -> Told:
+    """What `pd probe` says of the configuration in ``path`` with the assignments ``sets``."""
+    with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
+        file = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "param_decomp_lab", "probe", str(path), "--json", str(file), *options]
+        command += [argument for text in sets for argument in ("--set", text)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        answer = json.loads(file.read_text()) if done.returncode in (0, 3) and file.is_file() else None
+    why = done.stderr.strip() or done.stdout.strip() or f"pd probe ended with status {done.returncode}"
+    return Told(done.returncode, answer, done.stdout, why.partition("error: ")[2] or why)

@@ -1,0 +1,30 @@
+"""Every kind of damage to a run folder, with real processes; and the page that tells what comes of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from experiments.damage_cases import CASES, Rig, make_whole
+from experiments.damage_table import unlike
+from tests.lab.tiny_run import ROOT
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_whole(tmp_path_factory.mktemp("damage"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_comes_of_it(whole: Path, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    if case.needs_root and os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    seen = case.act(Rig(tmp_path, whole))
+    assert unlike(case, seen) == [], seen
+
+
+def test_the_page_has_every_case() -> None:
+    rows = (ROOT / "docs" / "measurements" / "damage.md").read_text()
+    assert [case.what for case in CASES.values() if f"| {case.what} |" not in rows] == []

@@ -1,0 +1,230 @@
+"""On a real Slurm: submit, be preempted, come back, and end as if nothing had happened (`make test-slurm`)."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from param_decomp_lab.sinks import read_metrics
+from tests.lab.one_node import Checkout, Cluster, one_node, sets
+from tests.lab.several import environment_of
+from tests.lab.test_processes import SMALL
+from tests.lab.tiny_run import LIGHT, Tiny, rows, saved_arrays, saved_steps
+
+pytestmark = pytest.mark.slurm
+STEPS, EVALUATED = 140, 120
+RUN = (
+    *SMALL,
+    f"pd.steps={STEPS}",
+    "pd.faithfulness_warmup_steps=1500",
+    f"eval={{batch_size: 8, n_steps: 24, every: {EVALUATED}, slow_every: {EVALUATED}, slow_on_first_step: false,"
+    " metrics: [{type: CI_L0, groups: null}, {type: CIMeanPerComponent}]}",
+    "cadence={train_log_every: 1, save_every: 50}",
+    "mesh={fsdp: 4}",
+)
+"""Long enough in each of its parts to be met there."""
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+TASKS = ("--gpu", "none", "--gpus-per-node", "2", "--cpus-per-task", "1")
+ASKS_FOR_GPUS = ("--sbatch", "gpus-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with one_node(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return Checkout.make(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs lie, beside what they have compiled."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Tiny, checkout: Checkout, cluster: Cluster, runs: Path) -> Path:
+    """The same two tasks of two devices, made by `pd launch --local`."""
+    settings = sets((*RUN, f"out_dir={runs}", "run_id=p-00000000"))
+    done = checkout.pd("launch", tiny.config, *settings, *TASKS, "--local", environment=cluster.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return runs / "p-00000000"
+
+
+def submitted(checkout: Checkout, cluster: Cluster, *arguments: str | Path) -> str:
+    """The number of the job."""
+    done = checkout.pd("launch", *arguments, environment=cluster.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.search(r"^job (\d+)", done.stdout, re.MULTILINE)[1]  # type: ignore[index]
+
+
+def assert_same_run(run: Path, undisturbed: Path) -> None:
+    """T5: every row once, all of it equal to the last bit, and so is what the last checkpoint holds."""
+    assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
+    assert rows(run) == rows(undisturbed)
+    want, got = (saved_arrays(folder, STEPS) for folder in (undisturbed, run))
+    assert want.keys() == got.keys()
+    assert [name for name in want if want[name].tobytes() != got[name].tobytes()] == []
+    assert (run / "examples.json").read_bytes() == (undisturbed / "examples.json").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["requeue", "notice"])
+def test_preempted(
+    how: str, tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """In the warm-up, in a step, in an evaluation: by `scontrol requeue`; by SIGTERM with notice, one of these from
+    Slurm itself, for a job that is more urgent. The checkout and the configuration are edited meanwhile."""
+    shutil.copytree(tiny.folder, tmp_path / "configuration", ignore=shutil.ignore_patterns("data", "target", "text"))
+    config = tmp_path / "configuration" / tiny.config.name
+    places = (f"target={{folder: {tiny.folder}/target}}",)
+    places += (f"data={{train: {tiny.folder}/data/train, eval: {tiny.folder}/data/eval}}",)
+    run = runs / {"requeue": "p-00000001", "notice": "p-00000002"}[how]
+    settings = sets((*RUN, *places, f"out_dir={runs}", f"run_id={run.name}"))
+    job = submitted(checkout, cluster, config, *settings, *TASKS, *ASKS_FOR_GPUS)
+
+    def log() -> str:
+        file = run / f"slurm-{job}.log"
+        return file.read_text() if file.exists() else ""
+
+    def of_this_start() -> str:
+        return log().rpartition(f" job {job}, start ")[2]
+
+    def preempt(moment: str) -> None:
+        if how == "requeue":
+            cluster.ask("scontrol", "requeue", job)
+        elif moment == "step":
+            cluster.ask("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
+        else:
+            cluster.ask("scancel", "--signal=TERM", job)
+
+    def come_back(start: int) -> None:
+        cluster.wait(lambda: f" job {job}, start {start}:" in log(), f"start {start}", log)
+
+    with checkout.broken():
+        (tmp_path / "configuration" / "torch.yaml").write_text("nonsense")
+        cluster.wait(lambda: "faithfulness warm-up" in of_this_start(), "the warm-up", log)
+        preempt("warm-up")
+        come_back(1)
+        assert "stopped in the faithfulness warm-up; nothing was saved" in log()
+        assert not (run / "metrics.jsonl").exists()
+
+        cluster.wait(lambda: len(read_metrics(run)) > 3, "some steps", log)
+        preempt("step")
+        come_back(2)
+        at = saved_steps(run)[-1]
+        assert f"stopped and saved at step {at};" in log(), log()
+        assert 3 < at < EVALUATED
+
+        cluster.wait(lambda: len(read_metrics(run)) >= EVALUATED, "the evaluation", log)
+        preempt("evaluation")
+        come_back(3)
+        assert f"stopped while evaluating and saved at step {EVALUATED};" in log(), log()
+
+        cluster.wait(lambda: cluster.state(job) not in UNFINISHED, "the end", log)
+    assert cluster.state(job) == "COMPLETED", log()
+    assert "this is not what was launched" not in log()
+    assert_same_run(run, undisturbed)
+    told = json.loads((run / "launch.json").read_text())
+    environment = json.loads((run / "environment.json").read_text())
+    assert told["jobs"] == [job]
+    assert told["commit"] == environment["git_commit"] == checkout.git("rev-parse", "HEAD")
+    assert environment["processes"] == 2
+    assert len(environment["devices"]) == 4
+
+
+def test_sweep(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
+    """An array, of which each job makes a run of its own, as it would be made alone."""
+    settings = sets((*LIGHT, f"out_dir={tmp_path}"))
+    sweep = ("--sweep", "pd.seed=3,4", "--gpu", "none", "--cpus-per-task", "1", "--shared")
+    job = submitted(checkout, cluster, tiny.config, *settings, *sweep)
+    folders = sorted(tmp_path.glob("p-*"))
+    assert len(folders) == 2
+
+    def logs() -> str:
+        return "".join(path.read_text() for path in tmp_path.rglob("*.log"))
+
+    def states() -> set[str]:
+        return {cluster.state(f"{job}_{index}") for index in range(2)}
+
+    cluster.wait(lambda: not states() & set(UNFINISHED), "the end of both", logs)
+    assert states() == {"COMPLETED"}, logs()
+    seeds = {}
+    for folder in folders:
+        assert [row["step"] for row in rows(folder)] == [0, 3, 6, 9, 11]
+        assert saved_steps(folder) == [12]
+        told = json.loads((folder / "launch.json").read_text())
+        seeds[told["swept"]["pd.seed"]] = folder
+        assert told["jobs"][0] in (f"{job}_0", f"{job}_1")
+        assert f"run_name: tiny pd.seed={told['swept']['pd.seed']}" in (folder / "config.yaml").read_text()
+        assert len(list(folder.glob("slurm-*.log"))) == 1
+    assert seeds.keys() == {3, 4}
+    assert rows(seeds[3]) != rows(seeds[4])
+    alone = sets((*LIGHT, "pd.seed=4", f"out_dir={tmp_path}", "run_id=p-00000004"))
+    assert checkout.pd("train", tiny.config, *alone, environment=cluster.environment()).returncode == 0
+    assert rows(seeds[4]) == rows(tmp_path / "p-00000004")
+
+
+def test_cancelled_and_gone_on_with(tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path) -> None:
+    """`scancel` is for good, though the tasks still save; the same script goes on."""
+    run = runs / "p-00000005"
+    longer = ("pd.steps=800", "cadence={train_log_every: 1}", "mesh={fsdp: 2}")
+    settings = sets((*LIGHT, *longer, f"out_dir={runs}", f"run_id={run.name}"))
+    job = submitted(checkout, cluster, tiny.config, *settings, *TASKS)
+
+    def log() -> str:
+        return "".join(path.read_text() for path in sorted(run.glob("slurm-*.log")))
+
+    cluster.wait(lambda: len(read_metrics(run)) > 3, "some steps", log)
+    cluster.ask("scancel", job)
+    cluster.wait(lambda: cluster.state(job) == "CANCELLED" and not cluster.ask("squeue", "-h"), "the end", log)
+    (at,) = saved_steps(run)
+    assert 3 < at < 800
+    again = cluster.ask("sbatch", "--parsable", str(run / "job.sbatch"))
+    cluster.wait(lambda: cluster.state(again) not in UNFINISHED, "the end", log)
+    assert cluster.state(again) == "COMPLETED", log()
+    assert f"resuming {run} at step {at} of 800" in log()
+    assert [row["step"] for row in rows(run)] == list(range(800))
+
+
+def test_by_hand(tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path) -> None:
+    """`slurm/train.sbatch` does what `pd launch` does, and takes changes of the checkout along."""
+    run = runs / "p-00000006"
+    (checkout.folder / "slurm" / "note.txt").write_text("not committed\n")
+    options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", f"--output={runs}/by-hand.log")
+    settings = sets((*LIGHT, "mesh={fsdp: 2}"))
+    where = {"OUT_DIR": str(runs), "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "NPROC": "16"}
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, "slurm/train.sbatch", str(tiny.config), run.name, *settings],
+        env={**cluster.environment(), **environment_of(1, where)}, cwd=checkout.folder, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+
+    def log() -> str:
+        return (runs / "by-hand.log").read_text()
+
+    cluster.wait(lambda: cluster.state(job) not in UNFINISHED, "the end", log)
+    assert cluster.state(job) == "COMPLETED", log()
+    assert saved_steps(run) == [12]
+    assert (run / "code" / "slurm" / "note.txt").read_text() == "not committed\n"
+    assert "+not committed" in (run / "code" / "changes.patch").read_text()
+    commit = json.loads((run / "environment.json").read_text())["git_commit"]
+    assert commit == f"{checkout.git('rev-parse', 'HEAD')}, with changes.patch"
+    (checkout.folder / "slurm" / "note.txt").unlink()
+
+
+def test_refused_by_slurm(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
+    """Its own words, and nothing is left."""
+    arguments = ("launch", tiny.config, *sets((*LIGHT, f"out_dir={tmp_path}")), "--gpu", "none")
+    done = checkout.pd(*arguments, "--partition", "nowhere", environment=cluster.environment())
+    assert done.returncode == 2
+    assert "sbatch refuses the job: sbatch: error: invalid partition specified: nowhere" in done.stderr
+    assert list(tmp_path.iterdir()) == []
