@@ -114,14 +114,12 @@ def _train(
 ) -> None:
     from param_decomp_lab import run
     from param_decomp_lab.config import load_config
+    from param_decomp_lab.notes import tell_notes
 
     with processes.together():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
-        for line in loaded.warnings:
-            console.print(f"[yellow]note:[/] {_escaped(line)}", highlight=False, soft_wrap=True)
-        if loaded.ignored:
-            console.print(f"[yellow]note:[/] without effect here: {', '.join(loaded.ignored)}", soft_wrap=True)
+        tell_notes(loaded.notes, console)
     if resume is not None:
         run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
     elif loaded is not None:

@@ -32,6 +32,7 @@ from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.inputs import changed_inputs, fingerprints_of_inputs
 from param_decomp_lab.lock import only_job
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.parent import Parent, find_parent, refuse_unlike, restore_parent
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.programs import (
@@ -262,7 +263,7 @@ class _Run:
             return self._warmed_up(self._initial())
         self.console.print(f"beginning with what {parent} has learned", soft_wrap=True, markup=False)
         if parent.target not in ("", self.inputs["target"]):
-            self.console.print("[yellow]note:[/] that run decomposes other weights than this one", soft_wrap=True)
+            tell_notes(["that run decomposes other weights than this one"], self.console)
         fresh = self._initial()
         for unlearned in jax.tree.leaves((fresh.components, fresh.ci)):
             unlearned.delete()

@@ -20,6 +20,7 @@ from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.torch_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.parent import Parent, find_parent, refuse_unlike
 from param_decomp_lab.report.numbers import exact
 from param_decomp_lab.run_folder import refuse_taken
@@ -141,9 +142,5 @@ def _results(config: RunConfig) -> str:
 
 
 def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
-    notes = [("note", line) for line in config.warnings]
-    if config.ignored:
-        notes.append(("note", f"accepted, without meaning here: {', '.join(config.ignored)}"))
-    notes += [("not on this machine", line) for line in missing]
-    for label, line in notes:
-        console.print(Text.assemble((f"{label}: ", "yellow"), line))
+    tell_notes(config.notes, console, wrap=True)
+    tell_notes(missing, console, "not on this machine", wrap=True)

@@ -22,7 +22,8 @@ class RunConfig:
     """Everything a run was told, valid in itself.
 
     ``wrapper``: paths made relative to where one stands, memory preset chosen. ``torch``: the schema file.
-    ``ignored``: dotted keys that were given and have no meaning here. ``warnings``: lines for people.
+    ``ignored``: dotted keys that were given and have no meaning here. ``warnings``: what is
+    valid and probably not meant.
     """
 
     wrapper: Wrapper
@@ -39,6 +40,14 @@ class RunConfig:
         experiment = self.wrapper.experiment or toy_of([target.module_pattern for target in targets])
         assert experiment is not None
         return experiment
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for people, to be shown before anything is done: `warnings`, and what is `ignored`."""
+        return (
+            *self.warnings,
+            *([f"accepted, without meaning here: {', '.join(self.ignored)}"] if self.ignored else ()),
+        )
 
     def with_run_id(self, run_id: str) -> "RunConfig":
         """The same run under the id it was given."""

@@ -20,6 +20,7 @@ from param_decomp_lab.launch.local import commands, free_port, gpus_here, local_
 from param_decomp_lab.launch.place import NO_GPU, Place, place_of
 from param_decomp_lab.launch.prepare import add_code, make_run, note_job
 from param_decomp_lab.launch.sweep import Choice, choices
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.run_folder import CONFIG_FILE, refuse_taken
 from param_decomp_lab.stop_signal import STOPPED
@@ -161,13 +162,9 @@ def _runs(told: Launch, console: Console) -> list[Run]:
 
 def _notes(configs: Sequence[RunConfig], console: Console) -> None:
     """What people should know, once; UserError where a target does not fit its configuration, or is not known."""
-    lines = []
-    for config in configs:
-        lines += [f"note: {line}" for line in config.warnings]
-        lines += [f"not on this machine: {line}" for line in (*known_target(config).missing, *check_data(config))]
-    for line in dict.fromkeys(lines):
-        label, _, text = line.partition(": ")
-        console.print(f"[yellow]{label}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    missing = [line for config in configs for line in (*known_target(config).missing, *check_data(config))]
+    tell_notes((line for config in configs for line in config.notes), console)
+    tell_notes(missing, console, "not on this machine")
 
 
 def _code(told: Launch) -> Code:

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.place import Place
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.apart import Told, probe_apart
 
 UNASKED = "submit without asking: --no-probe"
@@ -39,12 +40,12 @@ def all_fit(questions: Sequence[Question], place: Place, gpu: str, console: Cons
         if told.answer is None:
             if not anyway:
                 raise CannotTell(f"{question.name}: pd probe cannot tell whether it fits: {told.why}\n{UNASKED}")
-            console.print(f"[yellow]note:[/] nobody knows whether {name} fits; submitted anyway")
+            tell_notes([f"nobody knows whether {question.name} fits; submitted anyway"], console)
             continue
         fits = told.answer["verdict"] == "fits"
         console.print(_said(question, told), highlight=False, soft_wrap=True)
         if not fits and anyway:
-            console.print("[yellow]note:[/] submitted anyway")
+            tell_notes(["submitted anyway"], console)
         good = good and (fits or anyway)
     return good
 

@@ -106,6 +106,7 @@ class Answer:
             "gpu": self.gpu,
             "n_gpus": self.subject.mesh.n_devices,
             "run": self.subject.title,
+            "notes": list(self.subject.notes),
             "tokens_per_step": self.subject.tokens,
             "largest_part": self.largest,
             "parts": {name: _part(measured) for name, measured in self.parts.items()},

@@ -15,6 +15,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.answer import Answer, Tell, ask
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.measure import Where
@@ -39,6 +40,7 @@ def probe(
     compile_without_gpus()
     subject = subject_of(path, overrides, batch, seq)
     where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)
+    tell_notes(subject.notes, console)
     with progress(console) as tell:
         return ask(subject, gpu.lower(), where, pool, tell, quick)
 

@@ -3,22 +3,30 @@
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.config import load_config
+from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.config.overrides import parse_overrides
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.frontier import draw, points_table
 from param_decomp_lab.probe.search import Kind, Point, best, search
-from param_decomp_lab.probe.vary import kinds, parse_vary
+from param_decomp_lab.probe.subject import EVALUATIONS
+from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 
 PROBE_GIB = 4.5
 """RAM of one `pd probe`, at most (docs/measurements/probe.md)."""
+
+
+EVALUATION_KEYS = {"eval", "eval.batch_size", "eval.n_steps"}
+"""Where the user gives one, the evaluation stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
     UserError for what cannot be asked.
     """
     config = load_config(question.path, question.overrides)
-    every = kinds(config, question.n_gpus, parse_vary(vary))
+    told = parse_vary(vary)
+    every = kinds(config, question.n_gpus, told)
     for kind in every:
         for batch in kind.batches:
             load_config(question.path, question.sets(kind, batch))
@@ -66,9 +75,7 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
 
     points = search(every, ask, count)
     while (chosen := best(points)) is not None:
-        console.print(f"{chosen.kind.name}, batch {chosen.batch:,}: all parts of the run …", highlight=False)
-        whole = _ask(question, chosen.kind, chosen.batch, ())
-        console.print(_said(whole), highlight=False, soft_wrap=True)
+        whole = _all_parts(question, config, chosen, told, console)
         points = [whole if point is chosen else point for point in points]
         if whole.verdict == "fits":
             return Found(points, whole)
@@ -76,6 +83,31 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
         if smaller and not any(p.kind == chosen.kind and p.batch == max(smaller) for p in points):
             points.append(_ask(question, chosen.kind, max(smaller), ("--quick",)))
     return Found(points, None)
+
+
+def _all_parts(
+    question: Question, config: RunConfig, chosen: Point, vary: Mapping[str, Any], console: Console
+) -> Point:
+    """``chosen`` with all parts of the run. Where the evaluation alone keeps it from fitting, with smaller batches in
+    that, unless the user has said how large they are."""
+
+    def ask(kind: Kind, why: str) -> Point:
+        console.print(f"{kind.name}, batch {chosen.batch:,}: {why} …", highlight=False)
+        point = _ask(question, kind, chosen.batch, ())
+        console.print(_said(point), highlight=False, soft_wrap=True)
+        return point
+
+    given = {*vary, *(".".join(override.path) for override in parse_overrides(question.overrides))}
+    whole = ask(chosen.kind, "all parts of the run")
+    while not given & EVALUATION_KEYS and whole.verdict == "does_not_fit":
+        assert whole.answer is not None
+        part = whole.answer["largest_part"]
+        kind = evaluating_less(config, whole.kind) if part in EVALUATIONS else None
+        if kind is None:
+            break
+        size = dict(kind.settings)["eval.batch_size"]
+        whole = ask(kind, f"the {part} needs most; in batches of {size:,}, and more of them")
+    return whole
 
 
 def report(question: Question, found: Found, out: Path, console: Console) -> bool:
@@ -100,6 +132,7 @@ def report(question: Question, found: Found, out: Path, console: Console) -> boo
         question.path, question.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
     )
     draw(found.points, chosen, title, picture)
+    tell_notes(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
     console.print(f"[bold green]fits[/]: {chosen.kind.name}, batch {chosen.batch:,}, {need}", soft_wrap=True)
     return True

@@ -25,6 +25,7 @@ from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
 from param_decomp_lab.programs import Program, init_program, state_shapes, steps_program, warmup_program
 
 STEP = "training step"
+EVALUATIONS = ("evaluation", "figures")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Phase:
 @dataclass(frozen=True)
 class Subject:
     """``identity``: a text that differs where another program would be compiled. ``tokens``: of a step. ``phases``: in
-    the order of a run, `STEP` among them. ``flops``: counts the products of a step. ``described``: for people."""
+    the order of a run, `STEP` among them. ``flops``: counts the products of a step. ``described``, ``notes``: for
+    people."""
 
     title: str
     described: Mapping[str, str]
@@ -53,6 +55,7 @@ class Subject:
     compute_dtype: str
     phases: Mapping[str, Callable[[Mesh], Phase]]
     flops: Callable[[], Flops]
+    notes: tuple[str, ...] = ()
 
 
 def run_subject(config: RunConfig) -> Subject:
@@ -64,8 +67,7 @@ def run_subject(config: RunConfig) -> Subject:
         phases["faithfulness warm-up"] = partial(_warming_up, config, target)
     phases[STEP] = partial(_stepping, config, target)
     if config.torch.eval is not None:
-        phases["evaluation"] = partial(_evaluating, config, target, "evaluation")
-        phases["figures"] = partial(_evaluating, config, target, "figures")
+        phases |= {name: partial(_evaluating, config, target, name) for name in EVALUATIONS}
     phases["save"] = partial(_saving, config, target)
     phases["restore"] = partial(_restoring, config, target)
     return Subject(
@@ -77,6 +79,7 @@ def run_subject(config: RunConfig) -> Subject:
         compute_dtype=spec.compute_dtype,
         phases=phases,
         flops=partial(_flops, config, target),
+        notes=config.notes,
     )
 
 

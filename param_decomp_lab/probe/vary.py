@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from param_decomp_lab.config import RunConfig
@@ -92,3 +93,18 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> 
         words += [f"{key} {value}" for key, value in zip(others, rest, strict=True)]
         found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
     return found
+
+
+def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
+    """Runs as ``kind`` has them, with smaller batches in an evaluation and so many more of them that it sees as many
+    rows; None where a batch is a row on each GPU already."""
+    own, settings = config.torch.eval, dict(kind.settings)
+    assert own is not None
+    rows = settings["mesh"]["replica"] * settings["mesh"]["fsdp"]
+    per_gpu = settings.get("eval.batch_size", own.batch_size) // rows
+    fewer = max((n for n in range(1, per_gpu) if per_gpu % n == 0), default=None)
+    if fewer is None:
+        return None
+    settings["eval.batch_size"] = fewer * rows
+    settings["eval.n_steps"] = settings.get("eval.n_steps", own.n_steps) * per_gpu // fewer
+    return replace(kind, settings=tuple(settings.items()))

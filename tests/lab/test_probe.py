@@ -1,6 +1,7 @@
 """`pd probe` and `pd fit`. What compiles for GPUs needs JAX's CUDA plugin (the extra `probe`)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from param_decomp_lab.probe.answer import Answer, ask
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.command import gpus_of_a_node
+from param_decomp_lab.probe.fit import Question, fit
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
-from param_decomp_lab.probe.vary import kinds, parse_vary
+from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.programs import Program
 from param_decomp_lab.run import train
@@ -346,6 +348,48 @@ def test_meshes_must_take_all_gpus() -> None:
 def test_evaluation_follows_the_mesh() -> None:
     every = kinds(load_config(LLAMA), 48, {"batch": [48]})
     assert dict(every[0].settings)["eval.batch_size"] == 144
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fits"), [((), True), (("eval.n_steps=4",), False), (("eval.batch_size=64",), False)]
+)
+def test_an_evaluation_that_is_too_large(
+    overrides: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets smaller batches and sees as many rows; not if the user has said how many, and never less than a row on
+    each GPU."""
+    asked: list[tuple[int, int]] = []
+
+    def needs(question: Question, kind: Kind, batch: int, options: tuple[str, ...]) -> Point:
+        config = load_config(question.path, question.sets(kind, batch))
+        assert config.torch.eval is not None
+        evaluated = config.torch.eval.batch_size
+        if options:
+            return made_up(kind, batch, peak=batch, limit=40)
+        asked.append((evaluated, config.torch.eval.n_steps))
+        point = made_up(kind, batch, peak=max(batch, evaluated), limit=40)
+        return replace(point, answer={**point.answer, "largest_part": "figures"}) if evaluated > batch else point
+
+    monkeypatch.setattr("param_decomp_lab.probe.fit._ask", needs)
+    question = Question(LLAMA, overrides, "b200", 8, 8)
+    vary = ["batch=16,32,64", "memory=lean"]
+    found = fit(question, vary, Console(quiet=True))
+    own = load_config(LLAMA, overrides).torch.eval
+    assert own is not None
+    assert asked[0] == (own.batch_size, own.n_steps)
+    if not fits:
+        assert found.best is None
+        assert [point.batch for point in found.points if point.verdict == "fits"] == []
+        return
+    assert found.best is not None
+    assert found.best.batch == 32
+    assert asked[-1][0] == 32
+    assert {size * n for size, n in asked} == {own.batch_size * own.n_steps}
+    kind = found.best.kind
+    sizes = []
+    while (kind := evaluating_less(load_config(LLAMA), kind)) is not None:  # type: ignore[assignment]
+        sizes.append(dict(kind.settings)["eval.batch_size"])
+    assert sizes == [16, 8]
 
 
 def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
