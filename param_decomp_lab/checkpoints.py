@@ -175,10 +175,11 @@ class Checkpoints:
         arrays: dict[str, jax.Array] = {}
         try:
             with self._agreeing():
+                prints = read_description(self.path(step))["fingerprints"]
                 for item, wanted in items.items():
                     self._read_item(step, item, wanted, arrays)
-            with self._agreeing():  # not before: a fingerprint takes all processes
-                prints = read_description(self.path(step))["fingerprints"]
+            # Not before: a fingerprint takes all processes, so in here none may find what the others do not.
+            with self._agreeing():
                 for item, wanted in items.items():
                     for name, expected in prints.get(item, {}).items():
                         if name in wanted and fingerprint(arrays[name]) != expected:

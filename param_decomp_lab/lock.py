@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,14 +24,17 @@ from param_decomp_lab.processes import ALONE, Processes
 
 LOCK_FILE = "lock"
 """In a run folder. Empty when nobody is in there; it is never removed, or two could hold two files of one name."""
-SETTLE_S = 2.0
-"""Without `flock`: after so long, of two who wrote their names at the same time the later one has the folder."""
+SETTLE_S = 4.0
+"""Without `flock` over several machines: after so long, of two who wrote their names at the same time the later one has
+the folder. Longer than NFS may show what was there before (3 s)."""
+SLURM_PATIENCE_S = 20.0
+"""For Slurm to say whether a job is still there."""
 
 
 @dataclass(frozen=True)
 class Holder:
     """A process in a run folder. ``boot``: of the machine since it was last started; ``began``: of the process, in the
-    machine's own ticks. ``job``: Slurm's, with how often it was put back into the queue."""
+    machine's own ticks. ``job``: Slurm's, of ``cluster``, with how often it was put back into the queue."""
 
     host: str
     boot: str
@@ -39,6 +43,7 @@ class Holder:
     since: str
     job: str = ""
     restarts: int = 0
+    cluster: str = ""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Holder":
@@ -51,6 +56,7 @@ class Holder:
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             job=environment.get("SLURM_JOB_ID", ""),
             restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
+            cluster=environment.get("SLURM_CLUSTER_NAME", ""),
         )
 
     @classmethod
@@ -70,7 +76,7 @@ class Holder:
 
         ``locked``: whether ``now`` has got the system's lock.
         """
-        if self.boot == now.boot:
+        if self.boot and self.boot == now.boot:
             if locked:
                 return "it has ended"
             return "" if _began(self.pid) == self.began else "it has ended"
@@ -78,6 +84,8 @@ class Holder:
             return f"{self.host} was started again since"
         if self.job and self.job == now.job and self.restarts < now.restarts:
             return "the job was put back into the queue since"
+        if self.job and self.job != now.job and self.cluster == now.cluster and _has_left_slurm(self.job):
+            return "Slurm has that job no longer"
         return ""
 
 
@@ -90,11 +98,12 @@ def holder(folder: Path) -> Holder | None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process is in the run folder; None where nothing tells: it is said to be one on another machine."""
+    """Whether a process is in the run folder; None where nothing tells: it is said to be one on another machine, or on
+    one that does not tell its processes apart."""
     found = holder(folder)
     if found is None:
         return False if (folder / LOCK_FILE).is_file() else None
-    if found.boot == _boot():
+    if found.boot and found.boot == _boot():
         return _began(found.pid) == found.began
     return False if found.host == socket.gethostname() else None
 
@@ -106,17 +115,19 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
     UserError, in all processes, when another job is in there, saying which. One that was killed there is no obstacle.
     """
     file: int | None = None
+    me = Holder.here()
 
     def sign_off(status: int = 0) -> None:
         if file is not None:
             with suppress(OSError):  # the disk may be gone; the lock goes with the process
-                os.ftruncate(file, 0)
+                if holder(folder) == me:  # else it was believed to be dead, and another one has the folder now
+                    os.ftruncate(file, 0)
 
     processes.last_acts.append(sign_off)
     try:
         with processes.together():
             if processes.first:
-                file = _take(folder, console)
+                file = _take(folder, me, console)
         yield
     finally:
         processes.last_acts.remove(sign_off)
@@ -125,8 +136,8 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
             os.close(file)
 
 
-def _take(folder: Path, console: Console) -> int:
-    path, now = folder / LOCK_FILE, Holder.here()
+def _take(folder: Path, now: Holder, console: Console) -> int:
+    path = folder / LOCK_FILE
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -144,9 +155,9 @@ def _take(folder: Path, console: Console) -> int:
         if before is not None:
             console.print(f"taking over {folder} from {before}: {gone}", soft_wrap=True, markup=False)
         _write(file, now)
-        if locked is None:
+        if locked is None or now.job:  # on a cluster `flock` may hold on this machine alone
             time.sleep(SETTLE_S)
-            after = Holder.read(os.pread(file, 1 << 16, 0).decode(errors="replace"))
+            after = holder(folder)  # opened anew: what is open already may be shown as it was
             if after != now:
                 raise UserError(f"another job came into {folder} at the same time: {after}. It has the folder now")
     except BaseException:
@@ -174,6 +185,18 @@ def _write(file: int, now: Holder) -> None:
         os.fsync(file)
     except OSError as error:
         raise UserError(f"the run folder cannot be written: {error.strerror}") from error
+
+
+def _has_left_slurm(job: str) -> bool:
+    """Whether Slurm, asked now, has neither queued nor running what had this number; False where it does not answer."""
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%T"],
+            capture_output=True, text=True, timeout=SLURM_PATIENCE_S,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return not done.stdout.strip() if done.returncode == 0 else "Invalid job id" in done.stderr
 
 
 def _boot() -> str:

@@ -228,23 +228,31 @@ class _Failures:
         self._end_with(int(status))
 
     def _end_with(self, status: int) -> NoReturn:
-        """Ends this process at once. Process 0 goes last: with it goes the service, whose loss aborts who uses it."""
+        """Ends this process at once. Process 0 does its last acts before any is gone, for who started them may kill all
+        as soon as one is (`srun --kill-on-bad-exit`). It goes last: with it goes the service, whose loss aborts who
+        uses it."""
         processes = self._processes
-        gone = f"{self._name} gone"
+        noted, gone = f"{self._name} noted", f"{self._name} gone"
         sys.stdout.flush()
         sys.stderr.flush()
+        until = time.monotonic() + 4 * GRACE_S
+
+        def wait_for(key: str) -> bool:
+            left = int(1000 * max(0.001, until - time.monotonic()))
+            try:
+                processes.client.blocking_key_value_get(key, left)
+            except Exception:
+                return False
+            return True
+
+        processes.act_last(status)
         if processes.first:
-            until = time.monotonic() + 4 * GRACE_S
-            for number in range(1, processes.count):
-                left = int(1000 * max(0.001, until - time.monotonic()))
-                try:
-                    processes.client.blocking_key_value_get(f"{gone}/{number}", left)
-                except Exception:
-                    break
+            processes.client.key_value_set(noted, "yes", allow_overwrite=True)
+            all(wait_for(f"{gone}/{number}") for number in range(1, processes.count))
             time.sleep(LAST_WORDS_S)
         else:
-            processes.client.key_value_set(f"{gone}/{processes.number}", "", allow_overwrite=True)
-        processes.act_last(status)
+            wait_for(noted)
+            processes.client.key_value_set(f"{gone}/{processes.number}", "yes", allow_overwrite=True)
         os._exit(status)
 
 

@@ -160,6 +160,8 @@ class _Run:
         cadence = config.torch.cadence
         self.log_every, self.save_every = cadence.train_log_every, cadence.save_every
         self.at_once = config.wrapper.steps_per_dispatch
+        self.is_saved = False
+        """Whether what there is of the run is on disk."""
         self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone, processes)
 
     def go(self, resumed: bool) -> Path:
@@ -233,6 +235,7 @@ class _Run:
             said = f"a damaged checkpoint is now {name}, and the one before is used: {wrong}"
             self.console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
         self._note_start(step, changes, aside)
+        self.is_saved = True
         self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)
         return state
 
@@ -318,6 +321,8 @@ class _Run:
                 self.evaluation.compile(state, weights)
         tokens, devices = prod(self.built.leading), self.built.mesh.size
         self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
+        if not self.is_saved:
+            self.stop.must_save()
         step = first
         with Terminal(self.console, self.config.wrapper.run_name, total, first) as bar:
             self.bar = bar

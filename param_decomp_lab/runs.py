@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from param_decomp_lab.config.yaml_io import read_mapping
-from param_decomp_lab.ending import read_ending
+from param_decomp_lab.ending import ENDING_FILE, read_ending
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.lock import is_held
+from param_decomp_lab.lock import LOCK_FILE, holder, is_held
 from param_decomp_lab.report.configuration import component_counts
 from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
 from param_decomp_lab.report.metrics import series_by_key
@@ -111,9 +111,13 @@ def _read(folder: Path) -> Found:
     newest = max(checkpoints, default=None)
     seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
     ending = read_ending(folder)
-    held = is_held(folder)
+    held, taken = is_held(folder), _changed(folder / LOCK_FILE)
+    # By a process on another machine, of which no more can be known than that it came in after the last end.
+    elsewhere = held is None and holder(folder) is not None and taken > _changed(folder / ENDING_FILE)
+    quiet = time.time() - max(seen, taken if elsewhere else 0.0)
+    writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
     state: State
-    if held:
+    if held or (elsewhere and writes):
         state = "training"
     elif ending is not None:
         state = ending[0]
@@ -122,9 +126,7 @@ def _read(folder: Path) -> Found:
     elif logged is None and not (folder / CHECKPOINTS).is_dir():
         state = "waiting"
     else:
-        quiet = time.time() - seen
-        going_on = held is None and quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
-        state = "training" if going_on else "stopped"
+        state = "training" if held is None and writes else "stopped"
     done = [step for step in (logged, newest) if step is not None]
     return Found(
         folder=str(folder),

@@ -62,9 +62,11 @@ class Login:
 
 
 class Wandb:
-    """Follows the run folder from its opening to `close`, and never makes a run wait, or fail, but for a misuse.
+    """Follows the run folder from its opening to `close`, and never makes a run wait, or fail, but for a misuse that is
+    the first thing that wandb says.
 
-    Where wandb cannot be reached it is tried again; then, or when the run is resumed, it gets what it lacks.
+    Where wandb cannot be reached it is tried again; then, or when the run is resumed, it gets what it lacks. What it
+    refuses later, when there are steps to lose, is told, and the run goes on without it.
     """
 
     def __init__(self, config: RunConfig, run_folder: Path, console: Console) -> None:
@@ -74,7 +76,7 @@ class Wandb:
             return
         self._given = _init(config, run_folder)
         self._misuse: str | None = None
-        self._trouble = self._sent = False
+        self._trouble = self._sent = self._answered = self._late = False
         self._outcome: str | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._mirror: subprocess.Popen[str] | None = None
@@ -87,8 +89,8 @@ class Wandb:
         return self._thread is None or self._sent
 
     def check(self) -> None:
-        """UserError as soon as wandb has said that what it was asked for is wrong."""
-        if self._thread is not None and self._misuse is not None:
+        """UserError as soon as wandb has said, before anything else, that what it was asked for is wrong."""
+        if self._thread is not None and self._misuse is not None and not self._late:
             raise UserError(f"wandb: {self._misuse} ({WITHOUT})")
 
     def close(self, outcome: str, within_s: float = CLOSING_S) -> None:
@@ -105,10 +107,14 @@ class Wandb:
             if self._mirror is not None:
                 self._mirror.kill()
         if not self._sent and self._misuse is None:
-            later = f"`pd wandb {self._folder}` sends it"
+            later = self._later
             if outcome == "preempted":
                 later = "it gets the rest when the run is resumed"
             self._console.print(f"[yellow]wandb has not got all of the run; {later}[/]", soft_wrap=True)
+
+    @property
+    def _later(self) -> str:
+        return f"`pd wandb {self._folder}` sends it"
 
     @staticmethod
     def _tell(mirror: "subprocess.Popen[str]", message: dict[str, Any]) -> None:
@@ -158,7 +164,7 @@ class Wandb:
             message = json.loads(line)
             match message["what"]:
                 case "connected":
-                    reached = True
+                    reached = self._answered = True
                     where = f" at {message['why']}" if message["why"] else ""
                     if self._trouble or where:
                         self._console.print(f"wandb has the run{where}", soft_wrap=True, markup=False)
@@ -168,7 +174,10 @@ class Wandb:
                     if message["why"]:
                         self._console.print(f"wandb offline: `wandb sync {message['why']}` sends it", soft_wrap=True)
                 case "misuse":
-                    self._misuse = message["why"]
+                    self._late, self._misuse = self._answered, message["why"]
+                    if self._late:
+                        refusal = f"wandb refuses the run, which goes on without it: {message['why']}; {self._later}"
+                        self._console.print(f"[yellow]{escape(refusal)}[/]", soft_wrap=True)
                 case "failed":
                     self._tell_of_trouble(message["why"])
         return reached
@@ -179,7 +188,7 @@ class Wandb:
             self._console.print(
                 f"[yellow]wandb cannot be reached; the run goes on, and it is tried again: {reason}[/]", soft_wrap=True
             )
-        self._trouble = True
+        self._trouble = self._answered = True
 
 
 def send_to_wandb(run_folder: Path, console: Console) -> bool:

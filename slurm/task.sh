@@ -27,7 +27,6 @@ status=$?
 
 # 143: told to stop so early that nobody listened yet. Nothing is lost: the run goes on from its last checkpoint.
 if [ -n "${PD_PREEMPTED:-}" ] && { [ $status -eq 75 ] || { [ $status -eq 143 ] && [ -n "$told" ]; }; }; then
-    : > "$PD_PREEMPTED"
-    exit 0
+    : > "$PD_PREEMPTED" && exit 0
 fi
 exit $status

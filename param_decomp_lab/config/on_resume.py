@@ -31,11 +31,15 @@ MUST_NOT = ("memory.state_dtypes", "memory.optimizers")
 """Within them: what does change numbers."""
 
 
+SECTIONS = ("data", "target")
+"""As keys, sections of the wrapper that were null or are it now. Fingerprints tell whether data and weights changed."""
+
+
 def may_change(key: str) -> bool:
     def within(sections: Iterable[str]) -> bool:
         return any(key == section or key.startswith(f"{section}.") for section in sections)
 
-    return within(MAY_CHANGE) and not within(MUST_NOT)
+    return key in SECTIONS or (within(MAY_CHANGE) and not within(MUST_NOT))
 
 
 def allowed_changes(saved: RunConfig, now: RunConfig, what: str) -> list[str]:

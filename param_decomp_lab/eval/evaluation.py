@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
@@ -42,6 +43,7 @@ from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.toy_probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
+from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.programs import Program
 
 
@@ -214,7 +216,8 @@ class Evaluation:
     ) -> dict[str, Path]:
         """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`.
 
-        ``folder`` None: this process computes its part of what others draw.
+        ``folder`` None: this process computes its part of what others draw. A figure that cannot be written is told
+        and left out: no step is to be lost for it.
         """
         drawn = self._statistics_figures(state, weights, stop)
         if self._probe is not None:
@@ -223,8 +226,13 @@ class Evaluation:
         if folder is None:
             return paths
         for name, figure in drawn.items():
-            paths[f"slow_eval/figures/{name}"] = folder / f"{name}_{step}.png"
-            save_figure(figure, folder / f"{name}_{step}.png")
+            file = folder / f"{name}_{step}.png"
+            try:
+                save_figure(figure, file)
+            except OSError as error:
+                tell_notes([f"{file} cannot be written: {error.strerror or error}"], Console(stderr=True))
+            else:
+                paths[f"slow_eval/figures/{name}"] = file
         return paths
 
     def _statistics_figures(self, state: State, weights: Weights, stop: Callable[[], bool]) -> dict[str, Figure]:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class Code:
                 _git(self.root, "diff", "--binary", patch, self.commit, tree, "--", *PARTS, environment=environment)
             archive = Path(scratch) / "code.tar"
             _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, environment=environment)
-            subprocess.run(["tar", "--extract", "--file", archive, "--directory", folder], check=True)
+            with tarfile.open(archive) as files:
+                files.extractall(folder, filter="data")
         said = f", with {PATCH}" if self.changes else ""
         (folder / COMMIT_FILE).write_text(f"{self.commit}{said}\n")
         for file in folder.rglob("*"):

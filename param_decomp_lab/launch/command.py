@@ -79,13 +79,22 @@ def launch_job(told: Launch, job: Job, console: Console, *, probe: bool, anyway:
         return DOES_NOT_FIT
 
     def submitted() -> str:
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(text)
+        # Under another name: a run that is there keeps its script until Slurm has taken the new one.
+        new = script.with_name(f"{script.name}.new")
+        had = script.parent.is_dir()
         try:
-            return submit(script)
-        except UserError:
-            script.unlink()
+            script.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(text)
+            number = submit(new)
+        except BaseException as error:
+            new.unlink(missing_ok=True)
+            if not had:
+                shutil.rmtree(script.parent, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise UserError(f"{script} cannot be written ({error.strerror})") from error
             raise
+        new.replace(script)
+        return number
 
     number = _made(runs, code, told, place, submitted)
     jobs = [number] if len(runs) == 1 else [f"{number}_{index}" for index in range(len(runs))]
@@ -189,7 +198,7 @@ def _script_place(runs: Sequence[Run]) -> Path:
 
 
 def _made(runs: Sequence[Run], code: Code, told: Launch, place: Place | None, then: Callable[[], str]) -> str:
-    """Makes the folders, and gives what ``then`` does; a UserError leaves nothing of what is new."""
+    """Makes the folders, and gives what ``then`` does; where that fails or is interrupted, nothing new stays."""
     new: list[Path] = []
     described = {"configuration": str(told.path.absolute()), "place": place and str(place)}
     try:
@@ -200,9 +209,9 @@ def _made(runs: Sequence[Run], code: Code, told: Launch, place: Place | None, th
             elif not (run.folder / CODE).is_dir():
                 add_code(run.folder, code)
         return then()
-    except UserError:
+    except BaseException:
         for folder in new:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

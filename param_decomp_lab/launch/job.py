@@ -94,9 +94,10 @@ def script_text(job: Job, place: Place, name: str, runs: Sequence[Path], script:
 def _setup(place: Place, runs: Sequence[Path], script: Path) -> list[str]:
     again = f"sbatch {shlex.quote(str(script))}"
     if len(runs) == 1:
-        lines = [f"run={shlex.quote(str(runs[0]))}"]
+        lines = [f"run={shlex.quote(str(runs[0]))}", "export PD_JOB=$SLURM_JOB_ID"]
     else:
         lines = ["runs=(", *(f"    {shlex.quote(str(run))}" for run in runs), ")"]
+        lines += ["export PD_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"]
         lines += ["run=${runs[$SLURM_ARRAY_TASK_ID]}", 'exec >> "$run/slurm-$SLURM_JOB_ID.log" 2>&1']
         again = f"sbatch --array=$SLURM_ARRAY_TASK_ID {shlex.quote(str(script))}"
     lines += [f"export PYTHON={shlex.quote(sys.executable)}", f'export PD_AGAIN="{again}"']

@@ -349,6 +349,19 @@ def test_damage_that_was_there_for_a_moment(tmp_path: Path, small: State, monkey
     assert (found[0], found[2]) == (4, {})
 
 
+def test_fingerprints_are_made_by_all_or_none(tmp_path: Path, small: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take all processes: one whose file system fails must say so before, or the others wait in there for ever."""
+    saved(tmp_path, small, 3).close()
+
+    def unreadable(checkpoint: Path) -> None:
+        raise Damaged(f"{checkpoint}: Stale file handle")
+
+    monkeypatch.setattr("param_decomp_lab.checkpoints.read_description", unreadable)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.fingerprint", lambda _: pytest.fail("a collective was begun"))
+    with pytest.raises(Damaged, match="Stale file handle"):
+        Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: small))
+
+
 def test_what_may_not_be_read_is_not_damaged(tmp_path: Path, small: State, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, small, 3).close()
 

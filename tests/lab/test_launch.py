@@ -138,7 +138,7 @@ def test_script_of_a_run(tmp_path: Path) -> None:
         "--requeue", "--open-mode=append", "--signal=TERM@900", f"--output='{run}/slurm-%j.log'",
         f"--chdir={Path.cwd()}",
     }  # fmt: skip
-    assert started_by(text, run) == [str(run), "", "", f"sbatch '{run}/job.sbatch'"]
+    assert started_by(text, run) == [str(run), "", "", f"sbatch '{run}/job.sbatch'", "9"]
 
 
 def test_script_of_a_sweep(tmp_path: Path) -> None:
@@ -152,16 +152,18 @@ def test_script_of_a_sweep(tmp_path: Path) -> None:
     flag = "--before --xla_force_host_platform_device_count=3"
     for index, run in enumerate(runs):
         again = f"sbatch --array={index} {script}"
-        assert started_by(text, run, str(index)) == [str(run), "cpu", flag, again]
+        # Slurm has given job 9, the array's own number, to one of its jobs: for all is not what is meant.
+        assert started_by(text, run, str(index)) == [str(run), "cpu", flag, again, f"9_{index}"]
 
 
 def started_by(text: str, run: Path, index: str = "") -> list[str]:
-    """What `start.sh` of the run's copy is given: the run, and of the environment devices and the command for later."""
+    """What `start.sh` of the run's copy is given: the run; and of the environment devices, the command for later, and
+    the job to requeue."""
     start = run / "code" / "slurm" / "start.sh"
     start.parent.mkdir(parents=True)
-    start.write_text('printf "%s\\n" "$1" "${JAX_PLATFORMS:-}" "${XLA_FLAGS:-}" "$PD_AGAIN"')
+    start.write_text('printf "%s\\n" "$1" "${JAX_PLATFORMS:-}" "${XLA_FLAGS:-}" "$PD_AGAIN" "$PD_JOB"')
     environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "9"}
-    environment |= {"XLA_FLAGS": "--before"} if index else {}
+    environment |= {"XLA_FLAGS": "--before", "SLURM_ARRAY_JOB_ID": "9"} if index else {}
     done = subprocess.run(["bash", "-u"], input=text, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ((run / "slurm-9.log").read_text() if index else done.stdout).splitlines()
@@ -393,6 +395,13 @@ def test_a_run_that_is_there(tiny: Tiny, slurm: Path, tmp_path: Path) -> None:
     (run / "code").rmdir()
     assert pd_here("launch", run, "--gpu", "none", "--with-changes").status == 0
     assert (run / "code" / "slurm" / "task.sh").is_file()
+    before = (run / "job.sbatch").read_text()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2; exit 1\n")
+    refused = pd_here("launch", run, "--gpu", "none", "--with-changes", "--partition", "nowhere")
+    assert refused.status == 2
+    assert "sbatch refuses the job: sbatch: error: no such partition" in refused.err
+    assert (run / "job.sbatch").read_text() == before  # which earlier jobs name as the way to go on
+    assert not list(run.glob("*.new"))
     refused = pd_here("launch", run, "--gpu", "none", "--with-changes", "--set", "pd.steps=3")
     assert refused.status == 2
     assert f"{run} is a run, which keeps its configuration" in refused.err

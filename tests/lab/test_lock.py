@@ -112,6 +112,37 @@ def test_a_requeued_job_comes_back(
             taken(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("squeue", "gone"),
+    [
+        ("exit 0", True),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", True),
+        ("echo RUNNING", False),
+        ("echo PENDING", False),
+        ("echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1", False),
+        (None, False),
+    ],
+)
+def test_a_job_that_slurm_has_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str | None, gone: bool
+) -> None:
+    """Killed with its whole job on another node: Slurm knows, if it is the same Slurm."""
+    before = replace(ELSEWHERE, job="123", cluster="here")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    if squeue is not None:
+        program = tmp_path / "bin" / "squeue"
+        program.write_text(f'#!/bin/sh\n[ "$2" = --jobs=123 ] || exit 7\n{squeue}\n')
+        program.chmod(0o755)
+    write(tmp_path, before)
+    if gone:
+        assert "Slurm has that job no longer" in taken(tmp_path)
+        write(tmp_path, replace(before, cluster="another"))
+    with pytest.raises(UserError, match="another job is in"):
+        taken(tmp_path)
+
+
 def test_a_machine_that_was_started_again(tmp_path: Path) -> None:
     write(tmp_path, replace(Holder.here(), boot="the one before"))
     assert "was started again since" in taken(tmp_path)
@@ -153,6 +184,20 @@ def test_two_that_come_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("param_decomp_lab.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
     with pytest.raises(UserError, match=r"came into .* at the same time: process 4242 on node07"):
         taken(tmp_path)
+    assert holder(tmp_path) == ELSEWHERE
+
+
+def test_on_a_cluster_the_name_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's lock may be this machine's alone there."""
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    monkeypatch.setattr("param_decomp_lab.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
+    with pytest.raises(UserError, match=r"came into .* at the same time: process 4242 on node07"):
+        taken(tmp_path)
+
+
+def test_one_that_was_believed_dead_does_not_sign_off_for_another(tmp_path: Path) -> None:
+    with only_job(tmp_path, Console(quiet=True)):
+        write(tmp_path, ELSEWHERE)
     assert holder(tmp_path) == ELSEWHERE
 
 

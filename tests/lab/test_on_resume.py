@@ -37,6 +37,7 @@ ALLOWED = [
     ("run_name=again", 'run_name: "llama8b-l18-example" -> "again"'),
     ("wandb.project=x", 'wandb.project: "param-decomp-llama" -> "x"'),
     ("out_dir=/elsewhere", 'out_dir: "runs" -> "/elsewhere"'),
+    ("target.folder=/llama", 'target.folder: (absent) -> "/llama"'),
     ("target.spec.model_name=/llama", 'target.spec.model_name: "meta-llama/Llama-3.1-8B" -> "/llama"'),
 ]
 
@@ -44,6 +45,14 @@ ALLOWED = [
 @pytest.mark.parametrize(("assignment", "line"), ALLOWED)
 def test_may_change(saved: RunConfig, assignment: str, line: str) -> None:
     assert line in allowed_changes(saved, saved.with_overrides([assignment]), "RUN")
+
+
+def test_sections_that_were_null() -> None:
+    """Where the target or the data were the schema file's own, and are the wrapper's now."""
+    assert may_change("target")
+    assert may_change("data")
+    assert not may_change("data.max_seq_len")
+    assert not may_change("target.spec.output_extract")
 
 
 REFUSED = [

@@ -1,21 +1,28 @@
 """A run goes on after whatever stopped it as if nothing had (T5), and stops itself when a loss is not finite (N3)."""
 
+import errno
 import os
 import random
 import re
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.figures import save_figure
 from param_decomp_lab.processes import Processes
+from param_decomp_lab.run import _Run
 from param_decomp_lab.sinks import read_metrics
 from param_decomp_lab.stop_signal import StopSignal
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
@@ -144,6 +151,55 @@ def test_stop_that_comes_right_after_the_look_at_it(
     assert stopped.status == 75, stopped
     assert "stopped and saved at step 1" in stopped.out
     assert saved_steps(tmp_path / "p-00000001") == [1]
+
+
+def test_the_warm_up_is_to_be_saved(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all is compiled nobody leaves without a save: neither in the first evaluation nor in a save of step 0. A
+    resumed run may, in the evaluation that it makes again."""
+    safe: list[tuple[str, bool]] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(run: Any, *arguments: Any) -> Any:
+            safe.append((name, run.stop._nothing_new is not None))
+            return original(run, *arguments)
+
+        return call
+
+    monkeypatch.setattr(_Run, "_evaluate", noted("evaluate", _Run._evaluate))
+    monkeypatch.setattr(_Run, "_save", noted("save", _Run._save))
+    settings = (*LIGHT, "pd.faithfulness_warmup_steps=1", "milestones={every: 6}", "pd.steps=12")
+    settings += ("eval={batch_size: 8, n_steps: 1, every: 6, slow_every: 6, slow_on_first_step: false, metrics: []}",)
+    assert pd_here(*tiny.train(tmp_path, 1, *settings)).status == 0
+    # Asked at every step, evaluated at steps 0, 6 and 12.
+    assert safe[:3] == [("save", False), ("evaluate", True), ("evaluate", False)]
+    safe.clear()
+    without = (*settings, "milestones=[]")
+    assert pd_here(*tiny.train(tmp_path, 2, *without)).status == 0
+    assert safe[0] == ("evaluate", False)
+    safe.clear()
+    shutil.rmtree(tmp_path / "p-00000001" / "ckpts" / "12")
+    assert pd_here("train", "--resume", tmp_path / "p-00000001").status == 0
+    assert safe[:2] == [("save", True), ("evaluate", True)]
+
+
+def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out, and that is told; no step is lost."""
+
+    def full(figure: Figure, path: Path) -> None:
+        if "ci_histograms" not in path.name:
+            return save_figure(figure, path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("param_decomp_lab.eval.evaluation.save_figure", full)
+    metrics = "metrics: [{type: CIHistograms, n_batches_accum: 1}, {type: CIMeanPerComponent}]"
+    evaluation = f"eval={{batch_size: 8, n_steps: 1, every: 12, slow_every: 12, {metrics}}}"
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, evaluation))
+    assert outcome.status == 0, outcome
+    run = tmp_path / "p-00000001"
+    assert f"note: {run}/figures/ci_histograms_0.png cannot be written: No space left on device" in outcome.err
+    assert {path.name for path in (run / "figures").iterdir()} >= {"mean_ci_per_component_0.png"}
+    assert not list((run / "figures").glob("ci_histograms*"))
+    assert (run / "report.html").is_file()
 
 
 def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from param_decomp_lab import runs
 from param_decomp_lab.ending import forget_end, noted_end, read_ending
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.lock import LOCK_FILE, Holder
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.runs import find_runs, read_run
 from param_decomp_lab.stop_signal import STOPPED
@@ -173,6 +175,26 @@ def test_a_lock_that_is_held_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runs, "is_held", lambda folder: folder == quiet)
     assert read_run(quiet).state == "training"
     assert read_run(busy).state == "stopped"
+
+
+def test_on_another_machine(tmp_path: Path) -> None:
+    """Its name in the lock, later than the last end: it loads, warms up or compiles, and writes nothing yet."""
+
+    def name(run: Path, when: float) -> None:
+        (run / LOCK_FILE).write_text(json.dumps(asdict(replace(Holder.here(), host="node07", boot="another"))))
+        os.utime(run / LOCK_FILE, (when, when))
+
+    waiting = age(made(tmp_path, 1))
+    name(waiting, time.time())
+    assert read_run(waiting).state == "training"
+    resumed = age(made(tmp_path, 2, [row(5)], ended__json=ended("failed", "the disk was full")))
+    name(resumed, time.time())
+    assert (read_run(resumed).state, read_run(resumed).why) == ("training", "")
+    name(resumed, LONG_AGO - 60)  # one that was killed, before another one ended
+    assert read_run(resumed).state == "failed"
+    killed = age(made(tmp_path, 3, [row(5)]))
+    name(killed, LONG_AGO)
+    assert read_run(killed).state == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ STUBS = {
         fi
         env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF)' | sort >> "$LOG"
         [ -n "${DEAF:-}" ] || trap 'exit 75' TERM
+        # Another job, which the lock refuses, starts in the folder meanwhile.
+        [ -z "${INTRUDER:-}" ] || rm -f "$3/.preempted-43"
+        [ -z "${KILLED:-}" ] || echo '{"host": "node07", "job": "42", "restarts": 0}' > "$3/lock"
         if [ -n "${TERM_AFTER:-}" ]; then for _ in $(seq 100); do sleep 0.1; done; fi
         exit ${PD_STATUS:-0}
     """,
@@ -131,6 +134,25 @@ def test_goes_on_with_a_run_from_elsewhere(cluster: Cluster) -> None:
     assert f"pd train --resume {run}\n" in cluster.log
 
 
+def test_a_preemption_that_cannot_be_noted(cluster: Cluster) -> None:
+    """The task's own status tells it then."""
+    assert cluster.run("configs/a.yaml").returncode == 0
+    (cluster.folder / "checkout" / "runs" / RUN / ".preempted-42" / "in the way").mkdir(parents=True)
+    done = cluster.run("configs/a.yaml", PD_STATUS="75")
+    assert done.returncode == 0, done.stderr
+    assert cluster.log.endswith("scontrol requeue 42\n")
+
+
+def test_a_killed_task_leaves_no_lock(cluster: Cluster) -> None:
+    """Its name in there would be believed on other machines."""
+    assert cluster.run("configs/a.yaml", PD_STATUS="137", KILLED="yes").returncode == 137
+    lock = cluster.folder / "checkout" / "runs" / RUN / "lock"
+    assert lock.read_text() == ""
+    lock.write_text('{"host": "node07", "job": "43"}')
+    assert cluster.run("configs/a.yaml", PD_STATUS="2").returncode == 2
+    assert lock.read_text() == '{"host": "node07", "job": "43"}'  # another job's
+
+
 def test_what_cannot_be_launched(cluster: Cluster) -> None:
     assert cluster.run("configs/a.yaml", LAUNCH_STATUS="2").returncode == 2
     assert "srun" not in cluster.log
@@ -143,7 +165,7 @@ def test_preempted(cluster: Cluster, how: str) -> None:
     done = cluster.run("configs/a.yaml", **told)
     assert done.returncode == 0, done.stderr
     assert cluster.log.endswith("scontrol requeue 42\n")
-    assert not (cluster.folder / "checkout" / "runs" / RUN / ".preempted").exists()
+    assert not list((cluster.folder / "checkout" / "runs" / RUN).glob(".preempted*"))
     again = cluster.run("configs/a.yaml")
     assert again.returncode == 0
     assert "scontrol" not in cluster.log

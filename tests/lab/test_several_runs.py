@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
+from param_decomp_lab.ending import read_ending
+from param_decomp_lab.lock import LOCK_FILE
 from param_decomp_lab.sinks import read_metrics
-from tests.lab.several import Ended, ended, run, started
+from tests.lab.several import CHILD, Ended, ended, run, started
 from tests.lab.test_processes import SMALL, assert_alike, options, train
 from tests.lab.test_toy_run import CONFIG as TOY
 from tests.lab.test_toy_run import SMALL as SMALL_TOY
@@ -69,11 +71,17 @@ def test_stop_in_an_evaluation(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_failure_on_the_way(tiny: Tiny, tmp_path: Path) -> None:
-    """What breaks in one process is told by it, and ends the other too, within seconds."""
-    found = train(tiny, options(fail=[1, 8]), tiny.train(tmp_path, 1, TWO, *SMALL), devices=1, timeout=200)
-    assert statuses(found) == [1, 1], found
-    assert "OSError: the disk is gone" in found[1].text
-    assert "process 0: ended, because process 1 of 2 failed" in found[0].text
+    """What breaks in one process is told by it, and ends the other too, within seconds. By then the run's folder tells
+    of it and is free: `srun --kill-on-bad-exit` kills the others as soon as one has gone."""
+    arguments = [*CHILD, "pd", options(fail=[1, 8]), *map(str, tiny.train(tmp_path, 1, TWO, *SMALL))]
+    with started(arguments, 2, 1, tiny.environment()) as (first, second):
+        assert second.popen.wait(200) == 1, second.text()
+        first.popen.kill()
+        assert "OSError: the disk is gone" in second.text()
+        assert "process 0: ended, because process 1 of 2 failed" in first.text()
+    folder = tmp_path / "p-00000001"
+    assert read_ending(folder) == ("failed", "ended with status 1")
+    assert (folder / LOCK_FILE).read_bytes() == b""
 
 
 def test_refusals(tiny: Tiny, tmp_path: Path) -> None:

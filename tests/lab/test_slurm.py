@@ -172,6 +172,57 @@ def test_sweep(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path)
     assert rows(seeds[4]) == rows(tmp_path / "p-00000004")
 
 
+def test_one_of_a_sweep_is_preempted(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
+    """Slurm gives the array's own number to one of its jobs, and `scontrol requeue` of that number would mean all."""
+    longer = ("pd.steps=600", "cadence={train_log_every: 1}")
+    settings = sets((*LIGHT, *longer, f"out_dir={tmp_path}"))
+    sweep = ("--sweep", "pd.seed=3,4", "--gpu", "none", "--cpus-per-task", "1", "--shared")
+    job = submitted(checkout, cluster, tiny.config, *settings, *sweep)
+    folders = sorted(tmp_path.glob("p-*"))
+
+    def log(folder: Path) -> str:
+        return "".join(path.read_text() for path in folder.glob("slurm-*.log"))
+
+    def logs() -> str:
+        return "".join(map(log, folders))
+
+    cluster.wait(lambda: all(len(read_metrics(folder)) > 3 for folder in folders), "steps of both", logs)
+    (named,) = [folder for folder in folders if (folder / f"slurm-{job}.log").exists()]
+    (other,) = [folder for folder in folders if folder != named]
+    index = json.loads((named / "launch.json").read_text())["jobs"][0]
+    cluster.ask("scancel", "--signal=TERM", index)
+    cluster.wait(lambda: f"job {index}, start 1:" in log(named), "its second start", logs)
+    states = {f"{job}_{number}" for number in range(2)}
+    cluster.wait(lambda: not {cluster.state(one) for one in states} & set(UNFINISHED), "the end of both", logs)
+    assert {cluster.state(one) for one in states} == {"COMPLETED"}, logs()
+    assert "stopped" not in log(other)
+    assert log(other).count(", start ") == 1, log(other)
+    for folder in folders:
+        assert [row["step"] for row in rows(folder)] == list(range(600))
+
+
+def test_time_limit(tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path) -> None:
+    """Slurm's own notice before it (`--signal`): saved, back into the queue, gone on with where it was."""
+    run = runs / "p-00000007"
+    longer = ("pd.steps=100000", "cadence={train_log_every: 1}", "mesh={fsdp: 2}")
+    settings = sets((*LIGHT, *longer, f"out_dir={runs}", f"run_id={run.name}"))
+    # Slurm looks at limits now and then: its notice comes up to a minute early, perhaps before anything is saved.
+    job = submitted(checkout, cluster, tiny.config, *settings, *TASKS, "--time", "00:02:00", "--notice", "30")
+
+    def log() -> str:
+        return "".join(path.read_text() for path in sorted(run.glob("slurm-*.log")))
+
+    cluster.wait(lambda: "stopped and saved at step" in log(), "the notice", log)
+    (at,) = saved_steps(run)
+    cluster.wait(lambda: f"resuming {run} at step {at} of 100000" in log(), "its coming back", log)
+    cluster.wait(lambda: len(read_metrics(run)) > at + 3, "some steps more", log)
+    assert "DUE TO TIME LIMIT" not in log()
+    cluster.ask("scancel", job)
+    cluster.wait(lambda: cluster.state(job) == "CANCELLED" and not cluster.ask("squeue", "-h"), "the end", log)
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(len(steps)))
+
+
 def test_cancelled_and_gone_on_with(tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path) -> None:
     """`scancel` is for good, though the tasks still save; the same script goes on."""
     run = runs / "p-00000005"

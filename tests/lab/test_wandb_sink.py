@@ -192,6 +192,32 @@ def test_what_the_server_refuses_ends_the_run(
         sink.close("failed")
 
 
+@pytest.mark.parametrize("before", ["rows", "trouble"])
+def test_what_it_refuses_later_does_not(
+    logged: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A key that has run out, or a proxy's own answer: hours of steps may not be saved yet."""
+    with wandb_server() as server:
+        server.refuse = None if before == "rows" else (503, "maintenance")
+        use(monkeypatch, server.environment)
+        monkeypatch.setattr(wandb_sink, "MIRROR", impatient(folder.parent))
+        monkeypatch.setattr(wandb_sink, "FIRST_PAUSE_S", 0.1)
+        terminal, text = console()
+        write(folder, 0, 2)
+        sink = Wandb(logged, folder, terminal)
+        if before == "rows":
+            wait_until(lambda: steps(server) == [0, 1])
+            assert sink._mirror is not None
+            sink._mirror.kill()
+        else:
+            wait_until(lambda: "tried again" in text.getvalue())
+        server.refuse = 403, "permission denied"
+        wait_until(lambda: "wandb refuses the run, which goes on without it" in text.getvalue())
+        assert f"`pd wandb {folder}` sends it" in text.getvalue()
+        sink.check()
+        sink.close("finished", within_s=1)
+
+
 def test_a_server_in_trouble_does_not(folder: Path, logged: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as server:
         server.refuse = 503, "maintenance"
