@@ -110,6 +110,10 @@ def _takes(q: Float[Array, "B T heads d"]) -> bool:
     return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
 
 
+class MissingCudnn(RuntimeError):
+    """There is JAX's CUDA plugin, but not the library that its attention kernel is taken from."""
+
+
 @cache
 def _can_be_lowered_for_cuda() -> bool:
     """False where JAX has no CUDA plugin: it cannot even trace the kernel there, nor lower anything for a GPU."""
@@ -119,7 +123,7 @@ def _can_be_lowered_for_cuda() -> bool:
     except RuntimeError as error:
         if "not detected" in str(error):
             return False
-        raise RuntimeError(f"JAX's CUDA plugin cannot load cuDNN (pip install nvidia-cudnn-cu13): {error}") from error
+        raise MissingCudnn(f"JAX's CUDA plugin cannot load cuDNN (pip install nvidia-cudnn-cu13): {error}") from error
     return True
 
 

@@ -8,6 +8,7 @@ import numpy as np
 _GROUPS = re.compile(r"\breplica_groups=(.*)")
 _LISTED = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[((?:'[^']*'=\d+,?)*)\](?:, ?device_ids=\(((?:[^()]|\([\d,]*\))*)\))? ?\{([^}]*)\}")
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _PART = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
@@ -22,14 +23,15 @@ def replica_groups(attributes: str, n_devices: int) -> Groups:
 
     XLA has three ways of writing it: ``{{0,1},{2,3}}``; ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, the numbers from 0
     in an array, transposed, cut into rows; ``mesh['a'=2,'b'=2] {'b'}``, along axes of a mesh or parts of axes
-    (``'b':(2)4`` is the factor 4 that comes after a factor 2). Raises ValueError at another.
+    (``'b':(2)4`` is the factor 4 that comes after a factor 2), whose devices, where they are not in order, are named as
+    ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed. Raises ValueError at another.
     """
     found = _GROUPS.search(attributes)
     if found is None:
         return (tuple(range(n_devices)),)
     written = found[1]
     if iota := _IOTA.match(written):
-        return _rows(_iota(iota).reshape(_numbers(iota[1])))
+        return _rows(_iota(iota[2], iota[3]).reshape(_numbers(iota[1])))
     if listed := _LISTED.match(written):
         return _listed(listed[0]) or (tuple(range(n_devices)),)
     if mesh := _MESH.match(written):
@@ -66,15 +68,20 @@ def _along(mesh: re.Match[str]) -> Groups:
 
 def _ids(written: str, n: int) -> _Ids:
     """A mesh's devices; where it does not name them, in order."""
-    iota = _IOTA.search(written)
-    listed = np.array(_numbers(re.sub(r"[^\d,]", "", written)), int) if written else np.arange(n)
-    return _iota(iota) if iota else listed
+    if not written:
+        return np.arange(n)
+    if iota := _IDS.fullmatch(written):
+        return _iota(iota[1], iota[2])
+    if re.fullmatch(r"[\d,]+", written):
+        return np.array(_numbers(written), int)
+    raise ValueError(f"no devices of a mesh: {written[:100]}")
 
 
-def _iota(found: re.Match[str]) -> _Ids:
-    """The array behind ``<=`` after its transposition, flat."""
-    shape = _numbers(found[2])
-    return np.arange(int(np.prod(shape))).reshape(shape).transpose(_numbers(found[3]) if found[3] else None).ravel()
+def _iota(shape: str, order: str | None) -> _Ids:
+    """The numbers from 0 in an array of this shape, its axes put into this order, flat."""
+    sizes = _numbers(shape)
+    numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
+    return (numbers.transpose(_numbers(order)) if order else numbers).ravel()
 
 
 def _numbers(written: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """`pd probe` in a process of its own: compilers take memory that they do not give back."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,5 +30,13 @@ def probe_apart(path: Path, sets: Sequence[str], options: Sequence[str]) -> Told
         command += [argument for text in sets for argument in ("--set", text)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         answer = json.loads(file.read_text()) if done.returncode in (0, 3) and file.is_file() else None
-    why = done.stderr.strip() or done.stdout.strip() or f"pd probe ended with status {done.returncode}"
-    return Told(done.returncode, answer, done.stdout, why.partition("error: ")[2] or why)
+    return Told(done.returncode, answer, done.stdout, _why(done))
+
+
+def _why(done: "subprocess.CompletedProcess[str]") -> str:
+    """Its error; else what it said last, which is one if Python or a library ended it."""
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return f"pd probe was ended by {name}{' (was there enough memory?)' * (name == 'SIGKILL')}"
+    said = done.stderr.strip() or done.stdout.strip() or f"pd probe ended with status {done.returncode}"
+    return said.partition("error: ")[2] or said

@@ -9,11 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import jax
+from rich.console import Console
+
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.notes import tell_notes
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+PACKAGES = (
+    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc", "nvidia-nvvm",
+    "equinox", "optax",
+)  # fmt: skip
 """Whose versions decide what is compiled, besides our own code."""
+NO_PROGRAM = ("cache", "platform", "log", "cpu_")
+"""Parts of the names of JAX's settings that no program for a GPU depends on."""
 
 
 def cache_folder() -> Path:
@@ -24,18 +33,22 @@ def cache_folder() -> Path:
 def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
     """``answer()``, or what it gave to the same ``question`` before, and whether it was there. It must fit in JSON.
 
-    ``folder``: None keeps nothing. A file that cannot be read is asked for again.
+    ``folder``: None keeps nothing. A file that cannot be read is asked for again, and where none can be written that is
+    said: the answer may have taken minutes.
     """
     if folder is None:
         return answer(), False
-    key = hashlib.sha256(f"{_code()}\n{_versions()}\n{question}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{_code()}\n{_versions()}\n{_settings()}\n{question}".encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     try:
         return json.loads(file.read_text()), True
     except (OSError, ValueError):
         found = answer()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(found))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(found))
+    except OSError as error:
+        tell_notes([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
     return found, False
 
 
@@ -57,3 +70,10 @@ def _versions() -> str:
             return "none"
 
     return " ".join(f"{package} {of(package)}" for package in PACKAGES)
+
+
+def _settings() -> str:
+    """What JAX and XLA were told from outside."""
+    values = sorted(jax.config.values.items())
+    told = [f"{name} {value!r}" for name, value in values if not any(part in name for part in NO_PROGRAM)]
+    return " ".join((os.environ.get("XLA_FLAGS", ""), *told))

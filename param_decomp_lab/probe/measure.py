@@ -11,15 +11,17 @@ import jax
 
 from param_decomp_jax.aot.compile import Memory, compile_for
 from param_decomp_jax.aot.topology import UNLIMITED, MissingPlugin, with_memory
+from param_decomp_jax.attention import MissingCudnn
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.subject import Subject
+from param_decomp_lab.probe.subject import Phase, Subject
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A program on one device, in bytes and seconds. ``elsewhere``, ``groups``: see `subject.py:Phase`. ``dump``: what
-    XLA says of its buffers and its program, if that was asked for. ``fresh``: compiled just now."""
+    """A program on one device, in bytes and seconds. ``elsewhere``: as in `subject.py:Phase`, and arguments that the
+    program does not use. ``groups``: as there. ``dump``: what XLA says of its buffers and its program, if that was
+    asked for. ``fresh``: compiled just now."""
 
     memory: Memory
     elsewhere: int
@@ -50,23 +52,23 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
     question = "\n".join((subject.identity, phase, str(subject.mesh), str(where.per_node), card, str(dump)))
 
     def answer() -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        made: list[Phase] = []
 
         def program(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-            made = subject.phases[phase](mesh)
-            found.update(elsewhere=made.elsewhere, groups=dict(made.groups))
-            return made.program.function, made.program.arguments
+            made.append(subject.phases[phase](mesh))
+            return made[0].program.function, made[0].program.arguments
 
         with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
             try:
                 compiled = compile_for(program, subject.mesh, card, folder if dump else "", per_node=where.per_node)
-            except MissingPlugin as error:
+            except (MissingPlugin, MissingCudnn) as error:
                 raise UserError(str(error)) from error
             except jax.errors.JaxRuntimeError as error:
                 raise CannotTell(f"{phase}: the compiler gave up: {error}") from error
             texts = dumped(Path(folder)) if dump else []
         return {
-            **found,
+            "elsewhere": made[0].elsewhere + compiled.unused,
+            "groups": dict(made[0].groups),
             "memory": dataclasses.asdict(compiled.memory),
             "lower_s": compiled.lower_s,
             "compile_s": compiled.compile_s,

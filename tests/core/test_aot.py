@@ -136,7 +136,7 @@ def test_texts_of_something_else() -> None:
 def test_sums() -> None:
     memory = Memory(temp=5, arguments=7, output=4, alias=3, host=100)
     assert memory.peak == 13
-    bound = Estimate(Compiled(memory, 0.0, 0.0, None), Compiled(Memory(6, 7, 4, 3, 0), 0.0, 0.0, None), 20)
+    bound = Estimate(Compiled(memory, 0, 0.0, 0.0, None), Compiled(Memory(6, 7, 4, 3, 0), 0, 0.0, 0.0, None), 20)
     assert bound.limit_bound
     assert not Estimate(bound.real, bound.real, 20).limit_bound
 

@@ -1,13 +1,15 @@
 """Bytes that a compiled program moves: hand-written programs, the one of `dump/`, and one compiled for 16 GPUs."""
 
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from param_decomp_jax.aot.compile import compile_for
@@ -155,7 +157,7 @@ def test_the_loops_of_the_dump() -> None:
         ("mesh['a'=2,'b'=1,'c'=2] {'a','c'}", ((0, 1, 2, 3),)),
         ("mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
         ("mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]<=[2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
         ("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", ((3, 2), (1, 0))),
     ],
 )
@@ -163,10 +165,33 @@ def test_groups(written: str, groups: Any) -> None:
     assert replica_groups(f"channel_id=1, replica_groups={written}, dimensions={{0}}", 4) == groups
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 4, 1), (1, 4, 2), (4, 1, 2)])
+@pytest.mark.parametrize("among", ["ft", "tf", "tr", "rt", "t", "f", "r", "rf", "fr", "tfr"])
+def test_groups_as_xla_writes_them(shape: tuple[int, int, int], among: str) -> None:
+    """Gathered along axes of a mesh, in this order: a group are the devices at one place of the other axes."""
+    mesh = jax.make_mesh(shape, ("r", "f", "t"), axis_types=(AxisType.Auto,) * 3)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * 2, P())
+
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P(tuple(among))))
+        text = jax.jit(gathered).lower(x).compile().as_text()
+    others = [axis for axis in "rft" if axis not in among]
+    ids = np.arange(8).reshape(shape).transpose(["rft".index(axis) for axis in (*others, *among)])
+    want = ids.reshape(-1, int(np.prod([shape["rft".index(axis)] for axis in among]))).tolist()
+    gathers = re.findall(r" all-gather\(.*", text)
+    assert len(gathers) == (len(want[0]) > 1)
+    for line in gathers:
+        assert sorted(replica_groups(line, 8)) == sorted(map(tuple, want))
+
+
 def test_groups_that_are_not_named_or_not_known() -> None:
     assert replica_groups("dimensions={0}", 3) == ((0, 1, 2),)
     with pytest.raises(ValueError, match="no groups of devices: <<0>>"):
         replica_groups("replica_groups=<<0>>", 3)
+    with pytest.raises(ValueError, match=r"no devices of a mesh: \[3\]x"):
+        replica_groups("replica_groups=mesh['a'=3], device_ids=([3]x) {'a'}", 3)
     assert source_target_pairs("source_target_pairs={{0,1},{1,0}}, x={2}") == ((0, 1), (1, 0))
 
 

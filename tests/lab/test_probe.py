@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from param_decomp_jax.aot.compile import device_bytes
+from param_decomp_jax.attention import _can_be_lowered_for_cuda
 from param_decomp_jax.mesh import make_mesh
 from param_decomp_lab.build import build
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.answer import Answer, ask
+from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.command import gpus_of_a_node
@@ -135,7 +137,7 @@ def test_the_pool() -> None:
             Pool.of(card("b200"), **wrong)  # type: ignore[arg-type]
 
 
-def test_asked_once(tmp_path: Path) -> None:
+def test_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[int] = []
 
     def answer() -> dict[str, Any]:
@@ -149,6 +151,34 @@ def test_asked_once(tmp_path: Path) -> None:
         file.write_text("{ cut off")
     assert cached(tmp_path, "q", answer) == ({"a": 3}, False)
     assert cached(None, "q", answer) == ({"a": 4}, False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_kind")
+    assert cached(tmp_path, "q", answer) == ({"a": 5}, False)
+    with jax.default_matmul_precision("highest"):
+        assert cached(tmp_path, "q", answer) == ({"a": 6}, False)
+    (tmp_path / "file").touch()
+    assert cached(tmp_path / "file" / "folder", "q", answer) == ({"a": 7}, False)
+    assert "the answer cannot be kept for later (Not a directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("kill -KILL $$", "pd probe was ended by SIGKILL (was there enough memory?)"),
+        ("echo compiling >&2; echo error: no such thing >&2; exit 2", "no such thing"),
+        ("echo Segmentation fault >&2; exit 1", "Segmentation fault"),
+        ("exit 1", "pd probe ended with status 1"),
+    ],
+)
+def test_a_probe_that_ends_without_an_answer(
+    script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    told = probe_apart(LLAMA, (), ())
+    assert told.answer is None
+    assert told.why == why
 
 
 @pytest.mark.parametrize(
@@ -180,6 +210,21 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = pd_here("probe", LLAMA, "--quick", "--no-cache")
     assert outcome.status == 2
     assert "pip install 'param-decomp[probe]'" in outcome.err
+
+
+def test_without_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that finds no cuDNN; the file for scripts says so, too."""
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr("param_decomp_jax.attention._cudnn", missing)
+    monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", lambda *_, **__: _can_be_lowered_for_cuda())
+    _can_be_lowered_for_cuda.cache_clear()
+    outcome = pd_here("probe", LLAMA, "--quick", "--no-cache")
+    _can_be_lowered_for_cuda.cache_clear()
+    assert outcome.status == 2
+    assert "pip install nvidia-cudnn-cu13" in outcome.err
 
 
 def test_a_compiler_that_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
