@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: with a GPU at hand it would take its memory
 
-from experiments.memory_study_page import write_page
+from experiments.memory_study_page import versions, write_page
 from param_decomp_lab.config import load_config
 from param_decomp_lab.probe.answer import GIB, read_step
 from param_decomp_lab.probe.cache import cache_folder
@@ -101,7 +101,9 @@ _ALL_KEPT = "memory.save=[logits,layers,attention,site_outputs,attack_outputs,si
 
 
 def _published(name: str, config: Path, batch: int, seq: int, remat: bool = True) -> Row:
-    sets = ("memory.preset=published", f"pd.batch_size={batch}", f"eval.batch_size={batch}", f"data.max_seq_len={seq}")
+    # Whole batches: the configuration of layer 18 itself has them in two parts.
+    preset = ("memory.preset=published", "memory.micro_batches=1")
+    sets = (*preset, f"pd.batch_size={batch}", f"eval.batch_size={batch}", f"data.max_seq_len={seq}")
     return Row("published", name, config, (*sets, *(() if remat else (_ALL_KEPT,))), BOTH)
 
 
@@ -151,6 +153,7 @@ def compile_row(row: Row, limit: str) -> dict[str, Any]:
         "compile_s": measured.compile_s,
         "lower_s": measured.lower_s,
         "unknown": list(step.unknown),
+        "versions": versions(),
     }
 
 

@@ -14,12 +14,10 @@ from typing import Any, Protocol
 from experiments.memory_study_figure import save_figure
 from experiments.memory_study_numbers import digits, gib, or_blank, ratio, signed, size_of, table
 from experiments.memory_study_words import NOTES
+from param_decomp_jax.aot import compile
 
 Found = Mapping[str, Any]
 MISSING = "not compiled yet"
-LIMITED_BY = 1e-3
-"""Totals with and without the card's limit that differ by more are limit-bound (as in `probe/measure.py`)."""
-
 PUBLISHED_GIB: Mapping[str, float] = {
     "27 sites, seq 2048, 64 GPUs, batch 64": 179.0,
     "27 sites, seq 2048, 64 GPUs, batch 128": 210.2,
@@ -86,7 +84,7 @@ def write_page(page: Path, found: Found, levers: Sequence[Row], published: Seque
         save_figure(image, drawn)
     sections = [
         "# What saves device memory, and what it costs",
-        INTRODUCTION.format(versions=versions(), machine=machine()),
+        INTRODUCTION.format(versions="; ".join(_versions_of(found)), machine=machine()),
         "## Levers",
         LEVERS_SAID,
         levers_table(found, levers),
@@ -125,7 +123,8 @@ The training step of `configs/llama8b_l18-26_9layer_chunkwise_seq2048.yaml`: Lla
 26, C 49,152, sequences of 2048, one for each of 64 GPUs, preset `lean`. In every other row one thing is different. GiB
 for a card without limit: on the card as it is, XLA works against its end, and figures near it mean little. Δ is the
 peak less the reference's; FLOPs are over the reference's. Then GB that one GPU moves in a step: read and written in its
-memory, sent within the node, sent to other nodes. Rows of batch 128 are held against the reference at that batch."""
+memory, sent within the node, sent to other nodes (a ? says that not all of the program could be read). Rows of batch
+128 are held against the reference at that batch."""
 
 HABITS_SAID = """\
 Small programs with one line and without, of the same result (a test runs both); they are in
@@ -152,7 +151,8 @@ def levers_table(found: Found, levers: Sequence[Row]) -> str:
         if own is None:
             return [row.name, MISSING, *[""] * 9]
         sizes = [gib(own["temp"]), gib(own["arguments"]), gib(own["host"])]
-        moved = [digits(own[name] / 1e9) for name in ("hbm", "within", "across")]
+        doubt = "?" if own["unknown"] else ""
+        moved = [digits(own[name] / 1e9) + doubt for name in ("hbm", "within", "across")]
         against = ["", ""]
         if reference is not None:
             against = [signed(own["peak"] - reference["peak"]), ratio(own["flops"], reference["flops"])]
@@ -281,7 +281,12 @@ def _published(found: Found, name: str, limit: str) -> float | None:
 
 
 def limit_bound(real: float | None, unlimited: float | None) -> bool:
-    return real is not None and unlimited is not None and abs(real - unlimited) > LIMITED_BY * unlimited
+    return real is not None and unlimited is not None and compile.limit_bound(real, unlimited)
+
+
+def _versions_of(found: Found) -> list[str]:
+    """With which the records were compiled."""
+    return sorted({record["versions"] for record in found.values() if "versions" in record})
 
 
 def versions() -> str:

@@ -7,7 +7,7 @@ NOTES = {
     "levers": """\
 **What pays.** Layers kept instead of recomputed cost 39.7 GiB, importance logits kept instead of made lazily 33.3, no
 blocks of components 15.9, unrolled layers 7.5, a KL that is not fused 6.5, donation off 6.0 (the state is 6.2), plain
-attention 4.7. Each of these is on in `lean`; their prices in arithmetic are 11 %, 7 %, 3 %, and nothing.
+attention 4.7. Each of these is on in `lean`; their prices in arithmetic are 11 %, 7 %, 2 %, and nothing.
 
 **Beyond `lean`.** The moments of V, U on the host take off 4.0 of 14.5 GiB, more than the 2.85 that they are. That they
 come back to the device only when the gradients are there had to be said to XLA (a barrier in `offload.py`): without it

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BEFORE_COMMAND = "#   pd "
-WIDTH = 108
+WIDTH = 116
 
 
 def header_command(text: str) -> list[str] | None:

@@ -70,7 +70,7 @@ class Estimate:
         return limit_bound(self.real.memory.peak, self.unlimited.memory.peak)
 
 
-def limit_bound(real: int, unlimited: int) -> bool:
+def limit_bound(real: int | float, unlimited: int | float) -> bool:
     """Whether the peaks with and without the card's limit differ by more than 1 in 1000."""
     return abs(real - unlimited) > 1e-3 * unlimited
 

@@ -1,4 +1,4 @@
-"""How long a step takes at least on a card that is not here, and what that is bound by.
+"""How long a step takes on a card that is not here at that card's full rates, and what it is bound by.
 
 The cards' rates are figures of the vendor's data sheets: products of dense matrices (without sparsity) at boost clock,
 NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR) beside
@@ -62,7 +62,7 @@ class Roofline:
 
     @property
     def least(self) -> float:
-        """Seconds if all resources are busy at the same time: no step is faster."""
+        """Seconds if all resources are busy at the same time."""
         return max(self.terms.values())
 
     @property

@@ -122,7 +122,7 @@ class Answer:
                 "between_nodes": self.step.across,
             },
             "collectives": dict(self.step.collectives),
-            "roofline_s": None if fastest is None else {**fastest.terms, "at least": fastest.least},
+            "roofline_s": None if fastest is None else {**fastest.terms, "overlapping": fastest.least},
             "counted_once": list(self.step.unknown),
         }
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ EVALUATION_KEYS = {"eval", "eval.batch_size", "eval.n_steps"}
 
 @dataclass(frozen=True)
 class Question:
-    """``overrides``: `--set` of the user's, which hold for every run. ``options``: of `pd probe`, passed on."""
+    """``overrides``: `--set` of the user's, which hold for every run, but that the mesh is stretched over the GPUs.
+    ``options``: of `pd probe`, passed on."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -39,6 +41,11 @@ class Question:
     n_gpus: int
     per_node: int
     options: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> set[str]:
+        """Keys that the user has set."""
+        return {".".join(override.path) for override in parse_overrides(self.overrides)}
 
     def sets(self, kind: Kind, batch: int) -> list[str]:
         """Assignments that make a point of the configuration."""
@@ -59,12 +66,8 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
 
     UserError for what cannot be asked.
     """
-    config = load_config(question.path, question.overrides)
-    told = parse_vary(vary)
-    every = kinds(config, question.n_gpus, told)
-    for kind in every:
-        for batch in kind.batches:
-            load_config(question.path, question.sets(kind, batch))
+    config, told = load_config(question.path, question.overrides), parse_vary(vary)
+    every = valid_kinds(question, config, told)
     count = workers(len(every))
     console.print(f"{len(every)} kinds of runs, {count} compiled at a time", highlight=False)
 
@@ -85,6 +88,15 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
     return Found(points, None)
 
 
+def valid_kinds(question: Question, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
+    """What may be asked about. UserError where one of these runs is none."""
+    every = kinds(config, question.n_gpus, vary, question.said)
+    for kind in every:
+        for batch in kind.batches:
+            load_config(question.path, question.sets(kind, batch))
+    return every
+
+
 def _all_parts(
     question: Question, config: RunConfig, chosen: Point, vary: Mapping[str, Any], console: Console
 ) -> Point:
@@ -97,7 +109,7 @@ def _all_parts(
         console.print(_said(point), highlight=False, soft_wrap=True)
         return point
 
-    given = {*vary, *(".".join(override.path) for override in parse_overrides(question.overrides))}
+    given = {*vary} | question.said
     whole = ask(chosen.kind, "all parts of the run")
     while not given & EVALUATION_KEYS and whole.verdict == "does_not_fit":
         assert whole.answer is not None
@@ -125,8 +137,11 @@ def report(question: Question, found: Found, out: Path, console: Console) -> boo
     Console(file=text, width=120).print(table)
     answer = chosen.answer
     nodes = question.n_gpus // question.per_node
-    asked = f"pd probe {out.name} --gpu {question.gpu} --nodes {nodes} --gpus-per-node {question.per_node}"
+    where = ("--gpu", question.gpu, "--nodes", str(nodes), "--gpus-per-node", str(question.per_node))
+    asked = shlex.join(("pd", "probe", out.name, *where, *question.options))
     need = f"needs {answer['peak_gib']:.1f} of {answer['pool_gib']:.1f} GiB of each GPU ({answer['largest_part']})"
+    if answer["limit_bound"]:
+        need += f"; limit-bound: {answer['peak_gib_unlimited']:.1f} GiB if XLA saw no limit, so it recomputes by itself"
     header = (f"The best run on {question.n_gpus} {question.gpu.upper()} of those below; {need}.", f"  {asked}", "")
     write_config(
         question.path, question.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]

@@ -39,7 +39,7 @@ class Point:
     def step_s(self) -> float:
         """A step's time by the roofline, in seconds: nothing overlaps."""
         times = {} if self.answer is None else self.answer["roofline_s"] or {}
-        return float(sum(seconds for name, seconds in times.items() if name != "at least")) or float("inf")
+        return float(sum(seconds for name, seconds in times.items() if name != "overlapping")) or float("inf")
 
     @property
     def tokens_per_s(self) -> float:

@@ -140,10 +140,12 @@ def _work(answer: Answer) -> RenderableType:
         speed = answer.subject.tokens / fastest.least / n
         lines.append(
             Text(
-                f"at least {1000 * fastest.least:,.0f} ms a step, bound by {fastest.bound_by} "
-                f"({speed:,.0f} tokens/s on each GPU); {1000 * fastest.one_by_one:,.0f} ms if nothing overlaps"
+                f"{1000 * fastest.least:,.0f} ms a step if all of it overlaps, bound by {fastest.bound_by} "
+                f"({speed:,.0f} tokens/s on each GPU); {1000 * fastest.one_by_one:,.0f} ms if nothing does"
             )
         )
+    if answer.subject.mesh.tensor > 1:
+        lines.append(Text("products that all GPUs along tensor make alike are counted as if they shared them", "dim"))
     lines += [Text(f"counted once, not knowing how often: {line}", style="dim") for line in step.unknown]
     return Group(*lines, "")
 

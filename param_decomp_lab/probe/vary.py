@@ -1,7 +1,7 @@
 """`--vary`: what `pd fit` may choose, as kinds of runs and batches."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -15,6 +15,18 @@ ROWS_PER_GPU = tuple(2**k for k in range(7))
 """Batches tried where nothing is said: so many rows on each GPU that has rows of its own."""
 
 
+SHORT = {
+    "pd.batch_size": "batch=64..2048",
+    "data.max_seq_len": "seq=512,2048",
+    "memory.preset": "memory=lean,balanced",
+    "remat_recon_forwards": "memory=plain,lean",
+    "mesh.replica": "mesh=1x64x1,8x8x1",
+    "mesh.fsdp": "mesh=1x64x1,8x8x1",
+    "mesh.tensor": "mesh=1x64x1,1x32x2",
+}
+"""Keys of the configuration that are varied by another name here, with an example."""
+
+
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
     """``batch=64..2048`` doubles from 64 on; ``seq=512,2048`` lists; ``mesh=1x64x1,2x32x1`` are replica x fsdp x
     tensor; ``memory=lean,balanced`` are presets; any other key is one of the configuration. UserError for others."""
@@ -23,6 +35,8 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
         key, equals, said = text.partition("=")
         if not equals or not said:
             raise UserError(f"--vary {text}: should be key=values, such as batch=64..2048 or seq=512,2048")
+        if key in SHORT:
+            raise UserError(f"--vary {text}: this is varied as a whole, such as --vary {SHORT[key]}")
         if key in found:
             raise UserError(f"--vary {text}: {key} is given twice; put all its values into one")
         values = [_value(key, part, text) for part in said.split(",")]
@@ -54,10 +68,11 @@ def _value(key: str, said: str, text: str) -> Any:
             return parse_yaml(said, f"--vary {text}")
 
 
-def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
+def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], said: Collection[str] = ()) -> list[Kind]:
     """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
 
-    UserError for a mesh that does not multiply to the GPUs.
+    Batch and preset are varied without being named, unless they are among the keys ``said`` by `--set`. UserError for a
+    mesh that does not multiply to the GPUs.
     """
     own = config.wrapper.mesh
     meshes = list(vary.get("mesh", ()))
@@ -71,11 +86,13 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> 
         if mesh[0] * mesh[1] * mesh[2] != n_gpus:
             shape = "x".join(map(str, mesh))
             raise UserError(f"--vary mesh={shape}: takes {mesh[0] * mesh[1] * mesh[2]} GPUs, --gpus says {n_gpus}")
-    presets = list(vary.get("memory", ())) or list(dict.fromkeys((config.wrapper.memory.preset, "balanced", "lean")))
+    own_preset = config.wrapper.memory.preset
+    others = () if {"memory", "memory.preset", "remat_recon_forwards"} & {*said} else ("balanced", "lean")
+    presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
     seqs = list(vary.get("seq", ())) or [None]
-    others = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
+    keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
     found = []
-    for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *others.values()):
+    for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
         replica, fsdp, tensor = mesh
         settings: list[tuple[str, Any]] = [
             ("mesh", {"replica": replica, "fsdp": fsdp, "tensor": tensor}),
@@ -84,27 +101,35 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> 
         ]
         if seq is not None:
             settings.append(("data.max_seq_len", seq))
-        rows = replica * fsdp
-        if config.torch.eval is not None and config.torch.eval.batch_size % rows:
+        settings += zip(keys, rest, strict=True)
+        rows = _unit(config, dict(settings))
+        if config.torch.eval is not None and config.torch.eval.batch_size % rows and "eval.batch_size" not in keys:
             settings.append(("eval.batch_size", -(-config.torch.eval.batch_size // rows) * rows))
-        settings += zip(others, rest, strict=True)
         batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
+        if "batch" not in vary and "pd.batch_size" in said:
+            batches = (config.torch.pd.batch_size,)
         words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
-        words += [f"{key} {value}" for key, value in zip(others, rest, strict=True)]
+        words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
         found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
     return found
 
 
 def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     """Runs as ``kind`` has them, with smaller batches in an evaluation and so many more of them that it sees as many
-    rows; None where a batch is a row on each GPU already."""
+    rows; None where a batch is as small as the mesh allows."""
     own, settings = config.torch.eval, dict(kind.settings)
     assert own is not None
-    rows = settings["mesh"]["replica"] * settings["mesh"]["fsdp"]
-    per_gpu = settings.get("eval.batch_size", own.batch_size) // rows
-    fewer = max((n for n in range(1, per_gpu) if per_gpu % n == 0), default=None)
+    rows = _unit(config, settings)
+    times = settings.get("eval.batch_size", own.batch_size) // rows
+    fewer = max((n for n in range(1, times) if times % n == 0), default=None)
     if fewer is None:
         return None
     settings["eval.batch_size"] = fewer * rows
-    settings["eval.n_steps"] = settings.get("eval.n_steps", own.n_steps) * per_gpu // fewer
+    settings["eval.n_steps"] = settings.get("eval.n_steps", own.n_steps) * times // fewer
     return replace(kind, settings=tuple(settings.items()))
+
+
+def _unit(config: RunConfig, settings: Mapping[str, Any]) -> int:
+    """Rows of which a batch is a multiple: one on each GPU that has rows of its own, in each micro-batch."""
+    mesh, parts = settings["mesh"], settings.get("memory.micro_batches", config.wrapper.memory.micro_batches)
+    return int(mesh["replica"] * mesh["fsdp"] * parts)

@@ -133,6 +133,19 @@ def test_texts_of_something_else() -> None:
 # ---- compiling ----
 
 
+@needs_plugin
+def test_an_argument_that_is_not_used() -> None:
+    """XLA is not given it, but on the device it is."""
+
+    def program(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+        split = jax.ShapeDtypeStruct((1024, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+        return jax.jit(lambda used, unused, n: used * n), (split, split, jax.ShapeDtypeStruct((), jnp.int32))
+
+    found = compile_for(program, MeshShape(fsdp=4), CARDS["b200"], per_node=4)
+    assert found.memory.arguments == 1024 * 4 + 4
+    assert found.unused == pytest.approx(1024 * 4, abs=4)
+
+
 def test_sums() -> None:
     memory = Memory(temp=5, arguments=7, output=4, alias=3, host=100)
     assert memory.peak == 13

@@ -30,14 +30,22 @@ from experiments.memory_study_page import (
 )
 from experiments.memory_study_words import NOTES
 from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_lab.config import load_config
 
 REFERENCE, REFERENCE_128 = (row.name for row in LEVERS if row.name.startswith("reference"))
 TINY = Size(rows=16, T=16, long=16, d=64, d_mlp=128, layers=4, heads=4, sites=2, C=128, vocabulary=96)
 
 
+def test_published_steps_take_whole_batches() -> None:
+    """As those beside them do, whatever the configuration itself has come to."""
+    for row in PUBLISHED:
+        memory = load_config(row.config, row.sets).wrapper.memory
+        assert (memory.preset, memory.micro_batches) == ("published", 1)
+
+
 def record(peak: float, **others: float) -> dict[str, Any]:
     of = {"temp": peak / 2, "arguments": peak / 2, "host": 0.0, "flops": 1e17, "compile_s": 64.2}
-    return {"peak": peak, **of, "hbm": 3.3e12, "within": 2e11, "across": 0, **others}
+    return {"peak": peak, **of, "unknown": [], "hbm": 3.3e12, "within": 2e11, "across": 0, **others}
 
 
 def lines(text: str) -> dict[str, list[str]]:

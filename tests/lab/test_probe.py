@@ -1,6 +1,8 @@
 """`pd probe` and `pd fit`. What compiles for GPUs needs JAX's CUDA plugin (the extra `probe`)."""
 
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.command import gpus_of_a_node
-from param_decomp_lab.probe.fit import Question, fit
+from param_decomp_lab.probe.fit import Question, fit, valid_kinds
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
@@ -266,6 +268,10 @@ def test_a_whole_answer(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(answer["arguments"].values()) == pytest.approx(step["arguments_gib"], rel=0.01)
     for buffer in answer["buffers"][:10]:
         assert named_in_the_code(buffer), buffer
+    # Also what a part does not read, and so is not given: the target in the warm-up, V and U in the figures.
+    there = {name: part["arguments_gib"] + part["elsewhere_gib"] for name, part in answer["parts"].items()}
+    for name in ("faithfulness warm-up", STEP, "evaluation", "figures", "restore"):
+        assert there[name] >= there["save"] * (1 - 1e-6)
     assert answer["collectives"]
     assert answer["matmul_flops"] > 0
     assert page.stat().st_size > 10_000
@@ -335,7 +341,7 @@ def test_bisection_finds_the_largest(needs: list[int], limit: int) -> None:
 def made_up(kind: Kind, batch: int, peak: float, limit: float, step_s: float = 1.0) -> Point:
     moved = {"memory": 0, "within_node": 0, "between_nodes": 0}
     answer = {"verdict": "fits" if peak <= limit else "does_not_fit", "peak_gib": peak, "tokens_per_step": batch * 8}
-    times = {"arithmetic": step_s, "at least": step_s}
+    times = {"arithmetic": step_s, "overlapping": step_s}
     rest = {"pool_gib": limit, "capacity_gib": 2 * limit, "gpu": "b200", "matmul_flops": 10**15}
     return Point(kind, batch, {**answer, **rest, "roofline_s": times, "bytes_moved": moved, "largest_part": STEP})
 
@@ -374,9 +380,64 @@ def test_what_may_vary() -> None:
     assert default[0].batches == (8, 16, 32, 64, 128, 256, 512)
 
 
+LAYER_18 = ROOT / "configs" / "llama8b_l18.yaml"
+
+
+def test_what_is_said_is_not_varied() -> None:
+    """And batches are cut into micro-batches."""
+
+    def found(*overrides: str, vary: Sequence[str] = ()) -> list[Kind]:
+        question = Question(LAYER_18, overrides, "h100", 8, 8)
+        return valid_kinds(question, load_config(LAYER_18, overrides), parse_vary(vary))
+
+    assert [kind.name for kind in found()] == ["lean", "balanced"]
+    assert found()[0].batches == tuple(16 * 2**k for k in range(7))  # `memory.micro_batches` is 2
+    assert found("memory.micro_batches=1")[0].batches == tuple(8 * 2**k for k in range(7))
+    parts = found(vary=["memory.micro_batches=1,4", "memory=lean"])
+    assert [kind.batches[0] for kind in parts] == [8, 32]
+    (alone,) = found("memory.preset=balanced", "pd.batch_size=48")
+    assert (alone.name, alone.batches) == ("balanced", (48,))
+    (evaluated,) = found("memory.preset=lean", "memory.micro_batches=3", "eval.batch_size=48", "pd.batch_size=48",
+                         vary=["mesh=2x4x1"])  # fmt: skip
+    assert "eval.batch_size" not in dict(evaluated.settings)
+
+
+def documented(command: str) -> list[list[str]]:
+    """Calls of the command in the docs and in its own help, as words."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "param_decomp_lab" / "cli.py"]
+    lines = [line.strip().strip("`") for page in pages for line in page.read_text().splitlines()]
+    return [shlex.split(line.partition("`")[0]) for line in lines if line.startswith(f"{command} ")]
+
+
+def test_documented_calls_of_fit_are_valid() -> None:
+    calls = [call[2:] for call in documented("pd fit") if call[2].startswith("configs/")]
+    assert len(calls) >= 3
+    for path, *words in calls:
+        options: dict[str, list[str]] = {}
+        for name, value in zip(words[::2], words[1::2], strict=True):
+            options.setdefault(name, []).append(value)
+        assert options.keys() <= {"--gpu", "--gpus", "--vary", "--set"}
+        question = Question(ROOT / path, tuple(options.get("--set", ())), "b200", int(options["--gpus"][0]), 8)
+        config = load_config(question.path, question.overrides)
+        assert valid_kinds(question, config, parse_vary(options.get("--vary", ())))
+
+
 @pytest.mark.parametrize(
     "wrong",
-    ["batch", "batch=x", "batch=0", "batch=9..8", "seq=512..", "mesh=64", "mesh=1x0x64", "memory=thin"],
+    [
+        "pd.batch_size=64",
+        "memory.preset=lean",
+        "mesh.tensor=2",
+        "data.max_seq_len=512",
+        "batch",
+        "batch=x",
+        "batch=0",
+        "batch=9..8",
+        "seq=512..",
+        "mesh=64",
+        "mesh=1x0x64",
+        "memory=thin",
+    ],
 )
 def test_what_may_not_vary(wrong: str) -> None:
     with pytest.raises(UserError, match="--vary"):
