@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -109,10 +109,12 @@ def is_held(folder: Path) -> bool | None:
 
 
 @contextmanager
-def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> Iterator[None]:
+def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> Iterator[Callable[[], None]]:
     """A block in which this run is the only job in ``folder``; process 0 holds the lock for all.
 
     UserError, in all processes, when another job is in there, saying which. One that was killed there is no obstacle.
+    Gives a look, to be taken by all processes, at whether that is still so: a machine that was believed to be dead may
+    come back when another job has its folder. UserError then.
     """
     file: int | None = None
     me = Holder.here()
@@ -120,15 +122,23 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
     def sign_off(status: int = 0) -> None:
         if file is not None:
             with suppress(OSError):  # the disk may be gone; the lock goes with the process
-                if holder(folder) == me:  # else it was believed to be dead, and another one has the folder now
+                if holder(folder) == me:
                     os.ftruncate(file, 0)
+
+    def still_ours() -> None:
+        with processes.together():
+            now = holder(folder) if processes.first else None
+            if now not in (None, me):
+                raise UserError(
+                    f"another job has {folder} now: {now}. This one, believed to be dead, saves nothing more"
+                )
 
     processes.last_acts.append(sign_off)
     try:
         with processes.together():
             if processes.first:
                 file = _take(folder, me, console)
-        yield
+        yield still_ours
     finally:
         processes.last_acts.remove(sign_off)
         sign_off()

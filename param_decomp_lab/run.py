@@ -6,7 +6,7 @@ makes i + 1 of it. A checkpoint of step i therefore goes on with step i's evalua
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -92,8 +92,8 @@ def train(config: RunConfig, console: Console, processes: Processes = ALONE, sto
             make_run_folder(folder, config)
     with processes.together():
         refuse_unseen(folder)
-    with only_job(folder, console, processes):
-        return _Run(config, built, folder, console, processes, stop).go(resumed=False)
+    with only_job(folder, console, processes) as still_ours:
+        return _Run(config, built, folder, console, processes, stop, still_ours).go(resumed=False)
 
 
 def resume(
@@ -118,14 +118,14 @@ def resume(
     _refuse_different(now, processes)
     login = Login(now) if processes.first else None
     stop.hint = _go_on(folder)
-    with only_job(folder, console, processes):
+    with only_job(folder, console, processes) as still_ours:
         stop.may_leave(f"while loading the target and the data; {NOTHING}")
         with processes.together():
             built = build(now, console, processes)
         with processes.together():
             if login is not None:
                 login.require()
-        return _Run(now, built, folder, console, processes, stop).go(resumed=True)
+        return _Run(now, built, folder, console, processes, stop, still_ours).go(resumed=True)
 
 
 def _go_on(folder: Path) -> str:
@@ -148,11 +148,18 @@ def _refuse_different(config: RunConfig, processes: Processes) -> None:
 
 class _Run:
     def __init__(
-        self, config: RunConfig, built: Built, folder: Path, console: Console, processes: Processes, stop: StopSignal
+        self,
+        config: RunConfig,
+        built: Built,
+        folder: Path,
+        console: Console,
+        processes: Processes,
+        stop: StopSignal,
+        still_ours: Callable[[], None],
     ) -> None:
         self.config, self.built, self.folder, self.console = config, built, folder, console
         self.outline = built.outline
-        self.processes = processes
+        self.processes, self.still_ours = processes, still_ours
         self.spec = built.problem.decomposition
         self.stop = stop
         stop.hint = _go_on(folder)
@@ -362,6 +369,7 @@ class _Run:
 
     def _save(self, step: int, state: State) -> None:
         """The state after ``step`` steps, and every row before it."""
+        self.still_ours()
         self.recorder.flush()
         if self.metrics is not None:
             self.metrics.settle()  # a checkpoint stands for every row before it
