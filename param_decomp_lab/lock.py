@@ -67,6 +67,10 @@ class Holder:
         except (ValueError, TypeError):
             return None
 
+    @property
+    def is_this_process(self) -> bool:
+        return (self.boot, self.pid, self.began) == (_boot(), os.getpid(), _began(os.getpid()))
+
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"

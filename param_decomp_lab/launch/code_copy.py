@@ -1,8 +1,8 @@
 """The code of a run: a copy of the checkout at its present commit, which nobody edits."""
 
 import os
+import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,8 +73,7 @@ class Code:
                 _git(self.root, "diff", "--binary", patch, self.commit, tree, "--", *PARTS, environment=environment)
             archive = Path(scratch) / "code.tar"
             _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, environment=environment)
-            with tarfile.open(archive) as files:
-                files.extractall(folder, filter="data")
+            shutil.unpack_archive(archive, folder, "tar")
         said = f", with {PATCH}" if self.changes else ""
         (folder / COMMIT_FILE).write_text(f"{self.commit}{said}\n")
         for file in folder.rglob("*"):

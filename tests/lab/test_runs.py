@@ -142,6 +142,12 @@ def test_noted_end(tmp_path: Path) -> None:
         ALONE.act_last(STOPPED)
         assert read_ending(tmp_path) == ("stopped", "ended with status 75")
     assert read_ending(tmp_path) == ("finished", "")
+    other = asdict(replace(Holder.here(), host="node07", boot="another"))
+    (tmp_path / LOCK_FILE).write_text(json.dumps(other))
+    with pytest.raises(UserError), noted_end(tmp_path, ValueError):
+        fail_on_the_way(UserError("another job has the folder now"))
+    assert read_ending(tmp_path) is None  # the run goes on there
+    (tmp_path / LOCK_FILE).unlink()
     (tmp_path / "ended.json").write_text('{"how": "fin')
     assert read_ending(tmp_path) is None
 
