@@ -43,25 +43,26 @@ The count of FLOPs, which is of the program before it is split, has each of thes
 does, F1 is 1.9 times F2 here. The scan over sites, in turn, pays for its memory with a product made again.""",
     "published": """\
 **Where they agree.** How the layer-18 step grows from batch 32 to 64: by 1.71 on the card and 1.83 without limit
-(published 1.78), with remat off by 1.80 (1.81). At batch 128 both grow less, since the card is the limit. At seq 2048 both
-need about the card for the 27 sites at batch 64, and both say that batch 128 does not fit. That 175.7 without limit
-stands beside 179.0 is no evidence: theirs is a total at the card's end, where XLA stops when it fits, so it says little
-of the program. The same holds for 150.3 (batch 256).
+(published 1.78), with remat off by 1.80 (1.81). At batch 128 both grow less, since the card is the limit. At seq
+2048 both need about the card for the 27 sites at batch 64, and both say that batch 128 does not fit. That 175.7
+without limit stands beside 179.0 is no evidence: theirs is a total at the card's end, where XLA stops when it fits,
+so it says little of the program. The same holds for 150.3 (batch 256).
 
 **Where not, and why.** (1) At seq 512, batch 64, which nothing limits, ours needs 52 GiB less. The published step
-holds V and U gathered whole: in bf16 27 × 49,152 × (4,096 + 14,336) × 2 B = 45.6 GiB, which do not depend on tokens.
-Ours gathers a site where it is used, with every policy. (2) From batch 64 to 128 ours grows by 86 GiB without limit
-and by 46 with; theirs, with, by 31. What it would grow by without is not published. (3) Layer 18, temporaries: ours
-has 1.49 × as many at batch 32. 24 of these 66.4 GiB are scores of the CI function's plain attention,
-`[4, 64, 2048, 2048]` in fp32 and bf16 for four blocks, which the preset `published` keeps for the backward; with a fused
-kernel they are gone, and ours would be 0.95 of theirs. Whether theirs had one is not known. 20 more are five arrays of the
-size of a pass's logits, in fp32. (4) Remat off costs 84 GiB here without limit, 53 on the card, and 12 there. Our remat
-off keeps all that has a name and all between the layers; at its peak are the scores of the frozen layers above the site
-too, `[8, 8, 2048, 2048, 4]` in fp32, 4 GiB for each layer. A step in which those layers are recomputed either way, and only
-the masked sites are kept, moves less between the two.
+holds V and U gathered whole: in bf16 27 × 49,152 × (4,096 + 14,336) × 2 B = 45.6 GiB, which do not depend on
+tokens. Ours gathers a site where it is used, with every policy. (2) From batch 64 to 128 ours grows by 86 GiB
+without limit and by 46 with; theirs, with, by 31. What it would grow by without is not published. (3) Layer 18,
+temporaries: ours has 1.49 × as many at batch 32. 24 of these 66.4 GiB are scores of the CI function's plain
+attention, `[4, 64, 2048, 2048]` in fp32 and bf16 for four blocks, which the preset `published` keeps for the
+backward; with a fused kernel they are gone, and ours would be 0.95 of theirs. Whether theirs had one is not known.
+20 more are five arrays of the size of a pass's logits, in fp32. (4) Remat off costs 84 GiB here without limit, 53
+on the card, and 12 there. Our remat off keeps all that has a name and all between the layers; at its peak are the
+scores of the frozen layers above the site too, `[8, 8, 2048, 2048, 4]` in fp32, 4 GiB for each layer. A step in
+which those layers are recomputed either way, and only the masked sites are kept, moves less between the two.
 
-The layer-18 rows were compiled in two micro-batches at first, as the configuration itself has it, and were nearer then (55.9
-beside 44.5). No setting was chosen to make a total match.""",
+The layer-18 rows were compiled in two micro-batches at first, as the configuration itself has it, and were nearer
+then (55.9 beside 44.5).
+No setting was chosen to make a total match.""",
     "ladder": """\
 The order is the published one. Every peak is within 20 % of the published one, all but the last within 6 %. The last
 (one batch of 256) is 1.19 ×: a third of it are the layers' inputs and outputs, kept once for each of 12 layers, and 6
