@@ -153,6 +153,7 @@ def test_stop_that_comes_right_after_the_look_at_it(
     assert saved_steps(tmp_path / "p-00000001") == [1]
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_to_be_saved(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once all is compiled nobody leaves without a save: neither in the first evaluation nor in a save of step 0. A
     resumed run may, in the evaluation that it makes again."""
