@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.lock import holder
+from param_decomp_lab.lock import displaced_by
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.stop_signal import STOPPED
 
@@ -27,9 +27,8 @@ def noted_end(run_folder: Path, stopped: type[Exception], processes: Processes =
     file = run_folder / ENDING_FILE
 
     def note(how: Ending, why: str) -> None:
-        named = holder(run_folder) if processes.first else None
         with suppress(OSError):  # what cannot be written is told where it is needed
-            if processes.first and (named is None or named.is_this_process):  # else the run goes on there
+            if processes.first and displaced_by(run_folder) is None:  # else the run goes on there
                 write_whole(file, json.dumps({"how": how, "why": why, "time": time.time()}) + "\n")
 
     def by_force(status: int) -> None:

@@ -80,7 +80,8 @@ class Holder:
 
         ``locked``: whether ``now`` has got the system's lock.
         """
-        if self.boot and self.boot == now.boot:
+        # A system that does not name its starts, nor those of its processes (macOS), goes by the machine's name.
+        if self.boot == now.boot if self.boot else self.host == now.host:
             if locked:
                 return "it has ended"
             return "" if _began(self.pid) == self.began else "it has ended"
@@ -101,14 +102,20 @@ def holder(folder: Path) -> Holder | None:
         return None
 
 
+def displaced_by(folder: Path) -> Holder | None:
+    """Another process that says it is in the run folder of this one, which was believed to be dead."""
+    found = holder(folder)
+    return None if found is None or found.is_this_process else found
+
+
 def is_held(folder: Path) -> bool | None:
     """Whether a process is in the run folder; None where nothing tells: it is said to be one on another machine, or on
     one that does not tell its processes apart."""
     found = holder(folder)
     if found is None:
         return False if (folder / LOCK_FILE).is_file() else None
-    if found.boot and found.boot == _boot():
-        return _began(found.pid) == found.began
+    if found.boot == (boot := _boot()):
+        return _began(found.pid) == found.began if boot else None
     return False if found.host == socket.gethostname() else None
 
 
@@ -121,27 +128,26 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
     come back when another job has its folder. UserError then.
     """
     file: int | None = None
-    me = Holder.here()
 
     def sign_off(status: int = 0) -> None:
         if file is not None:
             with suppress(OSError):  # the disk may be gone; the lock goes with the process
-                if holder(folder) == me:
+                if displaced_by(folder) is None:
                     os.ftruncate(file, 0)
 
     def still_ours() -> None:
         with processes.together():
-            now = holder(folder) if processes.first else None
-            if now not in (None, me):
+            other = displaced_by(folder) if processes.first else None
+            if other is not None:
                 raise UserError(
-                    f"another job has {folder} now: {now}. This one, believed to be dead, saves nothing more"
+                    f"another job has {folder} now: {other}. This one, believed to be dead, saves nothing more"
                 )
 
     processes.last_acts.append(sign_off)
     try:
         with processes.together():
             if processes.first:
-                file = _take(folder, me, console)
+                file = _take(folder, console)
         yield still_ours
     finally:
         processes.last_acts.remove(sign_off)
@@ -150,8 +156,8 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
             os.close(file)
 
 
-def _take(folder: Path, now: Holder, console: Console) -> int:
-    path = folder / LOCK_FILE
+def _take(folder: Path, console: Console) -> int:
+    path, now = folder / LOCK_FILE, Holder.here()
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:

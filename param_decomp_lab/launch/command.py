@@ -4,7 +4,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -158,9 +158,7 @@ def _runs(told: Launch, console: Console) -> list[Run]:
         config = load_config(told.path, [*told.sets, *choice.sets])
         if choice.values and "run_name" not in dict(choice.values):
             named = {"run_name": f"{config.wrapper.run_name} {choice}"}
-            config = RunConfig(
-                config.wrapper.model_copy(update=named), config.torch, config.ignored, config.warnings
-            )  # fmt: skip
+            config = replace(config, wrapper=config.wrapper.model_copy(update=named))
         run_id = config.wrapper.run_id or f"p-{secrets.token_hex(4)}"
         folder = Path.cwd() / config.wrapper.out_dir / run_id
         refuse_taken(folder)

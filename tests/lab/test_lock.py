@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.lock import LOCK_FILE, Holder, holder, only_job
+from param_decomp_lab.lock import LOCK_FILE, Holder, holder, is_held, only_job
 from tests.lab.tiny_run import ROOT
 
 HOLDS = """
@@ -172,6 +172,25 @@ def test_without_the_systems_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # Another start of this very machine's number of a process is somebody else.
     write(tmp_path, replace(Holder.here(), began="1"))
     assert "it has ended" in taken(tmp_path)
+
+
+def test_a_system_that_does_not_name_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS: with the system's lock all is known; without, nobody on this machine is taken for dead."""
+
+    def none(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("param_decomp_lab.lock._boot", lambda: "")
+    monkeypatch.setattr("param_decomp_lab.lock._began", lambda pid: "")
+    monkeypatch.setattr("param_decomp_lab.lock.SETTLE_S", 0.05)
+    other = replace(Holder.here(), pid=4242)
+    write(tmp_path, other)
+    assert is_held(tmp_path) is None
+    assert "it has ended" in taken(tmp_path)
+    write(tmp_path, other)
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(UserError, match=r"another job is in .*: process 4242 on"):
+        taken(tmp_path)
 
 
 def test_two_that_come_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

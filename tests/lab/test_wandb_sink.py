@@ -269,7 +269,7 @@ def test_offline_folders_are_whole(logged: RunConfig, folder: Path, monkeypatch:
     with wandb_server() as server:
         command = [sys.executable, "-m", "wandb", "sync", str(made)]
         variables = {**os.environ, **server.environment}
-        synced = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LONG)
+        synced = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=LONG)
         assert synced.returncode == 0, synced.stderr
         assert steps(server) == list(range(6))
 
