@@ -36,10 +36,8 @@ STUBS = {
             mkdir -p "$run/code" && cp -R "$SLURM_FILES" "$run/code/slurm" && touch "$run/config.yaml"
             exit
         fi
-        env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF)' | sort >> "$LOG"
+        env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF|PD_PREEMPTED)' | sort >> "$LOG"
         [ -n "${DEAF:-}" ] || trap 'exit 75' TERM
-        # Another job, which the lock refuses, starts in the folder meanwhile.
-        [ -z "${INTRUDER:-}" ] || rm -f "$3/.preempted-43"
         [ -z "${KILLED:-}" ] || echo '{"host": "node07", "job": "42", "restarts": 0}' > "$3/lock"
         if [ -n "${TERM_AFTER:-}" ]; then for _ in $(seq 100); do sleep 0.1; done; fi
         exit ${PD_STATUS:-0}
@@ -132,6 +130,17 @@ def test_goes_on_with_a_run_from_elsewhere(cluster: Cluster) -> None:
     assert cluster.run("configs/a.yaml", "p-12345678").returncode == 0
     assert cluster.log.startswith(f"pd launch {run} --prepare --with-changes\n")
     assert f"pd train --resume {run}\n" in cluster.log
+
+
+def test_each_job_has_a_mark_of_its_own(cluster: Cluster) -> None:
+    """A second job in the folder, which the lock refuses, must not take away the first one's, nor believe it."""
+
+    def mark(job: str) -> str:
+        assert cluster.run("configs/a.yaml", "p-12345678", SLURM_JOB_ID=job).returncode == 0
+        (line,) = (line for line in cluster.log.splitlines() if line.startswith("PD_PREEMPTED="))
+        return line
+
+    assert mark("42") != mark("43")
 
 
 def test_a_preemption_that_cannot_be_noted(cluster: Cluster) -> None:
