@@ -36,7 +36,7 @@ STUBS = {
             mkdir -p "$run/code" && cp -R "$SLURM_FILES" "$run/code/slurm" && touch "$run/config.yaml"
             exit
         fi
-        env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB_OFF|PD_PREEMPTED)' | sort >> "$LOG"
+        env | grep -E '^(SLURM_(STEP|CPU_BIND|MEM_PER)|PYTHONPATH|JAX_COMP|XLA_PY|HF_HUB|PD_PREEMPT)' | sort >> "$LOG"
         [ -n "${DEAF:-}" ] || trap 'exit 75' TERM
         [ -z "${KILLED:-}" ] || echo '{"host": "node07", "job": "42", "restarts": 0}' > "$3/lock"
         if [ -n "${TERM_AFTER:-}" ]; then for _ in $(seq 100); do sleep 0.1; done; fi
