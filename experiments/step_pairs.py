@@ -43,7 +43,7 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
         init = partial(init_state, spec, sites, built.leading)
         state = jax.jit(init, out_shardings=state_shardings(built.mesh, spec, jax.eval_shape(init)))()
         start = time.perf_counter()
-        step, _ = compile_steps(built, 1)
+        step = compile_steps(built.outline, 1)
         _say({"compile_s": time.perf_counter() - start})
         number = 0
         for _ in sys.stdin:

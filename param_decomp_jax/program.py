@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,10 +23,11 @@ class BatchOf(Protocol):
         ...
 
 
-def metric_names(problem: Problem, state: State, weights: Weights, batch: jax.ShapeDtypeStruct) -> list[str]:
-    """Names of a step's metrics, in the order in which `training_steps` gives them. Arguments may be abstract."""
-    _, metrics = jax.eval_shape(partial(training_step, problem), state, weights, batch)
-    return sorted(metrics)
+class MetricRows(eqx.Module):
+    """Metrics of several steps: a row for each, a column for each name."""
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    values: Float[Array, "*rows metrics"]
 
 
 def training_steps(
@@ -36,25 +38,30 @@ def training_steps(
     weights: Weights,
     inputs: Any,
     n: Int[Array, ""],
-) -> tuple[State, Float[Array, "size metrics"]]:
-    """``n`` ≤ ``size`` training steps, and a row of metrics for each of the ``n`` (see `metric_names`).
+) -> tuple[State, MetricRows]:
+    """``n`` ≤ ``size`` training steps, and their metrics in the first ``n`` of ``size`` rows.
 
     The count is dynamic: one program serves them all, and what comes out does not depend on how steps were grouped.
     """
 
-    def one(state: State, row: Int[Array, ""]) -> tuple[State, Float[Array, " metrics"]]:
+    # Compiled into the loop's body as if written there, but traced once for its shapes and for the body together.
+    @partial(jax.jit, inline=True)
+    def one(state: State, weights: Weights, inputs: Any, row: Int[Array, ""]) -> tuple[State, MetricRows]:
         state, metrics = training_step(problem, state, weights, batch_of(inputs, row, state.step))
         # The step is compiled apart from the rows it fills, whose number must not show in the last bit.
         state, metrics = lax.optimization_barrier((state, metrics))
-        return state, jnp.stack([metrics[name] for name in sorted(metrics)])
+        names = tuple(sorted(metrics))
+        return state, MetricRows(names, jnp.stack([metrics[name] for name in names]))
 
-    _, values = jax.eval_shape(one, state, jnp.zeros((), jnp.int32))
+    # Bounds of one dtype whatever x64 says.
+    zero = jnp.zeros((), n.dtype)
+    _, row_shape = jax.eval_shape(one, state, weights, inputs, zero)
 
     def body(row: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
         state, rows = carry
-        state, values = one(state, row)
-        return state, lax.dynamic_update_slice(rows, values[None], (row, 0))
+        state, of_step = one(state, weights, inputs, row)
+        return state, lax.dynamic_update_slice(rows, of_step.values[None], (row, 0))
 
-    rows = jnp.zeros((size, *values.shape), values.dtype)
-    # Bounds of one dtype whatever x64 says.
-    return lax.fori_loop(jnp.zeros((), n.dtype), n, body, (state, rows))
+    rows = jnp.zeros((size, *row_shape.values.shape), row_shape.values.dtype)
+    state, rows = lax.fori_loop(zero, n, body, (state, rows))
+    return state, MetricRows(row_shape.names, rows)

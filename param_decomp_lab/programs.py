@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from param_decomp_jax.ci import init_ci
 from param_decomp_jax.components import components_axes, init_components
 from param_decomp_jax.mesh import whole
-from param_decomp_jax.placement import moments_shardings, placed, shardings, state_shardings
+from param_decomp_jax.placement import moments_shardings, placed, shardings
 from param_decomp_jax.program import training_steps
-from param_decomp_jax.state import State, init_state
+from param_decomp_jax.state import init_state
 from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
 from param_decomp_lab.build.built import Outline
 from param_decomp_lab.checkpoints import Learned
@@ -32,13 +32,6 @@ class Program:
         return self.function.lower(*self.arguments)
 
 
-def state_shapes(outline: Outline) -> State:
-    """Shapes and shardings of the train state."""
-    spec = outline.problem.decomposition
-    shapes = jax.eval_shape(partial(init_state, spec, outline.problem.target.sites, outline.leading))
-    return placed(shapes, state_shardings(outline.mesh, spec, shapes))
-
-
 def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
     """Of them, those of what is learned."""
     spec, sites = problem.decomposition, problem.target.sites
@@ -54,12 +47,12 @@ def init_program(outline: Outline) -> Program:
     """Makes the state, every part of it where it lies."""
     spec, sites = outline.problem.decomposition, outline.problem.target.sites
     init = partial(init_state, spec, sites, outline.leading)
-    return Program(jax.jit(init, out_shardings=_places(state_shapes(outline))), ())
+    return Program(jax.jit(init, out_shardings=_places(outline.state)), ())
 
 
 def warmup_moments_program(outline: Outline) -> Program:
     """From components to the moments of their faithfulness warm-up (T3)."""
-    components = state_shapes(outline).components
+    components = outline.state.components
     optimizer = warmup_transformation(outline.problem)
     where = moments_shardings(outline.mesh, optimizer, components)
     return Program(jax.jit(optimizer.init, out_shardings=where), (components,))
@@ -67,7 +60,7 @@ def warmup_moments_program(outline: Outline) -> Program:
 
 def warmup_program(outline: Outline) -> Program:
     """``(components, moments, weights, n) -> (components, moments, faithfulness)`` after ``n`` warm-up steps."""
-    components = state_shapes(outline).components
+    components = outline.state.components
     # Placed alike from the first dispatch on: else the second one is another program to compile.
     optimizer = warmup_transformation(outline.problem)
     moments = jax.eval_shape(optimizer.init, components)
@@ -82,7 +75,7 @@ def warmup_program(outline: Outline) -> Program:
 
 def steps_program(outline: Outline, size: int) -> Program:
     """``(state, weights, inputs, n) -> (state, rows of metrics)`` after ``n`` ≤ ``size`` training steps."""
-    state, memory = state_shapes(outline), outline.problem.decomposition.memory
+    state, memory = outline.state, outline.problem.decomposition.memory
     steps = jax.jit(
         partial(training_steps, outline.problem, outline.train.batch_of, size),
         donate_argnums=(0,) if memory.donate else (),

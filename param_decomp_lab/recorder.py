@@ -3,12 +3,14 @@
 import resource
 import time
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from param_decomp_jax.program import MetricRows
 from param_decomp_jax.state import Decomposition
 from param_decomp_lab.errors import NonFiniteLoss
 
@@ -17,30 +19,28 @@ class Recorder:
     """Holds the metrics of dispatched steps on the device and fetches them late, in one go (one host sync per log).
 
     Every step's losses are looked at (N3), those of log steps are written: every ``log_every`` steps and the last one.
-    ``names``: of the entries of a step's metrics vector. ``first``: the step a run begins at. ``write``: is handed each
-    finished row with the figures that belong to it.
+    ``first``: the step a run begins at. ``write``: is handed each finished row with the figures that belong to it.
     """
 
     def __init__(
         self,
         decomposition: Decomposition,
         log_every: int,
-        names: list[str],
         first: int,
         tokens_per_step: int,
         n_devices: int,
         write: Callable[[dict[str, Any], dict[str, Path]], None],
     ) -> None:
-        self._total, self._log_every, self._names = decomposition.steps, log_every, names
+        self._total, self._log_every = decomposition.steps, log_every
         self._tokens_per_step, self._n_devices, self._hand_over = tokens_per_step, n_devices, write
-        self._pending: list[tuple[int, int, Any]] = []
+        self._pending: list[tuple[int, int, MetricRows]] = []
         self._row: dict[str, Any] = {}
         self._figures: dict[str, Path] = {}
         self._clock, self._counted = time.monotonic(), first
         persistent = decomposition.persistent.items()
         self._first_step = {name: attack.first_step(decomposition.steps) for name, (_, attack) in persistent}
 
-    def add(self, first: int, n: int, rows: Any) -> None:
+    def add(self, first: int, n: int, rows: MetricRows) -> None:
         """Metrics of ``n`` dispatched steps. A log step is written when the dispatch after its own is under way."""
         if any(self._logged(step) for start, count, _ in self._pending for step in range(start, start + count)):
             self.flush()
@@ -62,29 +62,22 @@ class Recorder:
         if not self._pending:
             return
         steps = [step for first, n, _ in self._pending for step in range(first, first + n)]
-        fetched = jax.device_get([rows for _, _, rows in self._pending])
+        names = self._pending[0][2].names
+        fetched = jax.device_get([rows.values for _, _, rows in self._pending])
         rows = np.concatenate([values[:n] for (_, n, _), values in zip(self._pending, fetched, strict=True)])
         self._pending.clear()
         performance = self._performance(steps[-1])
-        for step, values in zip(steps, rows, strict=True):
-            self._check(step, values)
+        for step, values in zip(steps, rows.tolist(), strict=True):
+            metrics = dict(zip(names, values, strict=True))
+            _refuse_non_finite(step, metrics)
             if self._logged(step):
-                self._row |= {"step": step, **self._named(step, values), **performance}
+                self._row |= {"step": step, **self._of_training(step, metrics), **performance}
                 self._write()
 
-    def _named(self, step: int, values: np.ndarray) -> dict[str, float]:
+    def _of_training(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Without the terms of adversaries that are not on yet (A6): what is not computed is not logged."""
         off = {f"loss/{name}" for name, first in self._first_step.items() if step < first}
-        return {f"train/{n}": float(v) for n, v in zip(self._names, values, strict=True) if n not in off}
-
-    def _check(self, step: int, values: np.ndarray) -> None:
-        bad = [n for n, v in zip(self._names, values, strict=True) if not np.isfinite(v)]
-        if bad:
-            # The total is the sum of the terms: name it only if nothing else explains it.
-            causes = [n for n in bad if n.startswith("loss/") and n != "loss/total"] or bad
-            values_of = {n: float(v) for n, v in zip(self._names, values, strict=True)}
-            terms = ", ".join(f"{n.removeprefix('loss/')} = {values_of[n]}" for n in causes)
-            raise NonFiniteLoss(f"not finite at step {step}: {terms}")
+        return {f"train/{name}": value for name, value in metrics.items() if name not in off}
 
     def _performance(self, newest: int) -> dict[str, float]:
         now, done = time.monotonic(), newest + 1
@@ -101,6 +94,15 @@ class Recorder:
     def _write(self) -> None:
         self._hand_over(self._row, self._figures)
         self._row, self._figures = {}, {}
+
+
+def _refuse_non_finite(step: int, metrics: dict[str, float]) -> None:
+    bad = [name for name, value in metrics.items() if not isfinite(value)]
+    if bad:
+        # The total is the sum of the terms: name it only if nothing else explains it.
+        causes = [name for name in bad if name.startswith("loss/") and name != "loss/total"] or bad
+        terms = ", ".join(f"{name.removeprefix('loss/')} = {metrics[name]}" for name in causes)
+        raise NonFiniteLoss(f"not finite at step {step}: {terms}")
 
 
 def _peak_bytes() -> float:

@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from param_decomp_jax.program import metric_names
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build import Built, build
+from param_decomp_lab.build.built import Outline
 from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
@@ -38,7 +38,6 @@ from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.programs import (
     init_program,
     learned_shapes,
-    state_shapes,
     steps_program,
     warmup_moments_program,
     warmup_program,
@@ -227,7 +226,7 @@ class _Run:
         if self.processes.first:
             self.checkpoints.sweep()
         with self.processes.together():
-            found = self.checkpoints.restore_newest(state_shapes(self.outline), self._refuse_other)
+            found = self.checkpoints.restore_newest(self.outline.state, self._refuse_other)
         if found is None:
             self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning", soft_wrap=True)
             self._note_start(0, difference(saved_config(self.folder), self.config))
@@ -315,11 +314,10 @@ class _Run:
 
     def _loop(self, state: State, first: int) -> State:
         total, weights = self.spec.steps, self.built.weights
-        names: list[str] = []
         if first < total:
             self.stop.may_leave(f"while compiling; {NOTHING}")
             started = time.monotonic()
-            dispatch, names = compile_steps(self.built, self.at_once)
+            dispatch = compile_steps(self.outline, self.at_once)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
             if self.wandb is not None:
                 self.wandb.check()
@@ -327,7 +325,7 @@ class _Run:
                 # Now, while nothing is lost by stopping: compiling cannot be interrupted, and may take minutes.
                 self.evaluation.compile(state, weights)
         tokens, devices = prod(self.built.leading), self.built.mesh.size
-        self.recorder = Recorder(self.spec, self.log_every, names, first, tokens, devices, self._write)
+        self.recorder = Recorder(self.spec, self.log_every, first, tokens, devices, self._write)
         if not self.is_saved:
             self.stop.must_save()
         step = first
@@ -439,14 +437,9 @@ class _Run:
         self.console.print(f"run folder {self.folder}\nreport     {report}", soft_wrap=True)
 
 
-def compile_steps(built: Built, size: int) -> tuple[Any, list[str]]:
-    """The compiled, donated program ``(state, weights, inputs, n) -> (state, rows of metrics)``, and their names.
-
-    It takes up to ``size`` steps; ``inputs`` are those of ``built.train``.
-    """
-    outline = built.outline
-    names = metric_names(outline.problem, state_shapes(outline), outline.weights, outline.train.batch())
-    return steps_program(outline, size).lower().compile(), names
+def compile_steps(outline: Outline, size: int) -> Any:
+    """The compiled `steps_program` of up to ``size`` steps."""
+    return steps_program(outline, size).lower().compile()
 
 
 def _with_components(state: State, components: Any) -> State:

@@ -1,13 +1,16 @@
 """What a run works with, and the parts of it that do not depend on the kind of target."""
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.placement import placed, state_shardings
 from param_decomp_jax.sites import Sites
+from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
@@ -34,6 +37,13 @@ class Outline:
     train: BatchShapes
     eval: BatchShapes | None
 
+    @cached_property
+    def state(self) -> State:
+        """Shapes and shardings of the train state."""
+        spec = self.problem.decomposition
+        shapes = jax.eval_shape(partial(init_state, spec, self.problem.target.sites, self.leading))
+        return placed(shapes, state_shardings(self.mesh, spec, shapes))
+
 
 @dataclass(frozen=True)
 class Built:
@@ -51,7 +61,7 @@ class Built:
     eval: BatchSource | None
     text: TokenText | None = None
 
-    @property
+    @cached_property
     def outline(self) -> Outline:
         """The same without its arrays."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.weights)

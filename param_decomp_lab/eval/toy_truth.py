@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Integer
-from scipy.optimize import linear_sum_assignment
 
 OFF_ABOVE = 0.1
 """Section 11: a component that should be off for a feature counts as an error above this importance."""
@@ -38,6 +37,8 @@ class Matching:
 
 def match_components(importances: Float[np.ndarray, "features C"]) -> Matching:
     """The Hungarian matching of section 11; ties in the total go to the matching with fewer errors."""
+    from scipy.optimize import linear_sum_assignment  # half a second of every start, for what only toys ask
+
     assert np.isfinite(importances).all(), "importances are numbers (N3)"
     fewer_errors = (importances > OFF_ABOVE).astype(np.float64) + ~(importances < ON_BELOW)
     features, components = linear_sum_assignment(importances.astype(np.float64) + TIE * fewer_errors, maximize=True)

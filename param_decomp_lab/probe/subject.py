@@ -22,7 +22,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.fingerprints import fingerprint_program
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
-from param_decomp_lab.programs import Program, init_program, state_shapes, steps_program, warmup_program
+from param_decomp_lab.programs import Program, init_program, steps_program, warmup_program
 
 STEP = "training step"
 EVALUATIONS = ("evaluation", "figures")
@@ -135,7 +135,7 @@ def _making(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
 
 def _warming_up(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     outline = outline_on(config, target, mesh)
-    state = state_shapes(outline)
+    state = outline.state
     return Phase(warmup_program(outline), device_bytes(state) - device_bytes(state.components), {})
 
 
@@ -149,7 +149,7 @@ def _stepping(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
 def _evaluating(config: RunConfig, target: KnownTarget, which: str, mesh: Mesh) -> Phase:
     outline = outline_on(config, target, mesh)
     assert outline.eval is not None
-    state = state_shapes(outline)
+    state = outline.state
     evaluation = Evaluation(config, outline.problem, _no_data, mesh)
     program = evaluation.programs(state, outline.weights, outline.eval.batch())[which]
     return Phase(program, device_bytes(state) - device_bytes((state.components, state.ci)), {})
@@ -162,7 +162,7 @@ def _no_data(number: int) -> Any:
 def _saving(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     """Fingerprints are made of one array after the other; one that waits in host memory is brought for that."""
     outline = outline_on(config, target, mesh)
-    leaves = jax.tree.leaves(state_shapes(outline))
+    leaves = jax.tree.leaves(outline.state)
     largest = max([x for x in leaves if on_the_host(x)] or leaves, key=lambda x: prod(x.shape))
     program = Program(fingerprint_program(largest), (largest,))
     return Phase(program, device_bytes((leaves, outline.weights)) - device_bytes(largest), {})
@@ -171,7 +171,7 @@ def _saving(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
 def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     """One array after the other is copied; the largest one counts."""
     outline = outline_on(config, target, mesh)
-    state = state_shapes(outline)
+    state = outline.state
     largest = max(jax.tree.leaves(state), key=device_bytes)
     program = Program(copy_program(largest), (largest,))
     return Phase(program, device_bytes((state, outline.weights)) - device_bytes(largest), {})

@@ -11,7 +11,7 @@ import pytest
 from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.program import metric_names, training_steps
+from param_decomp_jax.program import training_steps
 from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Schedule
@@ -46,27 +46,27 @@ def program() -> Any:
     return steps.lower(state, tiny.weights(), inputs, np.int32(1)).compile()
 
 
-def run(program: Any, groups: list[int]) -> tuple[Any, np.ndarray]:
-    """State and rows after the ``N`` steps, taken in these groups."""
+def run(program: Any, groups: list[int]) -> tuple[Any, tuple[str, ...], np.ndarray]:
+    """State, names of the metrics, and rows after the ``N`` steps, taken in these groups."""
     state, weights, tokens = tiny.ruffled_state(PROBLEM, step=0), tiny.weights(), batches()
     done, rows = 0, []
     for n in groups:
         inputs = np.zeros((SIZE, *tiny.LEADING), np.int32)
         inputs[:n] = tokens[done : done + n]
-        state, values = program(state, weights, jnp.asarray(inputs), np.int32(n))
-        assert values.shape[0] == SIZE
-        assert not np.any(values[n:]), "rows of steps that were not taken are empty"
-        rows.append(np.asarray(values[:n]))
+        state, found = program(state, weights, jnp.asarray(inputs), np.int32(n))
+        assert found.values.shape[0] == SIZE
+        assert not np.any(found.values[n:]), "rows of steps that were not taken are empty"
+        rows.append(np.asarray(found.values[:n]))
         done += n
     assert done == N
-    return jax.device_get(state), np.concatenate(rows)
+    return jax.device_get(state), found.names, np.concatenate(rows)
 
 
 def test_grouping_changes_no_bit(program: Any) -> None:
-    one, values = run(program, [1] * N)
+    one, _, values = run(program, [1] * N)
     assert one.step == N
     for groups in ([4, 4, 1], [2, 3, 4]):
-        other, of_other = run(program, groups)
+        other, _, of_other = run(program, groups)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(values, of_other)
@@ -74,13 +74,12 @@ def test_grouping_changes_no_bit(program: Any) -> None:
 
 def test_rows_bear_the_metrics_of_their_steps(program: Any) -> None:
     """Against the step alone; the learning rate tells the steps apart."""
-    _, values = run(program, [4, 4, 1])
+    _, names, values = run(program, [4, 4, 1])
     state, weights = tiny.ruffled_state(PROBLEM, step=0), tiny.weights()
-    names = metric_names(PROBLEM, state, weights, jax.ShapeDtypeStruct(tiny.LEADING, jnp.int32))
     step = jax.jit(partial(training_step, PROBLEM))
     for row, tokens in zip(values, batches(), strict=True):
         state, metrics = step(state, weights, jnp.asarray(tokens))
-        assert sorted(metrics) == names
+        assert sorted(metrics) == list(names)
         np.testing.assert_allclose(row, [metrics[name] for name in names], rtol=1e-5)
 
 

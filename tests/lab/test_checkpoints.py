@@ -25,7 +25,6 @@ from param_decomp_lab.config.memory import Memory
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.damage import Damaged
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.programs import state_shapes
 from param_decomp_lab.run import compile_steps
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, STEPS, Tiny, programs_shared, rows, saved_arrays, saved_steps
@@ -47,7 +46,7 @@ def built_on(run: Path, mesh: Mesh) -> Built:
 
 
 def initial(built: Built) -> State:
-    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(built.outline))
+    shardings = jax.tree.map(lambda x: x.sharding, built.outline.state)
     init = partial(init_state, built.problem.decomposition, built.problem.target.sites, built.leading)
     return jax.jit(init, out_shardings=shardings)()
 
@@ -58,7 +57,7 @@ def buffers(state: State) -> set[int]:
 
 def assert_reused(built: Built, state: State) -> None:
     """The trainer's own step writes the new state where the old one was: no leaf is left out."""
-    step, _ = compile_steps(built, 1)
+    step = compile_steps(built.outline, 1)
     before = buffers(state)
     assert len(before) == len(jax.tree.leaves(state)) * built.mesh.size
     new, _ = step(state, built.weights, built.train.inputs(0, 1, 1), np.int32(1))
@@ -70,7 +69,7 @@ def assert_reused(built: Built, state: State) -> None:
 def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
     built = built_on(finished, Mesh())
     assert_reused(built, initial(built))
-    assert_reused(built, Checkpoints(finished).restore(LATE, state_shapes(built.outline)))
+    assert_reused(built, Checkpoints(finished).restore(LATE, built.outline.state))
 
 
 @pytest.mark.slow
@@ -81,12 +80,12 @@ def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
     offloaded = replace(config, wrapper=config.wrapper.model_copy(update={"memory": memory}))
     metrics = []
     for built in (build(config, Console(quiet=True)), build(offloaded, Console(quiet=True))):
-        state = Checkpoints(finished).restore(LATE, state_shapes(built.outline))
+        state = Checkpoints(finished).restore(LATE, built.outline.state)
         kinds = {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim}
-        step, _ = compile_steps(built, 1)
-        state, (values,) = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
+        step = compile_steps(built.outline, 1)
+        state, rows = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
         assert {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim} == kinds
-        metrics.append(np.asarray(values))
+        metrics.append(np.asarray(rows.values))
     in_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
     assert in_host == {
         name for name in kinds if {"components_moments", "ci_moments", "mean", "square"} & set(name.split("/"))
@@ -102,7 +101,7 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
     Sources per row are split with the rows, what belongs to components by component.
     """
     built = built_on(finished, Mesh(replica=2, fsdp=4))
-    state = Checkpoints(finished).restore(LATE, state_shapes(built.outline))
+    state = Checkpoints(finished).restore(LATE, built.outline.state)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {8}
     for stack in built.problem.target.sites.stacks:
         factors, own = state.components[stack.name], stack.C // 4
@@ -119,15 +118,16 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
         np.testing.assert_array_equal(np.asarray(here[name.partition("/")[2]]), array)
 
     with jax.set_mesh(built.mesh):
-        step, names = compile_steps(built, 1)
+        step = compile_steps(built.outline, 1)
     expected = {row["step"]: row for row in rows(finished)}
 
     def compare(state: State, first: int, stop: int) -> list[int]:
         compared = []
         for number in range(first, stop):
-            state, (values,) = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
+            state, made = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
             if number in expected:
-                got = {f"train/{name}": float(value) for name, value in zip(names, np.asarray(values), strict=True)}
+                values = np.asarray(made.values)[0].tolist()
+                got = {f"train/{name}": value for name, value in zip(made.names, values, strict=True)}
                 want = {name: expected[number].get(name, 0.0) for name in got}  # a term that is off is not logged
                 assert got == pytest.approx(want, rel=1e-5, abs=0), number
                 compared.append(number)
@@ -135,7 +135,7 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
 
     assert compare(state, LATE, LATE + 1) == [LATE]
     # Later on, logits at the edges of the squashing turn rounding into gradients (7e-4 after ten steps from 180).
-    early = Checkpoints(finished).restore(EARLY, state_shapes(built.outline))
+    early = Checkpoints(finished).restore(EARLY, built.outline.state)
     assert compare(early, EARLY, EARLY + 10) == [42, 45, 48]
 
 

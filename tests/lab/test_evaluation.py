@@ -25,7 +25,6 @@ from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.importance import chosen_logits, importance_logits
-from param_decomp_lab.programs import state_shapes
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny, programs_shared
@@ -227,7 +226,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
 def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> None:
     """The λ beside the tokens, recomputed by the reference from the arrays of the last checkpoint."""
     built = build(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
-    state = Checkpoints(finished).restore(STEPS, state_shapes(built.outline))
+    state = Checkpoints(finished).restore(STEPS, built.outline.state)
     assert built.eval is not None
     evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), built, None, state)  # type: ignore[arg-type]
     lower = [Reference(evaluated, number).lower for number in range(2)]

@@ -86,9 +86,8 @@ def text(subject: Subject, phase: str, mesh: Mesh) -> str:
 
 
 def of_evaluation(subject: Subject, mesh: Mesh, outline: Any) -> tuple[Any, Any, Any]:
-    from param_decomp_lab.programs import state_shapes
 
-    return state_shapes(outline), outline.weights, outline.eval.batch()
+    return outline.state, outline.weights, outline.eval.batch()
 
 
 def test_nothing_is_allocated(tiny: Tiny) -> None:

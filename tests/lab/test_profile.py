@@ -28,7 +28,7 @@ def test_profile(tiny: Tiny, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "profiles"], "a profile is no run"
     for pattern in ("*.xplane.pb", "*.trace.json.gz"):
         assert len(list((folder / "plugins" / "profile" / folder.name).glob(pattern))) == 1
-    for text in (*PHASES, "backward, error", "forward, up_proj", "tokens/s", "ui.perfetto.dev", f"8791 {folder}"):
+    for text in (*PHASES, "backward, error", "tokens/s", "ui.perfetto.dev", f"8791 {folder}"):
         assert text in " ".join(outcome.out.split())
 
     found = json.loads((folder / "profile.json").read_text())
@@ -36,6 +36,8 @@ def test_profile(tiny: Tiny, tmp_path: Path) -> None:
     assert found["first_step"] == STEPS // 10 + 3, "from the step on at which the attack is on"
     assert found["tokens_per_s"] == pytest.approx(8 * SEQ_LEN / found["step_s_untraced"])
     assert {row["phase"] for row in found["scopes"]} >= set(PHASES)
+    # Of the table's rows those above half a percent: which these are is the machine's affair.
+    assert ("losses", "forward", ["up_proj"]) in [(row["phase"], row["way"], row["inner"]) for row in found["scopes"]]
     assert all(row["share"] >= 0 for row in found["scopes"])
     assert sum(row["share"] for row in found["scopes"]) == pytest.approx(1)
     assert next(row["share"] for row in found["scopes"] if row["phase"] == "losses") > 0
