@@ -183,7 +183,13 @@ def of_toy(shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State
         return run(problem, state, weights, feature_vectors, shape)
 
 
-ALL = [(shape, policy, exact) for shape in SHAPES for policy in POLICIES for exact in (True, False)]
+ALL = [
+    (shape, policy, exact)
+    for s, shape in enumerate(SHAPES)
+    for p, policy in enumerate(POLICIES)
+    for exact in (True, False)
+    if exact or (s + p) % 2 == 0  # rounding, once for each mesh and each policy
+]
 
 
 @pytest.mark.slow
@@ -240,20 +246,18 @@ BREAKS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [None, *BREAKS])
-def test_a_broken_step_is_noticed(
-    what: str | None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """What the comparison above would say if a part were gathered, drawn or summed up wrongly."""
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_step_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What the comparison above (of the same mesh and policy) would say if a part were gathered, drawn or summed up
+    wrongly."""
     want, _ = of_llama(PLAIN, ALONE, True)
-    if what is not None:
-        module, name, broken = BREAKS[what]
-        monkeypatch.setattr(module, name, broken)
-        request.addfinalizer(jax.clear_caches)
+    module, name, broken = BREAKS[what]
+    monkeypatch.setattr(module, name, broken)
+    request.addfinalizer(jax.clear_caches)
     jax.clear_caches()
     got, _ = of_llama.__wrapped__(POLICIES["lean"], MeshShape(fsdp=8), True, steps=2)
     worst = max(tiny.deviation(np.asarray(x[:2]), got[name]) for name, x in want.items())
-    assert worst > 1e-3 if what else worst < 1e-9
+    assert worst > 1e-3
 
 
 def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool) -> None:

@@ -144,8 +144,17 @@ def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pyte
         assert not re.search(r"\b(PLAIN|BALANCED|LEAN|PUBLISHED|preset)\b", source), module.__name__
 
 
+COMBINED = ("lean", "balanced", "published", "blocks of tokens and components, lazy")
 FAST = [(TRANSFORMER, "lean", True), (SCALAR, "lean", True)]
-ALL = [(case, name, exact) for case in CASES for name in POLICIES for exact in (True, False)]
+ALL = [
+    (case, name, exact)
+    for p, name in enumerate(POLICIES)
+    for c, case in enumerate(CASES)
+    for exact in (True, False)
+    # Each takes half a minute. What combines levers meets every case, a lever alone three of the five, by turns; in
+    # float64, where a difference is one of the method. fp32 shows what rounding makes of a policy: one case each.
+    if (name in COMBINED or (p + c) % 5 < 3 if exact else (p + c) % 5 == 0)
+]
 
 
 @pytest.mark.parametrize(

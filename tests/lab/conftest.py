@@ -1,11 +1,12 @@
 """The tiny run, made once for all tests of the laboratory."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from tests.lab.tiny_run import Tiny
+from tests.lab.tiny_run import Tiny, programs_kept_in
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
     folder = (base if worker_id == "master" else base.parent) / "tiny"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _programs_shared(shared_folder: Path) -> Iterator[None]:
+    """A program that any of these tests has compiled, here or in a process of its own, is compiled."""
+    with programs_kept_in(shared_folder / "compiled"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,11 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,17 +28,11 @@ from param_decomp_lab.damage import Damaged
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.run import compile_steps
 from tests.core import tiny as core
-from tests.lab.tiny_run import BATCH, STEPS, Tiny, programs_shared, rows, saved_arrays, saved_steps
+from tests.lab.tiny_run import BATCH, STEPS, rows, saved_arrays, saved_steps
 
 PER_ROW = "PersistentPGDReconSubsetLoss"
 EARLY, LATE = 40, 180
 """Steps at which `finished` kept a checkpoint: before the second adversary is on, and after."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_shared(tiny: Tiny) -> Iterator[None]:
-    with programs_shared(tiny):
-        yield
 
 
 def built_on(run: Path, mesh: Mesh) -> Built:
@@ -55,9 +50,8 @@ def buffers(state: State) -> set[int]:
     return {part.data.unsafe_buffer_pointer() for x in jax.tree.leaves(state) for part in x.addressable_shards}
 
 
-def assert_reused(built: Built, state: State) -> None:
+def assert_reused(built: Built, step: Any, state: State) -> None:
     """The trainer's own step writes the new state where the old one was: no leaf is left out."""
-    step = compile_steps(built.outline, 1)
     before = buffers(state)
     assert len(before) == len(jax.tree.leaves(state)) * built.mesh.size
     new, _ = step(state, built.weights, built.train.inputs(0, 1, 1), np.int32(1))
@@ -68,8 +62,9 @@ def assert_reused(built: Built, state: State) -> None:
 @pytest.mark.slow
 def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
     built = built_on(finished, Mesh())
-    assert_reused(built, initial(built))
-    assert_reused(built, Checkpoints(finished).restore(LATE, built.outline.state))
+    step = compile_steps(built.outline, 1)
+    assert_reused(built, step, initial(built))
+    assert_reused(built, step, Checkpoints(finished).restore(LATE, built.outline.state))
 
 
 @pytest.mark.slow

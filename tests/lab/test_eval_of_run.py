@@ -18,13 +18,7 @@ from param_decomp_lab.run_folder import saved_config
 from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.lab.test_toy_run import CONFIG, settings
-from tests.lab.tiny_run import BATCH, LIGHT, STEPS, Tiny, pd_here, programs_shared, rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_shared(tiny: Tiny) -> Any:
-    with programs_shared(tiny):
-        yield
+from tests.lab.tiny_run import BATCH, LIGHT, STEPS, Tiny, pd_here, rows
 
 
 @pytest.fixture

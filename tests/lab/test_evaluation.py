@@ -1,7 +1,7 @@
 """Evaluation (section 11) on the tiny run: its numbers against the reference, its keys, the examples of a report."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.importance import chosen_logits, importance_logits
 from tests import reference as ref
 from tests.core import tiny as core
-from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny, programs_shared
+from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny
 
 GROUPS = {"first": ["layers.0.*"], "everything": ["*"]}
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
@@ -47,14 +47,13 @@ class Evaluated:
 
 
 @pytest.fixture(scope="module")
-def evaluated(tiny: Tiny) -> Iterator[Evaluated]:
+def evaluated(tiny: Tiny) -> Evaluated:
     """A state in mid-training; losses in numbers large enough to compare."""
     config = load_config(tiny.config, ["eval.metrics.0.rounding_threshold=0.3"])
-    with programs_shared(tiny):
-        built = build(config, Console(quiet=True))
-        assert built.eval is not None
-        state = core.ruffled_state(built.problem, leading=built.leading)
-        yield Evaluated(config, built, Evaluation(config, built.problem, built.eval, built.mesh), state)
+    built = build(config, Console(quiet=True))
+    assert built.eval is not None
+    state = core.ruffled_state(built.problem, leading=built.leading)
+    return Evaluated(config, built, Evaluation(config, built.problem, built.eval, built.mesh), state)
 
 
 class Reference:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,15 +26,9 @@ from tests.core import tiny as core
 from tests.core import toys
 from tests.lab.several import environment_of
 from tests.lab.test_toy_run import CONFIG, settings
-from tests.lab.tiny_run import LIGHT, ROOT, SEQ_LEN, SITES, STEPS, Tiny, pd_here, programs_shared, saved_arrays
+from tests.lab.tiny_run import LIGHT, ROOT, SEQ_LEN, SITES, STEPS, Tiny, pd_here, saved_arrays
 
 TOKENS = np.random.default_rng(6).integers(0, 256, SEQ_LEN)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_shared(tiny: Tiny) -> Any:
-    with programs_shared(tiny):
-        yield
 
 
 def read_as_told(folder: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

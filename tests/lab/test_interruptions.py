@@ -8,13 +8,15 @@ import pytest
 
 from experiments import interruptions
 from experiments.interruptions import PHASES, Event, Interruption, durations, experiment, phase_at, plan
+from tests.lab.test_processes import SMALL
 from tests.lab.tiny_run import Tiny
 
 
 @pytest.mark.slow
 def test_four_interruptions(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interruptions, "STEPS", 100)
-    monkeypatch.setattr(interruptions, "SETTINGS", ("pd.steps=100", *interruptions.SETTINGS[1:]))
+    # Ten processes: with the script's own terms and metrics each compiles for half a minute.
+    monkeypatch.setattr(interruptions, "SETTINGS", (*SMALL, *interruptions.SETTINGS[1:], "pd.steps=100"))
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     found, same = experiment(tiny, tmp_path / "runs", 4, seed)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from tests.lab.tiny_run import (
     STEPS,
     Tiny,
     pd_here,
-    programs_shared,
     saved_arrays,
 )
 
@@ -40,9 +39,8 @@ TOKENS = np.random.default_rng(3).integers(0, 256, (3, SEQ_LEN))
 
 
 @pytest.fixture(scope="module")
-def run(tiny: Tiny, finished: Path) -> Iterator[Run]:
-    with programs_shared(tiny):
-        yield load_run(finished)
+def run(finished: Path) -> Run:
+    return load_run(finished)
 
 
 class Reference:

@@ -86,7 +86,6 @@ def text(subject: Subject, phase: str, mesh: Mesh) -> str:
 
 
 def of_evaluation(subject: Subject, mesh: Mesh, outline: Any) -> tuple[Any, Any, Any]:
-
     return outline.state, outline.weights, outline.eval.batch()
 
 

@@ -21,7 +21,7 @@ from param_decomp_lab.lock import LOCK_FILE, Holder
 from param_decomp_lab.processes import ALONE, Processes
 from param_decomp_lab.runs import find_runs, read_run
 from param_decomp_lab.stop_signal import STOPPED
-from tests.lab.tiny_run import LIGHT, ROOT, STEPS, Tiny, pd_here, programs_shared
+from tests.lab.tiny_run import LIGHT, ROOT, STEPS, Tiny, pd_here
 
 LONG_AGO = time.time() - 5 * 86400
 
@@ -29,12 +29,6 @@ LONG_AGO = time.time() - 5 * 86400
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_shared(tiny: Tiny) -> Any:
-    with programs_shared(tiny):
-        yield
 
 
 def made(folder: Path, number: int, rows: list[dict[str, Any]] | None = None, steps: int = 100, **files: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from filelock import FileLock
 
 from param_decomp_lab.ending import read_ending
 from param_decomp_lab.lock import LOCK_FILE
@@ -29,14 +30,27 @@ def statuses(found: list[Ended]) -> list[int]:
     return [process.status for process in found]
 
 
-def test_resumed_run_is_identical(tiny: Tiny, tmp_path: Path) -> None:
+FOUR = "mesh={fsdp: 4}"
+
+
+@pytest.fixture(scope="session")
+def runs(tiny: Tiny, shared_folder: Path) -> Path:
+    """A folder of runs of two processes of two devices each: p-00000001, which nothing disturbed, and p-00000002, which
+    was told to stop."""
+    folder = shared_folder / "several"
+    with FileLock(shared_folder / "several.lock"):
+        if not folder.exists():
+            assert statuses(train(tiny, options(), tiny.train(folder, 1, FOUR, *SMALL))) == [0, 0]
+            assert statuses(train(tiny, options(term=[0, 12]), tiny.train(folder, 2, FOUR, *SMALL))) == [75, 75]
+    return folder
+
+
+def test_resumed_run_is_identical(tiny: Tiny, runs: Path, tmp_path: Path) -> None:
     """T5, in two processes: stopped by SIGTERM to one of them, resumed, stopped by one to the other, resumed."""
-    undisturbed, run_folder = tmp_path / "p-00000001", tmp_path / "p-00000002"
-    mesh = "mesh={fsdp: 4}"
-    assert statuses(train(tiny, options(), tiny.train(tmp_path, 1, mesh, *SMALL))) == [0, 0]
-    first = train(tiny, options(term=[1, 8]), tiny.train(tmp_path, 2, mesh, *SMALL))
-    again = train(tiny, options(term=[0, 4]), ["train", "--resume", run_folder])
-    assert statuses(first) == statuses(again) == [75, 75], (first, again)
+    undisturbed, run_folder = runs / "p-00000001", tmp_path / "p-00000002"
+    shutil.copytree(runs / run_folder.name, run_folder)
+    again = train(tiny, options(term=[1, 4]), ["train", "--resume", run_folder])
+    assert statuses(again) == [75, 75], again
     assert len(saved_steps(run_folder)) == 2
     assert statuses(train(tiny, options(), ["train", "--resume", run_folder])) == [0, 0]
     assert rows(run_folder) == rows(undisturbed)
@@ -44,6 +58,31 @@ def test_resumed_run_is_identical(tiny: Tiny, tmp_path: Path) -> None:
     assert want.keys() == got.keys()
     assert [name for name in want if want[name].tobytes() != got[name].tobytes()] == []
     assert (run_folder / "examples.json").read_bytes() == (undisturbed / "examples.json").read_bytes()
+
+
+@pytest.mark.parametrize(("fsdp", "count"), [(4, 1), (1, 1), (8, 1), (2, 2)])
+def test_goes_on_with_other_processes_and_devices(
+    tiny: Tiny, runs: Path, tmp_path: Path, fsdp: int, count: int
+) -> None:
+    """Saved by two processes of two devices; gone on with by one of four, of one, of eight, and by two of one: within
+    1e-5 of the run that nobody stopped, and what was changed is on record."""
+    undisturbed, run_folder = runs / "p-00000001", tmp_path / "p-00000002"
+    shutil.copytree(runs / run_folder.name, run_folder)
+    (at,) = saved_steps(run_folder)
+    settings = () if fsdp == 4 else ("--set", f"mesh.fsdp={fsdp}")
+    found = train(tiny, options(), ["train", "--resume", run_folder, *settings], count, fsdp // count)
+    assert statuses(found) == [0] * count, found
+    assert_alike(rows(run_folder), rows(undisturbed), 1e-5)
+    want, got = saved_arrays(undisturbed, 40), saved_arrays(run_folder, 40)
+    for name in want:
+        assert np.linalg.norm(got[name] - want[name]) <= 1e-5 * np.linalg.norm(want[name]), name  # D4
+    changes = [f"mesh.fsdp: 4 -> {fsdp}"] if settings else []
+    assert all(f"changed since step {at}: {change}" in found[0].text for change in changes)
+    assert yaml.safe_load((run_folder / "config.yaml").read_text())["wrapper"]["mesh"]["fsdp"] == fsdp
+    first, second = map(json.loads, (run_folder / "history.jsonl").read_text().splitlines())
+    assert (first["step"], first["changes"], first["processes"], len(first["devices"])) == (0, [], 2, 4)
+    assert (second["step"], second["changes"]) == (at, changes)
+    assert (second["processes"], len(second["devices"])) == (count, fsdp)
 
 
 def test_stop_in_the_warm_up(tiny: Tiny, tmp_path: Path) -> None:
@@ -134,55 +173,20 @@ def test_ten_steps_and_an_evaluation_of_everything(tiny: Tiny, finished: Path, t
     assert_alike(rows(two)[:4], rows(finished)[:4], 1e-5)
 
 
-def test_goes_on_with_other_processes(tiny: Tiny, tmp_path: Path) -> None:
-    """Saved by two processes of two devices, gone on with by one of four, and by four of one."""
-    assert statuses(train(tiny, options(), tiny.train(tmp_path, 1, "mesh={fsdp: 4}", *SMALL))) == [0, 0]
-    whole = tmp_path / "p-00000001"
-    stopped = train(tiny, options(term=[0, 8]), tiny.train(tmp_path, 2, "mesh={fsdp: 4}", *SMALL))
-    assert statuses(stopped) == [75, 75], stopped
-    three = tmp_path / "copy" / "p-00000002"
-    shutil.copytree(tmp_path / "p-00000002", three)
-    one = pd_here("train", "--resume", tmp_path / "p-00000002")
-    assert one.status == 0, one
-    assert statuses(train(tiny, options(), ["train", "--resume", three], count=4, devices=1)) == [0] * 4
-    assert_alike(rows(tmp_path / "p-00000002"), rows(whole), 1e-5)
-    assert_alike(rows(three), rows(whole), 1e-5)
-
-
-def test_goes_on_with_other_devices(tiny: Tiny, tmp_path: Path) -> None:
-    """Begun on four devices; gone on with on one, on eight, and on two in two processes: within 1e-5 of the run that
-    nobody stopped, and what was changed is on record."""
-    undisturbed, begun = tmp_path / "p-00000001", tmp_path / "p-00000002"
-    assert pd_here(*tiny.train(tmp_path, 1, "mesh={fsdp: 4}", *SMALL)).status == 0
-    stopped = train(tiny, options(term=[0, 12]), tiny.train(tmp_path, 2, "mesh={fsdp: 4}", *SMALL), 1, devices=4)
-    assert statuses(stopped) == [75], stopped
-    (at,) = saved_steps(begun)
-
-    for fsdp, count in ((1, 1), (8, 1), (2, 2)):
-        run_folder = tmp_path / f"on-{fsdp}" / begun.name
-        shutil.copytree(begun, run_folder)
-        found = train(
-            tiny, options(), ["train", "--resume", run_folder, "--set", f"mesh.fsdp={fsdp}"], count, fsdp // count
-        )
-        assert statuses(found) == [0] * count, found
-        assert f"changed since step {at}: mesh.fsdp: 4 -> {fsdp}" in found[0].text
-        assert_alike(rows(run_folder), rows(undisturbed), 1e-5)
-        want, got = saved_arrays(undisturbed, 40), saved_arrays(run_folder, 40)
-        for name in want:
-            assert np.linalg.norm(got[name] - want[name]) <= 1e-5 * np.linalg.norm(want[name]), name  # D4
-        assert yaml.safe_load((run_folder / "config.yaml").read_text())["wrapper"]["mesh"]["fsdp"] == fsdp
-        first, second = map(json.loads, (run_folder / "history.jsonl").read_text().splitlines())
-        assert (first["step"], first["changes"], len(first["devices"])) == (0, [], 4)
-        assert (second["step"], second["changes"]) == (at, [f"mesh.fsdp: 4 -> {fsdp}"])
-        assert (second["processes"], len(second["devices"])) == (count, fsdp)
+@pytest.fixture(scope="session")
+def often_saved(tiny: Tiny, shared_folder: Path) -> Path:
+    """A run of two processes with a checkpoint for every tenth step."""
+    folder, cadence = shared_folder / "often-saved", "cadence={train_log_every: 1, save_every: 10}"
+    with FileLock(shared_folder / "often-saved.lock"):
+        if not folder.exists():
+            assert statuses(train(tiny, options(), tiny.train(folder, 1, TWO, *SMALL, cadence), devices=1)) == [0, 0]
+    return folder / "p-00000001"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "unlisted"])
-def test_all_go_on_from_the_same_checkpoint(tiny: Tiny, tmp_path: Path, damage: str) -> None:
+def test_all_go_on_from_the_same_checkpoint(tiny: Tiny, often_saved: Path, tmp_path: Path, damage: str) -> None:
     """The newest one is damaged where process 1 alone reads it: both take the one before."""
-    cadence = "cadence={train_log_every: 1, save_every: 10}"
-    assert statuses(train(tiny, options(), tiny.train(tmp_path, 1, TWO, *SMALL, cadence), devices=1)) == [0, 0]
-    whole, damaged = tmp_path / "p-00000001", tmp_path / "copy" / "p-00000001"
+    whole, damaged = often_saved, tmp_path / often_saved.name
     shutil.copytree(whole, damaged)
     checkpoint = damaged / "ckpts" / "40"
     files = (checkpoint / "learned" / "ocdbt.process_1" / "d").iterdir()

@@ -215,9 +215,9 @@ def pd_here(*arguments: str | Path) -> Outcome:
 
 
 @contextmanager
-def programs_shared(tiny: Tiny) -> Iterator[None]:
+def programs_kept_in(folder: Path) -> Iterator[None]:
     """Programs compiled in this process are found again by others, and theirs by this one."""
-    names = {"jax_compilation_cache_dir": str(tiny.compiled), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    names = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
     before = {name: getattr(jax.config, name) for name in names}
     try:
         for name, value in names.items():
