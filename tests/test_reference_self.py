@@ -663,6 +663,7 @@ def assert_step_gradients(config: dict, tol: float = 1e-6) -> ref.StepResult:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ci_config", CI_CONFIGS, ids=lambda c: c["fn_type"])
 def test_step_gradients_by_ci_function(ci_config: dict) -> None:
     stochastic = {"type": "StochasticReconLoss", "coeff": 1.0}

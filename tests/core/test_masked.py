@@ -42,7 +42,7 @@ POLICIES: dict[str, MemoryPolicy] = {
 LAZY = {"lazy": PLAIN, "lazy blocks": POLICIES["recomputed blocks"]}
 """With logits that are made where they are used."""
 
-FAST = {"plain", "lazy blocks"}
+FAST = {"plain"}
 
 
 def under(*names: str) -> Any:

@@ -24,7 +24,8 @@ PROBLEM = tiny.problem(
         Reconstruction("Stochastic", 1.0, AllSites(), UniformKSubset(), Stochastic()),
         Reconstruction("Persistent", 0.5, AllSites(), Everywhere(), ATTACK),
         Faithfulness("Faithful", 1.0),
-    )
+    ),
+    ci=tiny.SHARED,
 )
 SIZE, N = 4, 9
 

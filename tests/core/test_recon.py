@@ -63,6 +63,10 @@ ROWS = [
 ]
 
 
+FAST = {"ChunkwiseSubsetReconLoss", "PGDReconLayerwiseLoss", "PersistentPGDReconSubsetLoss", "CIHiddenActsReconLoss"}
+"""Every kind of live sets, of masks and of error is among them."""
+
+
 def test_the_table_is_complete() -> None:
     assert {term.name.split("_")[0] for term in ROWS} == set(ref.RECONSTRUCTION)
 
@@ -103,7 +107,9 @@ def per_site(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     return {name: tiny.array(x) for name, x in TARGET.sites.unstack(arrays).items()}
 
 
-@pytest.mark.parametrize("term", ROWS, ids=lambda term: term.name)
+@pytest.mark.parametrize(
+    "term", [pytest.param(t, id=t.name, marks=[] if t.name in FAST else pytest.mark.slow) for t in ROWS]
+)
 def test_row(term: Reconstruction) -> None:
     sites, key = TARGET.sites, jax.random.key(5)
     draws = tiny.ref_term_draws(term, key, sites, tiny.LEADING, True)

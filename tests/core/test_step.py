@@ -98,9 +98,8 @@ def wanted(case: str) -> ref.StepResult:
     return tiny.ref_step(problem, start, tiny.weights(), tiny.TOKENS)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if "subset" in case else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_step_in_fp32(case: str) -> None:
     problem = CASES[case]
     got = tiny.jit_step(problem, tiny.ruffled_state(problem), tiny.weights(), jnp.asarray(tiny.TOKENS))
@@ -126,6 +125,7 @@ def test_count_of_source_updates() -> None:
     assert counts == {"PersistentPGDReconSubsetLoss": 2, "PersistentPGDReconLoss": 1}
 
 
+@pytest.mark.slow
 def test_five_steps_in_a_row() -> None:
     """From the true start, through warm-up of the rates, annealing of p and the start of the persistent term (A6)."""
     late = dataclasses.replace(PERSISTENT, n_warmup_steps=1, start_frac=0.2)

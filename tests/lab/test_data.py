@@ -156,6 +156,7 @@ def test_text_of_bytes_is_printable(tmp_path):
     assert all(string.isprintable() and string for string in strings)
 
 
+@pytest.mark.slow
 def test_stdlib_text_is_english_fixed_and_without_repeats():
     documents = stdlib_documents()
     assert documents == stdlib_documents()

@@ -23,7 +23,7 @@ from tests.lab.tiny_run import ROOT, Outcome, Tiny, pd_here, saved_steps
 
 FILES = Path(__file__).parent / "schema_files"
 NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
-FAST = {"llama_layerwise", "tms_stochastic"}
+FAST = {"tms_stochastic"}
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "torch_config:" in path.read_text())
 
 

@@ -78,9 +78,8 @@ def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "function", ["run.compile_steps", pytest.param("eval.evaluation.Evaluation.compile", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["run.compile_steps", "eval.evaluation.Evaluation.compile"])
 def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
     """Compiling is native code that nothing interrupts; the run begins anew when it is resumed."""
     start = tiny.train(tmp_path, 1, *EVALUATED, "pd.faithfulness_warmup_steps=3")

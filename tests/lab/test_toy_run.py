@@ -67,6 +67,7 @@ def test_rows_and_pictures(one_at_a_time: Path) -> None:
     assert "held-out text" not in page
 
 
+@pytest.mark.slow
 def test_no_number_depends_on_steps_per_dispatch(one_at_a_time: Path, folder: Path) -> None:
     """Groups are cut at saves (5, 10) and evaluations (4, 8), too."""
     together = run(folder, 2, "steps_per_dispatch=7")

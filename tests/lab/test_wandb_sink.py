@@ -192,7 +192,7 @@ def test_what_the_server_refuses_ends_the_run(
         sink.close("failed")
 
 
-@pytest.mark.parametrize("before", ["rows", "trouble"])
+@pytest.mark.parametrize("before", [pytest.param("rows", marks=pytest.mark.slow), "trouble"])
 def test_what_it_refuses_later_does_not(
     logged: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
