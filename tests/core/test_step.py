@@ -106,7 +106,10 @@ def test_step_in_fp32(case: str) -> None:
     print(f"{case}: {tiny.assert_step(problem, got, wanted(case), 1e-5):.1e}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if "transformer" in case or "subset" in case else pytest.mark.slow) for case in CASES],
+)
 def test_step_in_float64(case: str) -> None:
     state = tiny.ruffled_state(CASES[case])
     with jax.enable_x64(True):
@@ -115,6 +118,7 @@ def test_step_in_float64(case: str) -> None:
         print(f"{case}: {tiny.assert_step(problem, got, wanted(case), 1e-9):.1e}")
 
 
+@pytest.mark.slow
 def test_count_of_source_updates() -> None:
     """A3: n_warmup_steps + 1 updates per step, of every bundle its own."""
     case = "persistent subset twice, frequency, two bundles, no delta"

@@ -619,9 +619,6 @@ def assert_step_is_the_reference(problem: Problem, weights: Tree, inputs: np.nda
         print(f"{assert_step(problem, got, want, 1e-9 if exact else 1e-5):.1e}")
 
 
-IN_BOTH = pytest.mark.parametrize("exact", [False, True], ids=["fp32", "float64"])
-"""For steps that are compiled quickly; the others are run in fp32 by the slow tests."""
-
 SLOW_IN_FP32 = pytest.mark.parametrize(
     "exact", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "float64"]
 )

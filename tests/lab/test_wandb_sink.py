@@ -352,6 +352,7 @@ def test_a_run_without_a_server(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
         assert server.runs[run.name].exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_misuse_ends_a_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a login before anything is made; refused by the server, within its first steps."""
     with wandb_server() as server:
