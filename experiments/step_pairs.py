@@ -43,7 +43,9 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
         init = partial(init_state, spec, sites, built.leading)
         state = jax.jit(init, out_shardings=state_shardings(built.mesh, spec, jax.eval_shape(init)))()
         start = time.perf_counter()
-        step = compile_steps(built.outline, 1)
+        compiled = compile_steps(built, 1)
+        # Once it gave the names of the metrics too, and the step gave rows without them.
+        step = compiled[0] if isinstance(compiled, tuple) else compiled
         _say({"compile_s": time.perf_counter() - start})
         number = 0
         for _ in sys.stdin:
@@ -52,7 +54,7 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
                 state, rows = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
                 number += 1
             jax.block_until_ready(rows)
-            _say({"step_s": (time.perf_counter() - start) / steps, "loss": float(np.asarray(rows)[0].sum())})
+            _say({"step_s": (time.perf_counter() - start) / steps, "loss": float(jax.tree.leaves(rows)[0][0].sum())})
 
 
 def _say(message: dict[str, float]) -> None:

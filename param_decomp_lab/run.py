@@ -21,7 +21,6 @@ from rich.markup import escape
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.build import Built, build
-from param_decomp_lab.build.built import Outline
 from param_decomp_lab.checkpoints import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
@@ -317,7 +316,7 @@ class _Run:
         if first < total:
             self.stop.may_leave(f"while compiling; {NOTHING}")
             started = time.monotonic()
-            dispatch = compile_steps(self.outline, self.at_once)
+            dispatch = compile_steps(self.built, self.at_once)
             self.console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
             if self.wandb is not None:
                 self.wandb.check()
@@ -437,9 +436,9 @@ class _Run:
         self.console.print(f"run folder {self.folder}\nreport     {report}", soft_wrap=True)
 
 
-def compile_steps(outline: Outline, size: int) -> Any:
+def compile_steps(built: Built, size: int) -> Any:
     """The compiled `steps_program` of up to ``size`` steps."""
-    return steps_program(outline, size).lower().compile()
+    return steps_program(built.outline, size).lower().compile()
 
 
 def _with_components(state: State, components: Any) -> State:

@@ -92,7 +92,7 @@ class _Runner:
 
     def compile(self) -> str:
         """The text of the program."""
-        self._dispatch = compile_steps(self.built.outline, self.at_once)
+        self._dispatch = compile_steps(self.built, self.at_once)
         text: str = self._dispatch.as_text()
         return text
 

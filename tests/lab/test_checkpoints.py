@@ -62,7 +62,7 @@ def assert_reused(built: Built, step: Any, state: State) -> None:
 @pytest.mark.slow
 def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
     built = built_on(finished, Mesh())
-    step = compile_steps(built.outline, 1)
+    step = compile_steps(built, 1)
     assert_reused(built, step, initial(built))
     assert_reused(built, step, Checkpoints(finished).restore(LATE, built.outline.state))
 
@@ -77,10 +77,10 @@ def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
     for built in (build(config, Console(quiet=True)), build(offloaded, Console(quiet=True))):
         state = Checkpoints(finished).restore(LATE, built.outline.state)
         kinds = {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim}
-        step = compile_steps(built.outline, 1)
-        state, rows = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
+        step = compile_steps(built, 1)
+        state, made = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
         assert {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim} == kinds
-        metrics.append(np.asarray(rows.values))
+        metrics.append(np.asarray(made.values))
     in_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
     assert in_host == {
         name for name in kinds if {"components_moments", "ci_moments", "mean", "square"} & set(name.split("/"))
@@ -113,7 +113,7 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
         np.testing.assert_array_equal(np.asarray(here[name.partition("/")[2]]), array)
 
     with jax.set_mesh(built.mesh):
-        step = compile_steps(built.outline, 1)
+        step = compile_steps(built, 1)
     expected = {row["step"]: row for row in rows(finished)}
 
     def compare(state: State, first: int, stop: int) -> list[int]:

@@ -15,7 +15,7 @@ from tests.lab.tiny_run import Tiny
 @pytest.mark.slow
 def test_four_interruptions(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interruptions, "STEPS", 100)
-    # Ten processes: with the script's own terms and metrics each compiles for half a minute.
+    # Seven processes and more: with the script's own terms and metrics each compiles for half a minute.
     monkeypatch.setattr(interruptions, "SETTINGS", (*SMALL, *interruptions.SETTINGS[1:], "pd.steps=100"))
     seed = random.randrange(10**6)
     print(f"seed {seed}")

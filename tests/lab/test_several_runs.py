@@ -23,14 +23,11 @@ from tests.lab.test_toy_run import SMALL as SMALL_TOY
 from tests.lab.tiny_run import PD, ROOT, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 pytestmark = pytest.mark.slow
-TWO = "mesh={fsdp: 2}"
+TWO, FOUR = "mesh={fsdp: 2}", "mesh={fsdp: 4}"
 
 
 def statuses(found: list[Ended]) -> list[int]:
     return [process.status for process in found]
-
-
-FOUR = "mesh={fsdp: 4}"
 
 
 @pytest.fixture(scope="session")
