@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
-CODE := param_decomp_jax param_decomp_lab experiments slurm tests
+CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests
 
 .PHONY: help install demo demo-smollm2 test test-slow test-probe test-slurm check-jax format constraints clean
 help:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from param_decomp_jax.aot.compile import compile_for
-from param_decomp_jax.aot.topology import target_configs
+from param_decomp_aot.compile import compile_for
+from param_decomp_aot.topology import target_configs
 from param_decomp_jax.attention import attend, blocked, plain
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_jax.placement import batch_sharding
@@ -88,7 +88,7 @@ def main() -> None:
     """Prints both tables, in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--gpu", default="b200", help="a name in param_decomp_jax/aot/gpus/cards.csv")
+    parser.add_argument("--gpu", default="b200", help="a name in param_decomp_aot/gpus/cards.csv")
     options = parser.parse_args()
     print("| shape | form | median | least | median over plain's |\n|---|---|---|---|---|", flush=True)
     for title, shape in TIMED.items():

@@ -40,9 +40,9 @@ from experiments.mlp_decompositions import (
     problem_of,
     step_of,
 )
-from param_decomp_jax.aot.buffers import live_at_peak, table
-from param_decomp_jax.aot.compile import Estimate, Memory, estimate
-from param_decomp_jax.aot.topology import target_configs
+from param_decomp_aot.buffers import live_at_peak, table
+from param_decomp_aot.compile import Estimate, Memory, estimate
+from param_decomp_aot.topology import target_configs
 from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.probe.measure import dumped
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name begins so")
     parser.add_argument("--force", action="store_true", help="measure again what is there")
     parser.add_argument("--table", action="store_true", help="only print what is there")
-    parser.add_argument("--gpu", default="b200", help="a name in param_decomp_jax/aot/gpus/cards.csv")
+    parser.add_argument("--gpu", default="b200", help="a name in param_decomp_aot/gpus/cards.csv")
     parser.add_argument("--buffers", type=int, default=40, help="lines of the list of buffers")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goals")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)

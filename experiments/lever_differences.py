@@ -57,7 +57,7 @@ def scaled(override: str, config: Path) -> str:
     key, _, value = override.partition("=")
     if key not in RATES:
         return override
-    pd = load_config(config).torch.pd
+    pd = load_config(config).method.pd
     optimizer = pd.components_optimizer if "components" in key else pd.ci_fn_optimizer
     return f"{RATES[key]}={optimizer.lr_schedule.start_val * float(value):g}"
 

@@ -27,15 +27,15 @@ import numpy as np
 
 from experiments.step_bench import GIB, ROOT, planned_bytes, random_weights
 from param_decomp_jax.targets.llama import Llama
-from param_decomp_lab.build.built import Outline, build_mesh
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
-from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile
+from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.joining import joined
 from param_decomp_lab.probe.outline import known_target, outline_on
-from param_decomp_lab.processes import Processes
-from param_decomp_lab.programs import init_program, steps_program
+from param_decomp_lab.processes.group import Processes
+from param_decomp_lab.processes.joining import joined
+from param_decomp_lab.setup.base import Outline, build_mesh
+from param_decomp_lab.setup.programs import init_program, steps_program
 
 DEFAULT = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 
@@ -45,20 +45,20 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
 
     UserError where one cannot apply.
     """
-    torch = config.torch
-    if not isinstance(torch, LanguageModelFile):
+    method = config.method
+    if not isinstance(method, LanguageModelFile):
         raise UserError(f"{options.config}: is about a toy; this probe is for language models")
     if (options.first_layer is None) != (options.last_layer is None):
         raise UserError("--first_layer and --last_layer go together")
     if options.first_layer is not None:
-        C = options.C or torch.pd.decomposition_targets[0].C
+        C = options.C or method.pd.decomposition_targets[0].C
         targets = [
             {"module_pattern": f"model.layers.{layer}.mlp.*_proj", "C": C}
             for layer in range(options.first_layer, options.last_layer + 1)
         ]
         yield f"pd.decomposition_targets={json.dumps(targets)}"
     elif options.C is not None:
-        for n in range(len(torch.pd.decomposition_targets)):
+        for n in range(len(method.pd.decomposition_targets)):
             yield f"pd.decomposition_targets.{n}.C={options.C}"
     if options.sites_per_chunk is not None:
         yield f"pd.loss_metrics.{_place(config, ChunkwiseSubsetReconLoss)}.sites_per_chunk={options.sites_per_chunk}"
@@ -67,7 +67,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
         yield f"pd.loss_metrics.{place}.coeff={options.recon_coeff}"
     if options.seq is not None:
         yield f"data.max_seq_len={options.seq}"
-        ci = torch.pd.ci_config
+        ci = method.pd.ci_config
         transformer = ci.simple_transformer_ci_cfg if isinstance(ci, GlobalCI) else None
         if transformer is not None and transformer.attn_config.max_len < options.seq:
             yield f"pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len={options.seq}"
@@ -83,7 +83,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
 
 def _place(config: RunConfig, *kinds: type[Any]) -> int:
     """Of the first loss of one of these kinds."""
-    for n, loss in enumerate(config.torch.pd.loss_metrics):
+    for n, loss in enumerate(config.method.pd.loss_metrics):
         if isinstance(loss, kinds):
             return n
     raise UserError(f"pd.loss_metrics: has no {' or '.join(kind.__name__ for kind in kinds)} to change")

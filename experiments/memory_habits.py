@@ -27,9 +27,9 @@ from jax.sharding import Mesh, NamedSharding
 from experiments.memory_habits_parts import Given, Habit, Program, Size
 from experiments.memory_habits_programs import HABITS
 from experiments.memory_study_page import habits_table
-from param_decomp_jax.aot.compile import compile_for
-from param_decomp_jax.aot.flops import matmul_flops
-from param_decomp_jax.aot.traffic import traffic
+from param_decomp_aot.compile import compile_for
+from param_decomp_aot.flops import matmul_flops
+from param_decomp_aot.traffic import traffic
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.probe.answer import GIB
 from param_decomp_lab.probe.cards import card

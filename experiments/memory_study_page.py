@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from experiments.memory_study_figure import save_figure
 from experiments.memory_study_numbers import digits, gib, or_blank, ratio, signed, size_of, table
 from experiments.memory_study_words import NOTES
-from param_decomp_jax.aot import compile
+from param_decomp_aot import compile
 
 Found = Mapping[str, Any]
 MISSING = "not compiled yet"

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
-from param_decomp_jax.aot.flops import Flops, matmul_flops
 from param_decomp_jax.ci import GlobalTransformer
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.masks import Stochastic

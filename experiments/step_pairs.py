@@ -33,17 +33,17 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
 
     from param_decomp_jax.placement import state_shardings
     from param_decomp_jax.state import init_state
-    from param_decomp_lab.build import build
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.run import compile_steps
+    from param_decomp_lab.setup import set_up
+    from param_decomp_lab.training.run import compile_steps
 
-    built = build(load_config(config, overrides), Console(stderr=True))
-    spec, sites = built.problem.decomposition, built.problem.target.sites
-    with jax.set_mesh(built.mesh):
-        init = partial(init_state, spec, sites, built.leading)
-        state = jax.jit(init, out_shardings=state_shardings(built.mesh, spec, jax.eval_shape(init)))()
+    setup = set_up(load_config(config, overrides), Console(stderr=True))
+    spec, sites = setup.problem.decomposition, setup.problem.target.sites
+    with jax.set_mesh(setup.mesh):
+        init = partial(init_state, spec, sites, setup.leading)
+        state = jax.jit(init, out_shardings=state_shardings(setup.mesh, spec, jax.eval_shape(init)))()
         start = time.perf_counter()
-        compiled = compile_steps(built, 1)
+        compiled = compile_steps(setup, 1)
         # Once it gave the names of the metrics too, and the step gave rows without them.
         step = compiled[0] if isinstance(compiled, tuple) else compiled
         _say({"compile_s": time.perf_counter() - start})
@@ -51,7 +51,7 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
         for _ in sys.stdin:
             start = time.perf_counter()
             for _ in range(steps):
-                state, rows = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
+                state, rows = step(state, setup.weights, setup.train.inputs(number, 1, 1), np.int32(1))
                 number += 1
             jax.block_until_ready(rows)
             _say({"step_s": (time.perf_counter() - start) / steps, "loss": float(jax.tree.leaves(rows)[0][0].sum())})

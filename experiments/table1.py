@@ -28,10 +28,10 @@ from typing import Any
 
 import yaml
 
-from param_decomp_lab.eval.of_run import evaluate_run
-from param_decomp_lab.report.numbers import duration
-from param_decomp_lab.run_folder import CONFIG_FILE
-from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.display.numbers import duration
+from param_decomp_lab.eval.run_evaluation import evaluate_run
+from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.run_folder.folder import CONFIG_FILE
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "toys"

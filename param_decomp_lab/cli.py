@@ -13,8 +13,8 @@ from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, User
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
 if TYPE_CHECKING:
-    from param_decomp_lab.processes import Processes
-    from param_decomp_lab.stop_signal import StopSignal
+    from param_decomp_lab.processes.group import Processes
+    from param_decomp_lab.processes.stop_signal import StopSignal
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -83,14 +83,14 @@ def train(
 
         pd train configs/demo/decompose.yaml --coordinator node01:29400 --processes 2 --process-id 0
     """
-    from param_decomp_lab.stop_signal import STOPPED, StopSignal
+    from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
 
     if config is None and resume is None:
         raise UserError("give a configuration (`pd train CONFIG`) or a run to go on with (`pd train --resume RUN`)")
     # Before what takes seconds to import: from now on who is told to stop leaves with a status that says so.
     with StopSignal().listening() as stop:
-        from param_decomp_lab import run
-        from param_decomp_lab.joining import joined
+        from param_decomp_lab.processes.joining import joined
+        from param_decomp_lab.training import run
 
         with joined(coordinator, processes, process_id) as all_processes:
             console = Console(quiet=not all_processes.first)
@@ -112,14 +112,14 @@ def _train(
     processes: "Processes",
     stop: "StopSignal",
 ) -> None:
-    from param_decomp_lab import run
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.notes import tell_notes
+    from param_decomp_lab.display.notes import print_notes
+    from param_decomp_lab.training import run
 
     with processes.together():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
-        tell_notes(loaded.notes, console)
+        print_notes(loaded.notes, console)
     if resume is not None:
         run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
     elif loaded is not None:
@@ -325,7 +325,7 @@ def profile(
         srun --ntasks=8 pd profile configs/llama8b_l18.yaml
     """
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.joining import joined
+    from param_decomp_lab.processes.joining import joined
     from param_decomp_lab.profile import profile as profile_run
 
     with joined(coordinator, processes, process_id) as all_processes:
@@ -513,7 +513,7 @@ def send(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
 
         WANDB_BASE_URL=https://wandb.example.org pd wandb runs/p-1a2b3c4d
     """
-    from param_decomp_lab.wandb_sink import send_to_wandb
+    from param_decomp_lab.metrics.wandb_sink import send_to_wandb
 
     if not send_to_wandb(run, Console()):
         raise typer.Exit(1)
@@ -539,7 +539,7 @@ def runs(
 
         pd runs --json | jq '.[] | select(.state == "failed") | .folder'
     """
-    from param_decomp_lab.runs import find_runs, show_runs
+    from param_decomp_lab.report.listing import find_runs, show_runs
 
     found = find_runs(folders or [Path("runs")])
     show_runs(found, as_json=json_out)
@@ -586,11 +586,11 @@ def evaluate(
 
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
-    from param_decomp_lab.eval.asked import Asked, metrics_in
     from param_decomp_lab.eval.command import evaluate as measure
+    from param_decomp_lab.eval.request import EvaluationRequest, metrics_in
 
     chosen = [*(metric or ()), *(metrics_in(metrics) if metrics is not None else ())]
-    asked = Asked(chosen or None, batches, batch_size, tuple(overrides or ()))
+    asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, Console())
 
 

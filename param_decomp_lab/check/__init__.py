@@ -12,18 +12,18 @@ from param_decomp_lab.check.data import check_data
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
-from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
-from param_decomp_lab.check.words import of_architecture, of_ci, of_memory, shown_path
-from param_decomp_lab.checkpoints import Learned
+from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
+from param_decomp_lab.display.descriptions import describe_architecture, describe_ci, describe_memory, shown_path
+from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.numbers import exact
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.notes import tell_notes
-from param_decomp_lab.parent import Parent, find_parent, refuse_unlike
-from param_decomp_lab.report.numbers import exact
-from param_decomp_lab.run_folder import refuse_taken
+from param_decomp_lab.run_folder.folder import refuse_taken
+from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.setup.parent import Parent, find_parent, refuse_unlike
 
 __all__ = ["check"]
 
@@ -39,7 +39,7 @@ def check(config: RunConfig, console: Console) -> None:
     if config.wrapper.run_id is not None:
         refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
     target, missing = find_target(config), check_data(config)
-    spec, torch = decomposition(config), config.torch
+    spec, method = decomposition(config), config.method
     parent, elsewhere = _parent(config)
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
@@ -55,11 +55,11 @@ def check(config: RunConfig, console: Console) -> None:
         console.print(terms_table(spec.terms, n_sites, spec.steps))
         console.print(state_table(target, state))
     else:
-        console.print("", patterns_table(torch.pd))
+        console.print("", patterns_table(method.pd))
         console.print(terms_table(spec.terms, n_sites, spec.steps))
     console.print(schedules_table(spec, min(PLOT_WIDTH[1], max(PLOT_WIDTH[0], console.width - 50))))
-    if torch.eval is not None:
-        console.print(evaluation_table(torch.eval, torch.pd, n_sites))
+    if method.eval is not None:
+        console.print(evaluation_table(method.eval, method.pd, n_sites))
     _notes(config, missing, console)
     if isinstance(target, UnknownTarget):
         raise UserError(target.reason)
@@ -76,7 +76,7 @@ def _parent(config: RunConfig) -> tuple[Parent | None, tuple[str, ...]]:
 def _overview(
     config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget, parent: Parent | None
 ) -> Table:
-    wrapper, pd = config.wrapper, config.torch.pd
+    wrapper, pd = config.wrapper, config.method.pd
     warmup = spec.warmup
     before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
     mesh = f"{wrapper.mesh.devices} device{'s'[: wrapper.mesh.devices > 1]}"
@@ -85,7 +85,7 @@ def _overview(
     rows = [
         ("run", f"{wrapper.run_name}: {_EXPERIMENTS[config.experiment]}"),
         ("schema file", shown_path(wrapper.torch_config)),
-        ("target", of_architecture(target.architecture) if isinstance(target, KnownTarget) else "not known"),
+        ("target", describe_architecture(target.architecture) if isinstance(target, KnownTarget) else "not known"),
         ("", f"from {target.origin}" if isinstance(target, KnownTarget) else ""),
         ("data", _data(config)),
         (
@@ -93,10 +93,10 @@ def _overview(
             "" if parent is None else f"what {shown_path(parent.folder)} at step {parent.step} has learned",
         ),
         ("training", f"{pd.steps:,} steps of {_batch(config)}{before}"),
-        ("importances", f"{of_ci(spec.ci)}; {spec.squashing}"),
+        ("importances", f"{describe_ci(spec.ci)}; {spec.squashing}"),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
         ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}"),
-        ("memory", of_memory(wrapper.memory.preset or "", spec.memory)),
+        ("memory", describe_memory(wrapper.memory.preset or "", spec.memory)),
         ("results", _results(config)),
     ]
     grid = Table.grid(padding=(0, 2))
@@ -112,24 +112,24 @@ _EXPERIMENTS = {"language_model": "a language model", "tms": "TMS", "resid_mlp":
 
 
 def _data(config: RunConfig) -> str:
-    torch, replaced = config.torch, config.wrapper.data
-    if not isinstance(torch, LanguageModelFile):
-        return f"features with probability {exact(torch.data.feature_probability)}, {torch.data.data_generation_type}"
+    method, replaced = config.method, config.wrapper.data
+    if not isinstance(method, LanguageModelFile):
+        return f"features with probability {exact(method.data.feature_probability)}, {method.data.data_generation_type}"
     if replaced is not None:
         return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
-    return f"{torch.data.data_files}, its last rows held out" if torch.eval else str(torch.data.data_files)
+    return f"{method.data.data_files}, its last rows held out" if method.eval else str(method.data.data_files)
 
 
 def _batch(config: RunConfig) -> str:
-    rows = f"{config.torch.pd.batch_size:,} rows"
-    if not isinstance(config.torch, LanguageModelFile):
+    rows = f"{config.method.pd.batch_size:,} rows"
+    if not isinstance(config.method, LanguageModelFile):
         return rows
-    length = config.torch.data.max_seq_len
-    return f"{rows} × {length:,} = {config.torch.pd.batch_size * length:,} tokens"
+    length = config.method.data.max_seq_len
+    return f"{rows} × {length:,} = {config.method.pd.batch_size * length:,} tokens"
 
 
 def _results(config: RunConfig) -> str:
-    cadence, milestones = config.torch.cadence, config.wrapper.milestones
+    cadence, milestones = config.method.cadence, config.wrapper.milestones
     saved = [] if cadence.save_every is None else [f"every {cadence.save_every:,} steps"]
     if isinstance(milestones, MilestonesEvery):
         saved += [f"for good every {milestones.every:,}"]
@@ -137,10 +137,10 @@ def _results(config: RunConfig) -> str:
         saved += [f"for good at {', '.join(f'{step:,}' for step in milestones)}"]
     kept = f" ({cadence.keep_last_n_checkpoints:,} kept)" if cadence.keep_last_n_checkpoints is not None else ""
     folder = config.wrapper.out_dir / (config.wrapper.run_id or "p-…")
-    wandb = f"; wandb project {config.torch.wandb.project}" if config.torch.wandb is not None else ""
+    wandb = f"; wandb project {config.method.wandb.project}" if config.method.wandb is not None else ""
     return f"{folder}, saved {', '.join([*saved, 'at the end'])}{kept}{wandb}"
 
 
 def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
-    tell_notes(config.notes, console, wrap=True)
-    tell_notes(missing, console, "not on this machine", wrap=True)
+    print_notes(config.notes, console, wrap=True)
+    print_notes(missing, console, "not on this machine", wrap=True)

@@ -4,10 +4,10 @@ from rich.table import Table
 
 from param_decomp_jax.recon import Reconstruction, n_attack_passes, n_forwards
 from param_decomp_lab.check.tables import titled
-from param_decomp_lab.check.words import of_term
 from param_decomp_lab.config import term_names
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.config.loss_schema import Loss
+from param_decomp_lab.config.method_schema import EvalConfig, PDConfig
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
@@ -20,9 +20,9 @@ from param_decomp_lab.config.metric_schema import (
     PermutedCIPlots,
     UVPlots,
 )
-from param_decomp_lab.config.torch_schema import EvalConfig, PDConfig
-from param_decomp_lab.report.numbers import exact
-from param_decomp_lab.report.tables import house_table
+from param_decomp_lab.display.descriptions import describe_term
+from param_decomp_lab.display.numbers import exact
+from param_decomp_lab.display.tables import plain_table
 
 FIGURES = (CIHistograms, ComponentActivationDensity, CIMeanPerComponent, PermutedCIPlots, UVPlots)
 
@@ -30,7 +30,7 @@ FIGURES = (CIHistograms, ComponentActivationDensity, CIMeanPerComponent, Permute
 def evaluation_table(settings: EvalConfig, pd: PDConfig, n_sites: int | None) -> Table:
     """Metrics; ``n_sites``: None where the target is not known."""
     batches = f"{settings.n_steps:,} batch{'es' if settings.n_steps > 1 else ''} of {settings.batch_size:,} rows"
-    table = house_table(f"Evaluation: {batches}", ("", "wrap"), ("every", "right"), ("passes", "right"))
+    table = plain_table(f"Evaluation: {batches}", ("", "wrap"), ("every", "right"), ("passes", "right"))
     names = iter(term_names(tuple(metric for metric in settings.metrics if isinstance(metric, Loss))))
     for metric in settings.metrics:
         name = next(names) if isinstance(metric, Loss) else metric.type
@@ -38,7 +38,7 @@ def evaluation_table(settings: EvalConfig, pd: PDConfig, n_sites: int | None) ->
         passes = ""
         if isinstance(metric, Loss | CIHiddenActsReconLoss):
             made = term(metric, name, pd)
-            words = of_term(made, n_sites, pd.steps)
+            words = describe_term(made, n_sites, pd.steps)
             if isinstance(made, Reconstruction) and n_sites is not None:
                 passes = f"{n_forwards(made, n_sites) + n_attack_passes(made, n_sites):,}"
         else:

@@ -12,8 +12,8 @@ from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition
 from param_decomp_lab.check.plots import curve
-from param_decomp_lab.report.numbers import exact
-from param_decomp_lab.report.tables import house_table
+from param_decomp_lab.display.numbers import exact
+from param_decomp_lab.display.tables import plain_table
 
 HEIGHT = 2
 """Lines of a curve; one that stays where it is takes a single line."""
@@ -52,7 +52,7 @@ def courses(spec: Decomposition) -> list[Course]:
 def schedules_table(spec: Decomposition, width: int) -> Table:
     """A curve over all of training for each, ``width`` columns wide, between its first and its last value."""
     title = f"Schedules over {spec.steps:,} steps"
-    table = house_table(title, ("", "wrap"), ("first", "right"), ("", "left"), ("last", "right"))
+    table = plain_table(title, ("", "wrap"), ("first", "right"), ("", "left"), ("last", "right"))
     steps = [int(step) for step in np.linspace(0, spec.steps - 1, 2 * width)]
     for course in courses(spec):
         values = course.at(steps, spec.steps)

@@ -14,17 +14,17 @@ from param_decomp_jax.losses import Term
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
 from param_decomp_jax.sites import PRE_IDENTITY, Sites
 from param_decomp_jax.state import State
-from param_decomp_lab.check.target import KnownTarget
-from param_decomp_lab.check.words import of_term
-from param_decomp_lab.config.torch_schema import PDConfig
-from param_decomp_lab.report.numbers import amount, byte_size, exact
-from param_decomp_lab.report.tables import house_table
+from param_decomp_lab.config.method_schema import PDConfig
+from param_decomp_lab.display.descriptions import describe_term
+from param_decomp_lab.display.numbers import amount, byte_size, exact
+from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.setup.known_target import KnownTarget
 
 
 def sites_table(sites: Sites, state: State) -> Table:
     """Sites in canonical order, alike ones of consecutive layers in one row, with what is trained for them."""
     columns = (("", "wrap"), ("", "right"), ("d_in × d_out", "right"), ("C", "right"))
-    table = house_table(f"Sites: {len(sites)}", *columns, ("parameters", "right"), ("", "left"))
+    table = plain_table(f"Sites: {len(sites)}", *columns, ("parameters", "right"), ("", "left"))
     for stack in sites.stacks:
         trained = state.components.get(stack.name)
         notes = [f"tied to {sites.views[stack.name]}"] if trained is None else []
@@ -46,7 +46,7 @@ def sites_table(sites: Sites, state: State) -> Table:
 
 def patterns_table(pd: PDConfig) -> Table:
     """In place of the sites, where it is not known what the patterns match."""
-    table = house_table("Sites: not known without the target", ("pattern", "wrap"), ("C", "right"), ("", "left"))
+    table = plain_table("Sites: not known without the target", ("pattern", "wrap"), ("C", "right"), ("", "left"))
     for target in pd.decomposition_targets:
         table.add_row(target.module_pattern, exact(target.C), "")
     for target in pd.identity_decomposition_targets or ():
@@ -57,7 +57,7 @@ def patterns_table(pd: PDConfig) -> Table:
 def terms_table(terms: Iterable[Term], n_sites: int | None, steps: int) -> Table:
     """Terms of the loss, and what each costs in a step. ``n_sites``: None where the target is not known."""
     columns = (("", "wrap"), ("coeff", "right"), ("forwards", "right"), ("attack passes", "right"))
-    table = house_table("Loss terms", *columns)
+    table = plain_table("Loss terms", *columns)
     forwards, ascents = 0, 0
     for term in terms:
         cells = ("–", "–")
@@ -66,7 +66,7 @@ def terms_table(terms: Iterable[Term], n_sites: int | None, steps: int) -> Table
             if n_sites is not None:
                 forwards += n_forwards(term, n_sites)
                 ascents += n_attack_passes(term, n_sites)
-        table.add_row(titled(term.name, of_term(term, n_sites, steps)), exact(term.coeff), *cells)
+        table.add_row(titled(term.name, describe_term(term, n_sites, steps)), exact(term.coeff), *cells)
     if n_sites is not None:
         table.add_section()
         words = f"{forwards + ascents:,} masked passes, each with its backward, and 1 clean forward"
@@ -91,7 +91,7 @@ def titled(name: str, words: str) -> Group:
 def state_table(target: KnownTarget, state: State) -> Table:
     """Parameters, and the bytes of one copy of the training state: values and what their optimisers keep (N1)."""
     columns = (("", "wrap"), ("parameters", "right"), ("values", "right"), ("moments", "right"), ("both", "right"))
-    table = house_table("Parameters and training state (fp32, without gradients)", *columns)
+    table = plain_table("Parameters and training state (fp32, without gradients)", *columns)
     parts: list[tuple[str, Any, Any]] = [
         ("components V, U", state.components, state.components_moments),
         ("CI function", state.ci, state.ci_moments),

@@ -9,6 +9,7 @@ from param_decomp_lab.config.loss_schema import (
     PersistentPGDReconLoss,
     RepeatAcrossBatchScope,
 )
+from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile, MethodFile, PretrainedSpec, ToyFile
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
@@ -18,7 +19,6 @@ from param_decomp_lab.config.metric_schema import (
 )
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.config.strict import Problem, Strict
-from param_decomp_lab.config.torch_schema import GlobalCI, LanguageModelFile, PretrainedSpec, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ _NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
 """Metrics that switch on one feature at a time."""
 
 
-def toy_of(patterns: Sequence[str]) -> Experiment | None:
+def guess_toy(patterns: Sequence[str]) -> Experiment | None:
     """The toy whose modules the patterns name; None if they name none, or could be of either."""
 
     def named(modules: tuple[str, ...]) -> bool:
@@ -51,19 +51,19 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+def wrapper_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
     """Mistakes in the wrapper, given the schema file."""
     parts, devices = wrapper.memory.micro_batches, wrapper.mesh.batch_devices
-    for section in (torch.pd, torch.eval):
+    for section in (method.pd, method.eval):
         if section is not None and section.batch_size % devices == 0 and section.batch_size // devices % parts:
             on = f"{section.batch_size} rows on {devices} device{'s'[: devices > 1]}"
-            key = "pd.batch_size" if section is torch.pd else "eval.batch_size"
+            key = "pd.batch_size" if section is method.pd else "eval.batch_size"
             yield Problem("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
-    if isinstance(torch, ToyFile):
+    if isinstance(method, ToyFile):
         if wrapper.data is not None:
             yield Problem("data", "is for language models; a toy's features are drawn as its schema file says")
         if wrapper.target is None:
-            path = torch.target.run_path
+            path = method.target.run_path
             advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
             yield Problem("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
         return
@@ -76,37 +76,37 @@ def wrapper_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
         yield Problem("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
 
 
-def torch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+def method_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
     """Mistakes in the schema file, given the wrapper."""
-    yield from _unsupported(torch)
-    yield from _metric_problems(torch)
-    yield from _batch_problems(wrapper, torch)
-    yield from _name_problems("pd.loss_metrics", torch.pd.loss_metrics)
-    metrics = torch.eval.metrics if torch.eval else ()
+    yield from _unsupported(method)
+    yield from _metric_problems(method)
+    yield from _batch_problems(wrapper, method)
+    yield from _name_problems("pd.loss_metrics", method.pd.loss_metrics)
+    metrics = method.eval.metrics if method.eval else ()
     yield from _name_problems("eval.metrics", metrics)
-    if isinstance(torch, LanguageModelFile):
-        yield from _target_problems(wrapper, torch)
-        yield from _data_problems(wrapper, torch)
+    if isinstance(method, LanguageModelFile):
+        yield from _target_problems(wrapper, method)
+        yield from _data_problems(wrapper, method)
 
 
-def _unsupported(torch: TorchFile) -> Iterator[Problem]:
-    roots = [n for n, loss in enumerate(torch.pd.loss_metrics) if _takes_roots(loss)]
-    if torch.pd.sigmoid_type == "swish_hard" and roots:
+def _unsupported(method: MethodFile) -> Iterator[Problem]:
+    roots = [n for n, loss in enumerate(method.pd.loss_metrics) if _takes_roots(loss)]
+    if method.pd.sigmoid_type == "swish_hard" and roots:
         why = "swish_hard dips below 0, where (υ + eps)^p is not a number unless p is an integer"
         where = f"pd.loss_metrics.{roots[0]}"
         yield Problem("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
 
 
-def _metric_problems(torch: TorchFile) -> Iterator[Problem]:
+def _metric_problems(method: MethodFile) -> Iterator[Problem]:
     seen: list[Strict] = []
-    for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
+    for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         key, kind = f"eval.metrics.{n}.type", getattr(metric, "type", "")
         if any(_one_output(metric, other) for other in seen):
             yield Problem(key, f"{kind} is asked for twice under the same keys; keep one")
         seen.append(metric)
-        if isinstance(torch, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
+        if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
             yield Problem(key, f"{kind} needs a toy, whose features can be switched on one at a time; remove it")
-        if isinstance(torch, ToyFile) and isinstance(metric, CEandKLLosses):
+        if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
             yield Problem(key, f"{kind} is for language models; remove it")
         if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
             yield Problem(key, f"{kind} has neither identity_ci nor dense_ci and so measures nothing; give one")
@@ -127,11 +127,11 @@ def _one_output(a: Strict, b: Strict) -> bool:
     return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
 
 
-def _batch_problems(wrapper: Wrapper, torch: TorchFile) -> Iterator[Problem]:
+def _batch_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
     mesh = wrapper.mesh
-    batches: list[tuple[str, int, tuple[Strict, ...]]] = [("pd", torch.pd.batch_size, torch.pd.loss_metrics)]
-    if torch.eval is not None:
-        batches.append(("eval", torch.eval.batch_size, torch.eval.metrics))
+    batches: list[tuple[str, int, tuple[Strict, ...]]] = [("pd", method.pd.batch_size, method.pd.loss_metrics)]
+    if method.eval is not None:
+        batches.append(("eval", method.eval.batch_size, method.eval.metrics))
     for section, size, terms in batches:
         if size % mesh.batch_devices:
             split = f"mesh.replica · mesh.fsdp = {mesh.replica} · {mesh.fsdp}"
@@ -153,8 +153,8 @@ def _name_problems(key: str, terms: tuple[Strict, ...]) -> Iterator[Problem]:
         taken.setdefault(name, n)
 
 
-def _target_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Problem]:
-    spec = torch.target.spec
+def _target_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Problem]:
+    spec = method.target.spec
     if spec.model_class.rpartition(".")[2] != "LlamaForCausalLM":
         yield Problem("target.spec.model_class", f"{spec.model_class} is not supported yet; only LlamaForCausalLM is")
     if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
@@ -162,8 +162,8 @@ def _target_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Pro
         yield Problem("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
 
 
-def _data_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Problem]:
-    data, ci = torch.data, torch.pd.ci_config
+def _data_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Problem]:
+    data, ci = method.data, method.pd.ci_config
     if wrapper.data is None:
         local = {"dataset_name": "parquet", "column_name": "input_ids", "is_tokenized": True}
         wrong = [f"{key}: {getattr(data, key)}" for key, right in local.items() if getattr(data, key) != right]
@@ -179,47 +179,47 @@ def _data_problems(wrapper: Wrapper, torch: LanguageModelFile) -> Iterator[Probl
             yield Problem("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
 
 
-def warnings(wrapper: Wrapper, torch: TorchFile) -> tuple[str, ...]:
+def warnings(wrapper: Wrapper, method: MethodFile) -> tuple[str, ...]:
     """What is valid and probably not meant, one line each, beginning with the key."""
-    return tuple(_warnings(wrapper, torch))
+    return tuple(_warnings(wrapper, method))
 
 
-def _warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
-    dp, devices = torch.runtime.dp, wrapper.mesh.devices
+def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
+    dp, devices = method.runtime.dp, wrapper.mesh.devices
     if dp is not None and dp != devices:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
-    yield from _split_warnings(wrapper, torch)
-    if isinstance(torch, ToyFile) and wrapper.target is not None:
+    yield from _split_warnings(wrapper, method)
+    if isinstance(method, ToyFile) and wrapper.target is not None:
         ours = wrapper.target.folder or wrapper.target.pretrain
-        yield f"target.run_path: {torch.target.run_path} is replaced by the wrapper's target ({ours})"
-    if wrapper.init_from is not None and torch.pd.faithfulness_warmup_steps:
+        yield f"target.run_path: {method.target.run_path} is replaced by the wrapper's target ({ours})"
+    if wrapper.init_from is not None and method.pd.faithfulness_warmup_steps:
         yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
-    for n, metric in enumerate(torch.eval.metrics if torch.eval else ()):
+    for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
-    for n, loss in enumerate(torch.pd.loss_metrics):
+    for n, loss in enumerate(method.pd.loss_metrics):
         key = f"pd.loss_metrics.{n}"
         if isinstance(loss, ImportanceMinimalityLoss):
             yield from _importance_warnings(key, loss)
-        if isinstance(loss, PersistentPGD) and loss.start_frac * torch.pd.steps > torch.pd.steps - 1:
-            yield f"{key}.start_frac: is {loss.start_frac}, after the last of {torch.pd.steps} steps: never on"
+        if isinstance(loss, PersistentPGD) and loss.start_frac * method.pd.steps > method.pd.steps - 1:
+            yield f"{key}.start_frac: is {loss.start_frac}, after the last of {method.pd.steps} steps: never on"
         if isinstance(loss, PersistentPGDReconLoss) and loss.n_samples > 1:
             yield f"{key}.n_samples: is {loss.n_samples}, but forwards routed everywhere are alike: one is made (R5)"
-    if wrapper.data is not None and isinstance(torch, LanguageModelFile) and torch.data.dataset_name != "parquet":
-        yield f"data.dataset_name: {torch.data.dataset_name} is replaced by the folders of the wrapper's data"
-    if torch.wandb is None and (wrapper.wandb_group is not None or wrapper.wandb_tags):
+    if wrapper.data is not None and isinstance(method, LanguageModelFile) and method.data.dataset_name != "parquet":
+        yield f"data.dataset_name: {method.data.dataset_name} is replaced by the folders of the wrapper's data"
+    if method.wandb is None and (wrapper.wandb_group is not None or wrapper.wandb_tags):
         yield "wandb_group, wandb_tags: have no effect, for the schema file has wandb: null"
     if not isinstance(wrapper.milestones, MilestonesEvery):
-        late = [str(step) for step in wrapper.milestones if step > torch.pd.steps]
+        late = [str(step) for step in wrapper.milestones if step > method.pd.steps]
         if late:
-            yield f"milestones: {', '.join(late)} come after the last step ({torch.pd.steps})"
+            yield f"milestones: {', '.join(late)} come after the last step ({method.pd.steps})"
 
 
-def _split_warnings(wrapper: Wrapper, torch: TorchFile) -> Iterator[str]:
+def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
     """The largest part of the state is split by component, or else not at all."""
     parts = wrapper.mesh.fsdp * wrapper.mesh.tensor
     for name in ("decomposition_targets", "identity_decomposition_targets"):
-        for n, target in enumerate(getattr(torch.pd, name) or ()):
+        for n, target in enumerate(getattr(method.pd, name) or ()):
             if target.C % parts:
                 near = target.C + -target.C % parts
                 yield (

@@ -7,16 +7,16 @@ from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_lab.config import loss_schema as schema
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.memory import OptimizerName
+from param_decomp_lab.config.method_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
-from param_decomp_lab.config.torch_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
 
 Sources = masks.Stochastic | masks.Constant | adversary.FreshAttack | adversary.PersistentAttack
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
     """What the core needs to know of a run, sites and target apart."""
-    pd = config.torch.pd
+    pd = config.method.pd
     terms = zip(pd.loss_metrics, term_names(pd.loss_metrics), strict=True)
     return state.Decomposition(
         seed=pd.seed,
@@ -34,7 +34,7 @@ def decomposition(config: RunConfig) -> state.Decomposition:
             lr=pd.faithfulness_warmup_lr,
             weight_decay=pd.faithfulness_warmup_weight_decay,
         ),
-        compute_dtype="bfloat16" if config.torch.runtime.autocast_bf16 else "float32",
+        compute_dtype="bfloat16" if config.method.runtime.autocast_bf16 else "float32",
         memory=_memory(config),
     )
 

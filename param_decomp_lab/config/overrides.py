@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.strict import Place, Strict, nearest
-from param_decomp_lab.config.torch_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from param_decomp_lab.config.checks import torch_problems, toy_of, warnings, wrapper_problems
+from param_decomp_lab.config.checks import guess_toy, method_problems, warnings, wrapper_problems
+from param_decomp_lab.config.method_schema import LanguageModelFile, MethodFile, ToyFile
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides, place
 from param_decomp_lab.config.strict import NO_MEANING, Place, Problem, Strict, validate
-from param_decomp_lab.config.torch_schema import LanguageModelFile, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
 from param_decomp_lab.errors import UserError
@@ -27,17 +27,17 @@ class RunConfig:
     """
 
     wrapper: Wrapper
-    torch: TorchFile
+    method: MethodFile
     ignored: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def experiment(self) -> Experiment | Literal["language_model"]:
-        if isinstance(self.torch, LanguageModelFile):
+        if isinstance(self.method, LanguageModelFile):
             return "language_model"
-        pd = self.torch.pd
+        pd = self.method.pd
         targets = (*pd.decomposition_targets, *(pd.identity_decomposition_targets or ()))
-        experiment = self.wrapper.experiment or toy_of([target.module_pattern for target in targets])
+        experiment = self.wrapper.experiment or guess_toy([target.module_pattern for target in targets])
         assert experiment is not None
         return experiment
 
@@ -56,23 +56,23 @@ class RunConfig:
     def with_overrides(self, overrides: Sequence[str]) -> "RunConfig":
         """A run's configuration with `--set` assignments; relative paths are from where one stands."""
         assignments = parse_overrides(overrides)
-        wrapper, torch = self.wrapper.model_dump(mode="json"), self.torch.model_dump(mode="json")
+        wrapper, method = self.wrapper.model_dump(mode="json"), self.method.model_dump(mode="json")
         if any(override.path[0] == "memory" for override in assignments):
             del wrapper["remat_recon_forwards"]  # follows from the preset
         if any(override.path == ("memory", "preset") for override in assignments):
             # Written out, every choice of the old preset would stand in the way of the new one's.
             wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
         for_wrapper = [override for override in assignments if override.is_for_wrapper]
-        for_torch = [override for override in assignments if not override.is_for_wrapper]
+        for_method = [override for override in assignments if not override.is_for_wrapper]
         places = [place(Path(f"{part} of the run's config.yaml"), own) for part, own in
-                  (("wrapper", for_wrapper), ("torch", for_torch))]  # fmt: skip
+                  (("wrapper", for_wrapper), ("torch", for_method))]  # fmt: skip
         settled = validate(Wrapper, apply_overrides(wrapper, for_wrapper), places[0]).relative_to(Path.cwd()).settled()
-        config = _configuration(settled, apply_overrides(torch, for_torch), *places)
+        config = _configuration(settled, apply_overrides(method, for_method), *places)
         return replace(config, ignored=self.ignored)
 
     def to_yaml(self) -> str:
         """The whole configuration in one document, every default written out; `from_yaml` reads it back equal."""
-        parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.torch.model_dump(mode="json")}
+        parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.method.model_dump(mode="json")}
         return dump_yaml({**parts, "ignored": list(self.ignored), "notes": list(self.warnings)})
 
     @classmethod
@@ -95,7 +95,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that the wrapper ``path`` describes, with `--set` assignments ``overrides`` such as `pd.steps=100`."""
     assignments = parse_overrides(overrides)
     for_wrapper = [override for override in assignments if override.is_for_wrapper]
-    for_torch = [override for override in assignments if not override.is_for_wrapper]
+    for_method = [override for override in assignments if not override.is_for_wrapper]
 
     raw = read_mapping(path, "the wrapper")
     if "pd" in raw:
@@ -103,31 +103,33 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     at_wrapper = place(path, for_wrapper)
     wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), at_wrapper).relative_to(path.parent).settled()
 
-    torch = apply_overrides(read_mapping(wrapper.torch_config, f"torch_config of {path}"), for_torch)
-    return _configuration(wrapper, torch, at_wrapper, place(wrapper.torch_config, for_torch))
+    method = apply_overrides(read_mapping(wrapper.torch_config, f"torch_config of {path}"), for_method)
+    return _configuration(wrapper, method, at_wrapper, place(wrapper.torch_config, for_method))
 
 
-def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_torch: Place) -> RunConfig:
-    torch = validate(_schema(wrapper, raw, at_torch), raw, at_torch)
-    found = [at_wrapper.line(problem) for problem in wrapper_problems(wrapper, torch)]
-    found += [at_torch.line(problem) for problem in torch_problems(wrapper, torch)]
+def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_method: Place) -> RunConfig:
+    method = validate(_schema(wrapper, raw, at_method), raw, at_method)
+    found = [at_wrapper.line(problem) for problem in wrapper_problems(wrapper, method)]
+    found += [at_method.line(problem) for problem in method_problems(wrapper, method)]
     if found:
         raise UserError("\n".join(found))
-    ignored = tuple(key for key, given in _without_meaning(torch) if given)
-    return RunConfig(wrapper, torch, ignored, warnings(wrapper, torch))
+    ignored = tuple(key for key, given in _without_meaning(method) if given)
+    return RunConfig(wrapper, method, ignored, warnings(wrapper, method))
 
 
-def _schema(wrapper: Wrapper, raw: dict[str, Any], at_torch: Place) -> type[LanguageModelFile] | type[ToyFile]:
+def _schema(wrapper: Wrapper, raw: dict[str, Any], at_method: Place) -> type[LanguageModelFile] | type[ToyFile]:
     """A file with target.spec is a language model's; a toy is named by the wrapper or known by its patterns."""
     target = raw.get("target")
     if isinstance(target, dict) and "spec" in target:
         return LanguageModelFile
-    if wrapper.experiment is None and toy_of(_patterns(raw.get("pd"))) is None:
+    if wrapper.experiment is None and guess_toy(_patterns(raw.get("pd"))) is None:
         if isinstance(target, dict) and "run_path" in target:
             advice = "give the wrapper experiment: tms or resid_mlp"
-            raise at_torch.error([Problem("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")])
+            raise at_method.error(
+                [Problem("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")]
+            )
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
-        raise at_torch.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
+        raise at_method.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
 
 
@@ -161,8 +163,8 @@ def difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _leaves(config: RunConfig) -> dict[str, str]:
-    apart = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.torch)}
-    parts = (config.wrapper.model_dump(mode="json"), config.torch.model_dump(mode="json"))
+    apart = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.method)}
+    parts = (config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json"))
     return {key: text for part in parts for key, text in _flat(part) if key not in apart}
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from param_decomp_lab.config.torch_schema import DecompositionTarget
+from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import UserError
 
 _PREFIX = "model."

@@ -7,19 +7,25 @@ from pathlib import Path
 
 from rich.console import Console
 
+from param_decomp_lab.display.numbers import number
+from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.asked import Asked
-from param_decomp_lab.eval.of_run import Evaluated, as_json, evaluate_run
+from param_decomp_lab.eval.request import EvaluationRequest
+from param_decomp_lab.eval.run_evaluation import Evaluated, as_json, evaluate_run
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.report.numbers import number
-from param_decomp_lab.report.tables import house_table
 
 FOLDER = "evals"
 """Of a run folder: what `pd eval` has measured."""
 
 
 def evaluate(
-    run: Path, asked: Asked, step: int | None, out: Path | None, devices: int | None, target: Path | None, say: Console
+    run: Path,
+    asked: EvaluationRequest,
+    step: int | None,
+    out: Path | None,
+    devices: int | None,
+    target: Path | None,
+    say: Console,
 ) -> None:
     """Figures go into a folder beside ``out``, the JSON file. None: a new file in the run's folder."""
     file = out or run / FOLDER / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
@@ -50,7 +56,7 @@ def _refuse_unwritable(folder: Path) -> None:
 def _show(found: Evaluated, say: Console) -> None:
     settings = found.settings
     title = f"Step {found.step:,}, {settings.n_steps} batches of {settings.batch_size} from {found.data}"
-    table = house_table(title, ("metric", "left"), ("value", "right"))
+    table = plain_table(title, ("metric", "left"), ("value", "right"))
     for name, value in found.row.items():
         table.add_row(name.removeprefix("eval/"), number(value))
     say.print(table if found.row else title)

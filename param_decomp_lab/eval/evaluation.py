@@ -38,13 +38,13 @@ from param_decomp_lab.config.metric_schema import (
     ComponentActivationDensity,
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_l0, read_batch
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.toy_probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
-from param_decomp_lab.notes import tell_notes
-from param_decomp_lab.programs import Program
+from param_decomp_lab.setup.programs import Program
 
 
 class Abandoned(Exception):
@@ -65,7 +65,7 @@ class Metrics:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Metrics":
-        metrics = () if config.torch.eval is None else config.torch.eval.metrics
+        metrics = () if config.method.eval is None else config.method.eval.metrics
 
         def first(kind: type) -> Any:
             return next((m for m in metrics if isinstance(m, kind)), None)
@@ -90,11 +90,11 @@ class Evaluation:
     """
 
     def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array], mesh: Mesh) -> None:
-        assert config.torch.eval is not None
+        assert config.method.eval is not None
         # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
         self._whole = whole = whole_on(mesh)
-        self._settings, self._metrics, self._batches = config.torch.eval, Metrics.of(config), batches
-        pd = config.torch.pd
+        self._settings, self._metrics, self._batches = config.method.eval, Metrics.of(config), batches
+        pd = config.method.pd
         terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
         self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
         others = tuple(t for t in terms if not _is_persistent(t))
@@ -230,7 +230,7 @@ class Evaluation:
             try:
                 save_figure(figure, file)
             except OSError as error:
-                tell_notes([f"{file} cannot be written: {error.strerror or error}"], Console(stderr=True))
+                print_notes([f"{file} cannot be written: {error.strerror or error}"], Console(stderr=True))
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths

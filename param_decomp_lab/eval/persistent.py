@@ -57,12 +57,12 @@ def attack_batch(
     for number, term in enumerate(terms):
         spec = term.sources
         assert isinstance(spec, PersistentAttack)
-        of_term = jax.random.fold_in(key, FIRST_NUMBER + number)
+        describe_term = jax.random.fold_in(key, FIRST_NUMBER + number)
         adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
 
-        def error(raw: Bundle, term: Reconstruction = term, of_term: PRNGKeyArray = of_term) -> Array:
+        def error(raw: Bundle, term: Reconstruction = term, describe_term: PRNGKeyArray = describe_term) -> Array:
             assert isinstance(term.sources, PersistentAttack)
-            return reconstruction(term, scene, components, judge, of_term, effective(term.sources, raw))
+            return reconstruction(term, scene, components, judge, describe_term, effective(term.sources, raw))
 
         errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
         moved[term.name] = ascend(spec, adversary, gradient, state.step, total)

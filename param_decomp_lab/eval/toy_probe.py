@@ -21,14 +21,14 @@ from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.eval.importance import lower_importances
-from param_decomp_lab.eval.toy_truth import (
+from param_decomp_lab.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
+from param_decomp_lab.ground_truth.toys import (
     dense_ci_error,
     dense_columns,
     identity_ci_error,
     match_components,
     mmcs_and_ml2r,
 )
-from param_decomp_lab.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
 
 LEVEL = 0.75
 """Value of the one feature that is on."""

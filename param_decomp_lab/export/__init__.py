@@ -12,16 +12,16 @@ import numpy as np
 from safetensors import safe_open
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_lab.checkpoints import Checkpoints, flatten
+from param_decomp_lab.checkpoints.store import Checkpoints, flatten
+from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
 from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, opened
 from param_decomp_lab.export.tensors import Piece, pieces
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.opening.load import FoundCheckpoint, find_checkpoint
-from param_decomp_lab.programs import learned_shapes
-from param_decomp_lab.target_file import describe
-from param_decomp_lab.templates import templates_beside
+from param_decomp_lab.run_folder.target_file import describe
+from param_decomp_lab.setup.programs import learned_shapes
 
 DESCRIPTION_FILE = "description.json"
 README_FILE = "README.md"
@@ -125,14 +125,14 @@ def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str,
             }
             for site in sites.all
         ],
-        "ci": {"fn_type": config.torch.pd.ci_config.fn_type, **asdict(spec.ci), "sigmoid_type": spec.squashing},
+        "ci": {"fn_type": config.method.pd.ci_config.fn_type, **asdict(spec.ci), "sigmoid_type": spec.squashing},
         "use_delta_component": spec.use_delta,
         "tensors": {
             name: {"file": slot.file, "shape": list(slot.shape), "dtype": "float32"} for name, slot in slots.items()
         },
         "configuration": {
             "wrapper": config.wrapper.model_dump(mode="json"),
-            "torch": config.torch.model_dump(mode="json"),
+            "torch": config.method.model_dump(mode="json"),
         },
     }
 

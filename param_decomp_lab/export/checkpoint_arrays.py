@@ -12,9 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from param_decomp_lab.damage import Damaged, read_description, wrong_on_disk
+from param_decomp_lab.checkpoints.damage import Damaged, read_description, wrong_on_disk
+from param_decomp_lab.checkpoints.fingerprints import OfParts
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.fingerprints import OfParts
 
 Part = tuple[slice, ...]
 

@@ -7,7 +7,6 @@ from jaxtyping import Float, Integer
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.toy_truth import OFF_ABOVE, ON_BELOW
 from param_decomp_lab.figures.heat_maps import (
     DPI,
     FONT_SIZE,
@@ -18,6 +17,7 @@ from param_decomp_lab.figures.heat_maps import (
     style_bar,
 )  # fmt: skip
 from param_decomp_lab.figures.style import QUIET, title_axes
+from param_decomp_lab.ground_truth.toys import OFF_ABOVE, ON_BELOW
 
 # It steps where errors begin and end: in a perfect recovery of an identity everything is nearly white or nearly black.
 IMPORTANCE = LinearSegmentedColormap.from_list(

@@ -9,7 +9,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from param_decomp_lab.eval.toy_truth import BestVersions, best_versions, mmcs_and_ml2r
 from param_decomp_lab.figures.heat_maps import (
     DPI,
     FONT_SIZE,
@@ -20,6 +19,7 @@ from param_decomp_lab.figures.heat_maps import (
     style_bar,
 )  # fmt: skip
 from param_decomp_lab.figures.style import BLUE, GRID, INK, QUIET, VERMILION, style_axes, title_axes
+from param_decomp_lab.ground_truth.toys import BestVersions, best_versions, mmcs_and_ml2r
 
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#00405f", BLUE, "#ffffff", VERMILION, "#7a3000"], N=1001)
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from param_decomp_lab.check.data import check_data
 from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE, Code
 from param_decomp_lab.launch.fits import Question, all_fit
@@ -20,10 +21,9 @@ from param_decomp_lab.launch.local import commands, free_port, gpus_here, local_
 from param_decomp_lab.launch.place import NO_GPU, Place, place_of
 from param_decomp_lab.launch.prepare import add_code, make_run, note_job
 from param_decomp_lab.launch.sweep import Choice, choices
-from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.outline import known_target
-from param_decomp_lab.run_folder import CONFIG_FILE, refuse_taken
-from param_decomp_lab.stop_signal import STOPPED
+from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.run_folder.folder import CONFIG_FILE, refuse_taken
 
 NOTHING = Choice()
 SCRIPT = "job.sbatch"
@@ -170,8 +170,8 @@ def _runs(told: Launch, console: Console) -> list[Run]:
 def _notes(configs: Sequence[RunConfig], console: Console) -> None:
     """What people should know, once; UserError where a target does not fit its configuration, or is not known."""
     missing = [line for config in configs for line in (*known_target(config).missing, *check_data(config))]
-    tell_notes((line for config in configs for line in config.notes), console)
-    tell_notes(missing, console, "not on this machine")
+    print_notes((line for config in configs for line in config.notes), console)
+    print_notes(missing, console, "not on this machine")
 
 
 def _code(told: Launch) -> Code:

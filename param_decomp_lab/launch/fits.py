@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.place import Place
-from param_decomp_lab.notes import tell_notes
-from param_decomp_lab.probe.apart import Told, probe_apart
+from param_decomp_lab.probe.subprocess import Told, probe_apart
 
 UNASKED = "submit without asking: --no-probe"
 
@@ -40,12 +40,12 @@ def all_fit(questions: Sequence[Question], place: Place, gpu: str, console: Cons
         if told.answer is None:
             if not anyway:
                 raise CannotTell(f"{question.name}: pd probe cannot tell whether it fits: {told.why}\n{UNASKED}")
-            tell_notes([f"nobody knows whether {question.name} fits; submitted anyway"], console)
+            print_notes([f"nobody knows whether {question.name} fits; submitted anyway"], console)
             continue
         fits = told.answer["verdict"] == "fits"
         console.print(_said(question, told), highlight=False, soft_wrap=True)
         if not fits and anyway:
-            tell_notes(["submitted anyway"], console)
+            print_notes(["submitted anyway"], console)
         good = good and (fits or anyway)
     return good
 

@@ -16,7 +16,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE
 from param_decomp_lab.launch.job import scrubbed
 from param_decomp_lab.launch.place import Place, place_of
-from param_decomp_lab.stop_signal import STOPPED
+from param_decomp_lab.processes.stop_signal import STOPPED
 
 GRACE_S = 30.0
 """For the other processes to end, once one has failed: what `srun --kill-on-bad-exit` does, with time for a message."""

@@ -12,7 +12,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
 from param_decomp_lab.launch.code_copy import CODE, Code
-from param_decomp_lab.run_folder import CONFIG_FILE, begin_run_folder, refuse_taken
+from param_decomp_lab.run_folder.folder import CONFIG_FILE, begin_run_folder, refuse_taken
 
 LAUNCH_FILE = "launch.json"
 RECIPE_FILE = "target.yaml"

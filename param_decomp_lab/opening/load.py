@@ -9,15 +9,15 @@ from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.step import Problem
-from param_decomp_lab.checkpoints import Checkpoints, Learned
+from param_decomp_lab.checkpoints.store import Checkpoints, Learned
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
 from param_decomp_lab.opening.target import architecture_of, bytes_of_weights, problem_of, with_target
-from param_decomp_lab.programs import learned_shapes
-from param_decomp_lab.run_folder import CONFIG_FILE, saved_config
-from param_decomp_lab.target_file import Architecture
+from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
+from param_decomp_lab.run_folder.target_file import Architecture
+from param_decomp_lab.setup.programs import learned_shapes
 
 
 def load_run(

@@ -19,18 +19,18 @@ from param_decomp_jax.sites import Site, Stack
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.llama import Llama
-from param_decomp_lab.build.language_model import text_of
-from param_decomp_lab.check.words import of_architecture
-from param_decomp_lab.checkpoints import Learned
+from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.display.descriptions import describe_architecture
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
 from param_decomp_lab.opening.target import load_weights, weights_folder
-from param_decomp_lab.sinks import read_metrics
-from param_decomp_lab.target_file import Architecture
+from param_decomp_lab.run_folder.target_file import Architecture
+from param_decomp_lab.setup.language_model import find_tokenizer
 
 Inputs = Any
 """Token ids ``[B, T]``, or ``[T]``, or a text, for a language model; features ``[B, n]``, or ``[n]``, for a toy."""
@@ -116,7 +116,7 @@ class Run:
         """Text to token ids and back; None where no tokenizer is beside the data or the target."""
         if not self._is_language_model:
             return None
-        return text_of(self.config, weights_folder(self.config))
+        return find_tokenizer(self.config, weights_folder(self.config))
 
     # --- components ---
 
@@ -211,8 +211,8 @@ class Run:
         if pinned:
             masks = {name: np.zeros((1,) * len(leading) + (self.sites[name].C,), np.float32) for name in wanted}
         else:
-            of_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
-            found = self._importances(*self.learned, self.weights, batch, of_ci, "lower") if of_ci else {}
+            describe_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
+            found = self._importances(*self.learned, self.weights, batch, describe_ci, "lower") if describe_ci else {}
             masks = {name: np.asarray(found[name]) if name in found else mask for name, mask in wanted.items()}
         return bundle(self.target.sites, masks, len(leading), delta)
 
@@ -273,7 +273,7 @@ class Run:
         lines = [
             f"Run {self.id} ({self.name}), step {self.step:,} of {self.problem.decomposition.steps:,}: "
             f"{len(self.sites)} sites, {sum(site.C for site in self.sites.values()):,} components",
-            f"  of {of_architecture(self.architecture)}",
+            f"  of {describe_architecture(self.architecture)}",
             *(f"  {stack.name:{width}}  {stack.d_in:,} × {stack.d_out:,}  C {stack.C:,}" for stack in stacks),
         ]
         return "\n".join(lines)

@@ -14,15 +14,15 @@ from param_decomp_jax.targets import llama, resid_mlp, tms
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
-from param_decomp_lab.build.language_model import language_problem, target_folder, weight_shardings
-from param_decomp_lab.build.toys import toy_problem
-from param_decomp_lab.check.target import UnknownTarget, find_target
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.target_file import Architecture, describe, read_target
+from param_decomp_lab.run_folder.target_file import Architecture, describe, read_target
+from param_decomp_lab.setup.known_target import UnknownTarget, find_target
+from param_decomp_lab.setup.language_model import language_problem, target_folder, weight_shardings
+from param_decomp_lab.setup.toys import toy_problem
 from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import load_llama
 from param_decomp_lab.weights.toys import load_toy, read_toy_config
@@ -61,14 +61,14 @@ def bytes_of_weights(config: RunConfig, architecture: Architecture) -> int:
             shapes, size = tms.weight_shapes(architecture), 4
         case ResidMLPConfig():
             shapes, size = resid_mlp.weight_shapes(architecture), 4
-    if isinstance(config.torch, LanguageModelFile) and config.torch.target.weights_dtype == "float32":
+    if isinstance(config.method, LanguageModelFile) and config.method.target.weights_dtype == "float32":
         size = 4
     return size * sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
 
 
 def weights_folder(config: RunConfig) -> Path:
     """Where the target's weights are. UserError where there is no such folder; nothing is fetched or trained."""
-    if isinstance(config.torch, LanguageModelFile):
+    if isinstance(config.method, LanguageModelFile):
         folder = target_folder(config)
     else:
         source = config.wrapper.target
@@ -101,6 +101,6 @@ def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> A
         )
         raise UserError(f"{folder} holds another target than the run decomposed: {changes}")
     if isinstance(architecture, LlamaConfig):
-        assert isinstance(config.torch, LanguageModelFile)
-        return load_llama(folder, config.torch.target.weights_dtype, weight_shardings(mesh, architecture))[1]
+        assert isinstance(config.method, LanguageModelFile)
+        return load_llama(folder, config.method.target.weights_dtype, weight_shardings(mesh, architecture))[1]
     return replicate(load_toy(folder)[1], mesh)

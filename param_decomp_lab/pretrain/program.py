@@ -83,7 +83,7 @@ def step_program(
     """The step that `pd pretrain` would run, and its arguments as `jax.ShapeDtypeStruct`: no weight is ever made.
 
     ``seq_len``, ``vocab_size``: of the data; None for a vocabulary that the recipe says. ``sharding``: of every
-    argument, on a device that need not be here (`param_decomp_jax.aot.compile`). Raises UserError as `language_model`.
+    argument, on a device that need not be here (`param_decomp_aot.compile`). Raises UserError as `language_model`.
     """
     model = language_model(recipe, seq_len, vocab_size)
     optimizer = make_optimizer(recipe.optimizer, recipe.steps, model.spared)

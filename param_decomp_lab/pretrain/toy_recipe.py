@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from param_decomp_lab.config.method_schema import ToyData
 from param_decomp_lab.config.strict import Count, Natural, Strict, broken
-from param_decomp_lab.config.torch_schema import ToyData
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.weights.toys import ResidMLPFields, TMSFields
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from param_decomp_jax.aot.buffers import Buffer, ledger, peak_of
-from param_decomp_jax.aot.compile import limit_bound
-from param_decomp_jax.aot.roofline import Precision, Roofline, Work, card_rates, roofline
-from param_decomp_jax.aot.scopes import from_package
-from param_decomp_jax.aot.traffic import traffic
+from param_decomp_aot.buffers import Buffer, ledger, peak_of
+from param_decomp_aot.compile import limit_bound
+from param_decomp_aot.roofline import Precision, Roofline, Work, card_rates, roofline
+from param_decomp_aot.scopes import from_package
+from param_decomp_aot.traffic import traffic
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import TABLE, Pool
 from param_decomp_lab.probe.measure import Measured, Where, measure

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.notes import tell_notes
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -48,7 +48,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     except OSError as error:
-        tell_notes([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
+        print_notes([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
     return found, False
 
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import param_decomp_jax.aot
-from param_decomp_jax.aot.topology import memory_of, target_configs
+import param_decomp_aot
+from param_decomp_aot.topology import memory_of, target_configs
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
-TABLE = Path(param_decomp_jax.aot.__file__).parent / "gpus" / "cards.csv"
+TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
 
 
 def card(name: str) -> str:

@@ -13,9 +13,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.notes import tell_notes
 from param_decomp_lab.probe.answer import Answer, Tell, ask
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.measure import Where
@@ -38,14 +38,14 @@ def probe(
 ) -> Answer:
     """The answer for the configuration in ``path``. UserError for a question that cannot be asked."""
     compile_without_gpus()
-    subject = subject_of(path, overrides, batch, seq)
+    subject = make_subject(path, overrides, batch, seq)
     where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)
-    tell_notes(subject.notes, console)
+    print_notes(subject.notes, console)
     with progress(console) as tell:
         return ask(subject, gpu.lower(), where, pool, tell, quick)
 
 
-def subject_of(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:
+def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:
     """What the file describes: a wrapper's run, or a recipe's pretraining. ``batch``, ``seq``: instead of its own."""
     raw = read_mapping(path, "the configuration")
     if "model" in raw and "torch_config" not in raw:

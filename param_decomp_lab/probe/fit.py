@@ -13,12 +13,12 @@ from rich.console import Console
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
+from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.notes import tell_notes
-from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.frontier import draw, points_table
 from param_decomp_lab.probe.search import Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
+from param_decomp_lab.probe.subprocess import probe_apart
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 
@@ -147,7 +147,7 @@ def report(question: Question, found: Found, out: Path, console: Console) -> boo
         question.path, question.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
     )
     draw(found.points, chosen, title, picture)
-    tell_notes(answer["notes"], console)
+    print_notes(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
     console.print(f"[bold green]fits[/]: {chosen.kind.name}, batch {chosen.batch:,}, {need}", soft_wrap=True)
     return True

@@ -6,11 +6,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from param_decomp_lab.display.numbers import amount
+from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.figures.save import save_figure
 from param_decomp_lab.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
 from param_decomp_lab.probe.search import Point, frontier
-from param_decomp_lab.report.numbers import amount
-from param_decomp_lab.report.tables import house_table
 
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 
@@ -19,7 +19,7 @@ def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
     """Every run that was asked about; `*` marks those that no other beats, `→` the one chosen."""
     columns = ("batch", "tokens", "peak GiB", "", "PFLOP", "own GiB", "node GiB", "net GiB", "ms", "tokens/s")
     title = "Runs (arithmetic of all GPUs; GiB moved, and the roofline's ms if nothing overlaps, of one)"
-    table = house_table(title, ("", "left"), ("", "left"), *((column, "right") for column in columns))
+    table = plain_table(title, ("", "left"), ("", "left"), *((column, "right") for column in columns))
     unbeaten = frontier(points)
     for point in points:
         mark = "→" if point is chosen else "*" if point in unbeaten else ""

@@ -8,13 +8,13 @@ from jax.sharding import Mesh
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_jax.placement import placed, shardings
 from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_lab.build.built import Outline
-from param_decomp_lab.build.toys import EVAL, TRAIN, toy_source
-from param_decomp_lab.check.target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
+from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.data.sources import BatchShapes, TokenShapes
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.base import Outline
+from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.setup.toys import EVAL, TRAIN, toy_source
 
 
 def known_target(config: RunConfig) -> KnownTarget:
@@ -32,14 +32,14 @@ def mesh_shape(config: RunConfig) -> MeshShape:
 
 def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
     """What the programs of the run are compiled from, on ``mesh``."""
-    torch = config.torch
-    held_out = None if torch.eval is None else _batches(config, target, torch.eval.batch_size, EVAL, mesh)
+    method = config.method
+    held_out = None if method.eval is None else _batches(config, target, method.eval.batch_size, EVAL, mesh)
     return Outline(
         problem=target.problem,
         mesh=mesh,
         weights=_weights(target, mesh),
         leading=target.leading,
-        train=_batches(config, target, torch.pd.batch_size, TRAIN, mesh),
+        train=_batches(config, target, method.pd.batch_size, TRAIN, mesh),
         eval=held_out,
     )
 
@@ -56,8 +56,8 @@ def _weights(target: KnownTarget, mesh: Mesh) -> Any:
 
 
 def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, mesh: Mesh) -> BatchShapes:
-    if isinstance(config.torch, LanguageModelFile):
-        return TokenShapes(rows, config.torch.data.max_seq_len, mesh)
-    assert isinstance(config.torch, ToyFile)
+    if isinstance(config.method, LanguageModelFile):
+        return TokenShapes(rows, config.method.data.max_seq_len, mesh)
+    assert isinstance(config.method, ToyFile)
     assert not isinstance(target.architecture, LlamaConfig)
-    return toy_source(config.torch, target.architecture, rows, purpose, mesh)
+    return toy_source(config.method, target.architecture, rows, purpose, mesh)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from param_decomp_jax.aot.buffers import ledger, peak_of
-from param_decomp_jax.aot.timeline import timeline
+from param_decomp_aot.buffers import ledger, peak_of
+from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.figures.save import save_figure
 from param_decomp_lab.probe.answer import GIB, Answer

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.aot.compile import device_bytes
-from param_decomp_jax.aot.flops import Flops, matmul_flops
+from param_decomp_aot.compile import device_bytes
+from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.mesh import MeshShape, whole
 from param_decomp_lab.data.meta import META_FILE, DataMeta
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.program import step_program
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.probe.subject import STEP, Phase, Subject
-from param_decomp_lab.programs import Program
+from param_decomp_lab.setup.programs import Program
 
 
 def recipe_subject(path: Path, batch: int | None = None, seq: int | None = None) -> Subject:

@@ -7,13 +7,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.aot.buffers import Buffer
-from param_decomp_jax.aot.scopes import stage
+from param_decomp_aot.buffers import Buffer
+from param_decomp_aot.scopes import stage
+from param_decomp_lab.display.numbers import duration
+from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.measure import Measured
 from param_decomp_lab.probe.subject import STEP
-from param_decomp_lab.report.numbers import duration
-from param_decomp_lab.report.tables import house_table
 
 WIDTH = 112
 VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}
@@ -67,7 +67,7 @@ def _overview(answer: Answer) -> RenderableType:
 
 def _parts(answer: Answer) -> RenderableType:
     columns = ("peak", "temporary", "arguments", "results", "elsewhere", "host", "compiled in")
-    table = house_table(
+    table = plain_table(
         "What each part of the run needs of a GPU (GiB)", ("", "left"), *((c, "right") for c in columns)
     )
 
@@ -86,7 +86,7 @@ def _parts(answer: Answer) -> RenderableType:
 
 def _arguments(answer: Answer) -> RenderableType:
     groups = answer.parts[STEP].groups
-    table = house_table("Arguments of the step (GiB on each GPU)", ("", "left"), ("", "right"))
+    table = plain_table("Arguments of the step (GiB on each GPU)", ("", "left"), ("", "right"))
     for name, size in groups.items():
         table.add_row(name, _gib(size))
     return table
@@ -95,7 +95,7 @@ def _arguments(answer: Answer) -> RenderableType:
 def _buffers(answer: Answer, most: int) -> RenderableType:
     """Alike ones, of one shape and scope, on one line."""
     step = answer.step
-    table = house_table(
+    table = plain_table(
         "Alive at the peak of the step (GiB)",
         ("", "right"),
         ("", "left"),
@@ -125,7 +125,7 @@ def _alike(buffers: Iterable[Buffer]) -> list[list[Buffer]]:
 def _work(answer: Answer) -> RenderableType:
     step, fastest = answer.step, answer.roofline
     n = answer.subject.mesh.n_devices
-    table = house_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at full rate", "right"))
+    table = plain_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at full rate", "right"))
     terms = dict(fastest.terms) if fastest is not None else {}
 
     def seconds(name: str) -> str:

@@ -10,19 +10,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.aot.compile import device_bytes, on_the_host
-from param_decomp_jax.aot.flops import Flops, matmul_flops
+from param_decomp_aot.compile import device_bytes, on_the_host
+from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import training_step
-from param_decomp_lab.check.target import KnownTarget
-from param_decomp_lab.check.words import of_architecture, of_memory
-from param_decomp_lab.checkpoints import copy_program
+from param_decomp_lab.checkpoints.fingerprints import fingerprint_program
+from param_decomp_lab.checkpoints.store import copy_program
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.display.descriptions import describe_architecture, describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.fingerprints import fingerprint_program
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
-from param_decomp_lab.programs import Program, init_program, steps_program, warmup_program
+from param_decomp_lab.setup.known_target import KnownTarget
+from param_decomp_lab.setup.programs import Program, init_program, steps_program, warmup_program
 
 STEP = "training step"
 EVALUATIONS = ("evaluation", "figures")
@@ -66,7 +66,7 @@ def run_subject(config: RunConfig) -> Subject:
     if spec.warmup.steps:
         phases["faithfulness warm-up"] = partial(_warming_up, config, target)
     phases[STEP] = partial(_stepping, config, target)
-    if config.torch.eval is not None:
+    if config.method.eval is not None:
         phases |= {name: partial(_evaluating, config, target, name) for name in EVALUATIONS}
     phases["save"] = partial(_saving, config, target)
     phases["restore"] = partial(_restoring, config, target)
@@ -89,11 +89,11 @@ def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
     C = f"C {Cs[0]:,}" if len(Cs) == 1 else f"C {Cs[0]:,} to {Cs[-1]:,}"
     axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1) or "one device"
     return {
-        "target": of_architecture(target.architecture),
+        "target": describe_architecture(target.architecture),
         "sites": f"{len(sites)}, {C}",
         "batch": " × ".join(f"{size:,}" for size in target.leading),
         "mesh": axes,
-        "memory": of_memory(wrapper.memory.preset or "", spec.memory),
+        "memory": describe_memory(wrapper.memory.preset or "", spec.memory),
     }
 
 
@@ -117,7 +117,7 @@ _NO_PROGRAM = {
 def _identity(config: RunConfig, target: KnownTarget) -> str:
     parts: dict[str, Any] = {
         "wrapper": config.wrapper.model_dump(mode="json"),
-        "torch": config.torch.model_dump(mode="json"),
+        "torch": config.method.model_dump(mode="json"),
     }
     for part, keys in _NO_PROGRAM.items():
         for key in keys:
@@ -179,7 +179,7 @@ def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
 
 def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
     """Bytes of one device by what a step is given."""
-    of_sources = [(a.mean, a.square) for a in state.adversaries.values()]
+    describe_sources = [(a.mean, a.square) for a in state.adversaries.values()]
     groups = {
         "target": weights,
         "components V, U": state.components,
@@ -187,7 +187,7 @@ def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
         "CI function": state.ci,
         "moments of the CI function": state.ci_moments,
         "sources": [a.raw for a in state.adversaries.values()],
-        "moments of the sources": of_sources,
+        "moments of the sources": describe_sources,
         "batch": inputs,
     }
     return {name: device_bytes(part) for name, part in groups.items() if jax.tree.leaves(part)}

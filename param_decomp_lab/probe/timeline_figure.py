@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_jax.aot.timeline import REST, Timeline, bands, moments, phases
+from param_decomp_aot.timeline import REST, Timeline, bands, moments, phases
 from param_decomp_lab.figures.style import INK, QUIET, VERMILION, style_axes
 
 GIB = 2**30

@@ -103,11 +103,11 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], sai
             settings.append(("data.max_seq_len", seq))
         settings += zip(keys, rest, strict=True)
         rows = _unit(config, dict(settings))
-        if config.torch.eval is not None and config.torch.eval.batch_size % rows and "eval.batch_size" not in keys:
-            settings.append(("eval.batch_size", -(-config.torch.eval.batch_size // rows) * rows))
+        if config.method.eval is not None and config.method.eval.batch_size % rows and "eval.batch_size" not in keys:
+            settings.append(("eval.batch_size", -(-config.method.eval.batch_size // rows) * rows))
         batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
         if "batch" not in vary and "pd.batch_size" in said:
-            batches = (config.torch.pd.batch_size,)
+            batches = (config.method.pd.batch_size,)
         words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
         words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
         found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
@@ -117,7 +117,7 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], sai
 def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     """Runs as ``kind`` has them, with smaller batches in an evaluation and so many more of them that it sees as many
     rows; None where a batch is as small as the mesh allows."""
-    own, settings = config.torch.eval, dict(kind.settings)
+    own, settings = config.method.eval, dict(kind.settings)
     assert own is not None
     rows = _unit(config, settings)
     times = settings.get("eval.batch_size", own.batch_size) // rows

@@ -35,8 +35,8 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
     assignments = parse_overrides(sets)
     wrapper = apply_overrides(read_mapping(source, "the wrapper"), [a for a in assignments if a.is_for_wrapper])
     schema = source.parent / Path(str(wrapper["torch_config"])).expanduser()
-    torch = read_mapping(schema, "the schema file")
-    torch = apply_overrides(torch, [a for a in assignments if not a.is_for_wrapper])
+    method = read_mapping(schema, "the schema file")
+    method = apply_overrides(method, [a for a in assignments if not a.is_for_wrapper])
     wrapper["torch_config"] = str(schema_path(out).relative_to(out.parent))
     wrapper.pop("run_id", None)
     for section, key in _PATHS:
@@ -46,7 +46,7 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
     comment = "\n".join([first, *(f"# {line}".rstrip() for line in header)])
     try:
         schema_path(out).parent.mkdir(parents=True, exist_ok=True)
-        schema_path(out).write_text(f"{first}\n{dump_yaml(torch)}")
+        schema_path(out).write_text(f"{first}\n{dump_yaml(method)}")
         out.write_text(f"{comment}\n{dump_yaml(wrapper)}")
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error

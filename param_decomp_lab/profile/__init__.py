@@ -15,14 +15,14 @@ import numpy as np
 from rich.console import Console
 
 from param_decomp_jax.state import State
-from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.processes import ALONE, Processes
+from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
-from param_decomp_lab.programs import init_program
-from param_decomp_lab.run import compile_steps
+from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup.programs import init_program
+from param_decomp_lab.training.run import compile_steps
 
 __all__ = ["profile"]
 
@@ -46,12 +46,12 @@ def profile(
     name = processes.from_first(time.strftime("%Y-%m-%d_%H-%M-%S"))
     folder = out or config.wrapper.out_dir / "profiles" / name
     with processes.together():
-        built = build(config, console, processes)
+        setup = set_up(config, console, processes)
     with processes.together():
         if processes.first:
             _make(folder)
-    with jax.set_mesh(built.mesh):
-        runner = _Runner(built, config.wrapper.steps_per_dispatch)
+    with jax.set_mesh(setup.mesh):
+        runner = _Runner(setup, config.wrapper.steps_per_dispatch)
         started = time.monotonic()
         program = runner.compile()
         console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
@@ -61,12 +61,12 @@ def profile(
         with _traced(folder, name, processes.first):
             traced = runner.run(steps)
     if processes.first:
-        kinds = {site.kind for site in built.problem.target.sites.all}
+        kinds = {site.kind for site in setup.problem.target.sites.all}
         (file,) = trace.glob("*.xplane.pb")
-        times = read_times(file, program, kinds, len(built.mesh.local_devices))
-        found = Profile(steps, begun, prod(built.leading), traced / steps, untraced, times)
+        times = read_times(file, program, kinds, len(setup.mesh.local_devices))
+        found = Profile(steps, begun, prod(setup.leading), traced / steps, untraced, times)
         (folder / "profile.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
-        _tell(found, folder, trace, built, console)
+        _tell(found, folder, trace, setup, console)
     return folder
 
 
@@ -81,18 +81,18 @@ def _make(folder: Path) -> None:
 class _Runner:
     """Steps of the run's program, one dispatch after the other, as `pd train` starts them."""
 
-    def __init__(self, built: Built, at_once: int) -> None:
-        self.built, self.at_once = built, at_once
-        spec = built.problem.decomposition
+    def __init__(self, setup: Setup, at_once: int) -> None:
+        self.setup, self.at_once = setup, at_once
+        spec = setup.problem.decomposition
         attacks = [attack for _, attack in spec.persistent.values()]
         self.step = max((attack.first_step(spec.steps) for attack in attacks), default=0)
-        state: State = init_program(built.outline).function()
+        state: State = init_program(setup.outline).function()
         at = jax.jit(partial(jnp.full, (), self.step, state.step.dtype), out_shardings=state.step.sharding)()
         self._state = eqx.tree_at(lambda s: s.step, state, at)
 
     def compile(self) -> str:
         """The text of the program."""
-        self._dispatch = compile_steps(self.built, self.at_once)
+        self._dispatch = compile_steps(self.setup, self.at_once)
         text: str = self._dispatch.as_text()
         return text
 
@@ -110,8 +110,8 @@ class _Runner:
         while self.step < end:
             n = min(self.at_once, end - self.step)
             with jax.profiler.StepTraceAnnotation("step", step_num=self.step):
-                inputs = self.built.train.inputs(self.step, n, self.at_once)
-                self._state, rows = self._dispatch(self._state, self.built.weights, inputs, np.int32(n))
+                inputs = self.setup.train.inputs(self.step, n, self.at_once)
+                self._state, rows = self._dispatch(self._state, self.setup.weights, inputs, np.int32(n))
             self.step += n
         jax.block_until_ready((self._state, rows))
         return time.perf_counter() - started
@@ -127,9 +127,9 @@ def _traced(folder: Path, name: str, here: bool) -> AbstractContextManager[None]
     return jax.profiler.trace(folder, profiler_options=options)
 
 
-def _tell(found: Profile, folder: Path, trace: Path, built: Built, console: Console) -> None:
-    device = built.mesh.devices.flat[0].device_kind
-    on = f"{built.mesh.size} × {device}"
+def _tell(found: Profile, folder: Path, trace: Path, setup: Setup, console: Console) -> None:
+    device = setup.mesh.devices.flat[0].device_kind
+    on = f"{setup.mesh.size} × {device}"
     console.print(f"{found.steps} steps from step {found.first_step} on, traced, on {on}\n", highlight=False)
     console.print(times_table(found))
     untraced = "" if found.untraced_s is None else f" ({1e3 * found.untraced_s:,.2f} ms without the trace)"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
-from param_decomp_jax.aot.instructions import Instructions
-from param_decomp_jax.aot.scopes import scopes_and_pass
+from param_decomp_aot.instructions import Instructions
+from param_decomp_aot.scopes import scopes_and_pass
 
 PHASES = (
     *("clean_pass", "causal_importance", "warm_up_ascents", "losses", "last_ascents"),
@@ -48,7 +48,7 @@ class Times:
     unknown_ns: int = 0
 
 
-def part_of(path: str, kinds: Collection[str]) -> Part:
+def classify_scope(path: str, kinds: Collection[str]) -> Part:
     """The part that an operation belongs to, by the path of its scopes (`Instructions.origin`).
 
     ``kinds``: those of the sites. Of paths that XLA has put together with a semicolon the first one counts.
@@ -75,7 +75,7 @@ def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) 
         """Of an operation, None for one that only holds others; each is looked up once."""
         if name not in parts:
             container = instructions.opcode(name) in CONTAINERS
-            parts[name] = None if container else part_of(instructions.origin(name)[0], kinds)
+            parts[name] = None if container else classify_scope(instructions.origin(name)[0], kinds)
         return parts[name]
 
     by_part: Counter[Part] = Counter()

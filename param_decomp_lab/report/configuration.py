@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.report.numbers import exact, number
+from param_decomp_lab.display.numbers import exact, number
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class LossTerm:
     details: str
 
 
-def torch_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def method_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The torch-schema document within the resolved configuration (or the whole, if it is one itself)."""
     inner = config.get("torch")
     return inner if isinstance(inner, Mapping) else config
@@ -79,7 +79,7 @@ def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> 
     )
     steps = get(config, "pd", "steps")
     reached = f"{number(steps)}" + (f" (last logged step {last_step:,})" if last_step is not None else "")
-    evaluation = torch_part(config).get("eval")
+    evaluation = method_part(config).get("eval")
     rows: list[tuple[str, Any]] = [
         ("Model", _model(config)),
         ("Data", _data(config)),
@@ -107,7 +107,7 @@ def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> 
 
 def get(config: Mapping[str, Any], *path: str) -> Any:
     """The value at ``path`` in the torch-schema part, None if any key on the way is missing."""
-    value: Any = torch_part(config)
+    value: Any = method_part(config)
     for key in path:
         if not isinstance(value, Mapping):
             return None

@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from param_decomp_lab.display.numbers import duration, number, percent
+from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
-from param_decomp_lab.report.numbers import duration, number, percent
-from param_decomp_lab.report.tables import house_table
 
 MANY_SITES = 24
 """With more sites than this the table shows the widest and the narrowest few."""
@@ -26,7 +26,7 @@ def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str,
 
 
 def _toy(series: Mapping[str, Series]) -> Table:
-    table = house_table("Toy ground truth", ("", "left"), ("first", "right"), ("last", "right"))
+    table = plain_table("Toy ground truth", ("", "left"), ("first", "right"), ("last", "right"))
     for key in (key for key in series if key.startswith(("eval/identity_ci_error/", "eval/tms/"))):
         words = key.removeprefix("eval/").replace("identity_ci_error/", "errors of ").replace("tms/", "").split(" ")
         name = " ".join(word.upper() if word in ("mmcs", "ml2r") else word for word in words)
@@ -35,7 +35,7 @@ def _toy(series: Mapping[str, Series]) -> Table:
 
 
 def _losses(series: Mapping[str, Series]) -> Table:
-    table = house_table("Training", ("", "left"), ("first", "right"), ("last", "right"))
+    table = plain_table("Training", ("", "left"), ("first", "right"), ("last", "right"))
     prefix = "train/loss/"
     keys = sorted((key for key in series if key.startswith(prefix)), key=lambda key: key == prefix + "total")
     for key in keys:
@@ -56,7 +56,7 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
     short = {"kl": "kl", "ce_difference": "Δ ce", "ce_unrecovered": "not recovered"}
     columns = [(short.get(measure, measure), "right") for measure in measures]
     # Narrow enough for 80 columns: only the KL shows where it began.
-    table = house_table("Evaluation by masking (kl: first → last)", ("", "left"), *columns, ("of zero's", "right"))
+    table = plain_table("Evaluation by masking (kl: first → last)", ("", "left"), *columns, ("of zero's", "right"))
     zero = kl(series, "zero_masked")
     for row in rows:
         cells = [
@@ -83,7 +83,7 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
 def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
     l0 = l0_table(series, sites)
     title = f"Active components per position (L0, λ > {l0.threshold})" if l0 else ""
-    table = house_table(
+    table = plain_table(
         title,
         ("site", "left"),
         ("C", "right"),

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from param_decomp_lab.display.numbers import number, percent
 from param_decomp_lab.report.configuration import attack_steps
 from param_decomp_lab.report.evaluation import L0, attacks, kl, relative
 from param_decomp_lab.report.metrics import Series
-from param_decomp_lab.report.numbers import number, percent
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ from typing import Any
 
 import yaml
 
+from param_decomp_lab.display.numbers import duration, exact, number, percent
+from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.metrics.sinks import METRICS_FILE, read_metrics
 from param_decomp_lab.report import configuration
 from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
 from param_decomp_lab.report.evaluation import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.report.figure_files import read_figures
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
-from param_decomp_lab.report.numbers import duration, exact, number, percent
 from param_decomp_lab.report.snippets import (
     SiteExamples,
     preview_html,
@@ -23,8 +25,6 @@ from param_decomp_lab.report.snippets import (
     snippets_per_component,
 )
 from param_decomp_lab.report.verdict import sentence, verdict
-from param_decomp_lab.sinks import METRICS_FILE, read_metrics
-from param_decomp_lab.templates import templates_beside
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 KL_COLORS = {

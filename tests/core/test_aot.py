@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from param_decomp_jax.aot.buffers import Buffer, ledger, live_at_peak, table
-from param_decomp_jax.aot.compile import Compiled, Estimate, Memory, compile_for, estimate
-from param_decomp_jax.aot.flops import matmul_flops
-from param_decomp_jax.aot.instructions import Instructions
-from param_decomp_jax.aot.topology import UNLIMITED, gpus, memory_of, target_configs, with_memory
-from param_decomp_jax.aot.traffic import traffic
+from param_decomp_aot.buffers import Buffer, ledger, live_at_peak, table
+from param_decomp_aot.compile import Compiled, Estimate, Memory, compile_for, estimate
+from param_decomp_aot.flops import matmul_flops
+from param_decomp_aot.instructions import Instructions
+from param_decomp_aot.topology import UNLIMITED, gpus, memory_of, target_configs, with_memory
+from param_decomp_aot.traffic import traffic
 from param_decomp_jax.attention import attend
 from param_decomp_jax.mesh import MeshShape
 from tests.plugin import needs_plugin
 
 ROOT = Path(__file__).parents[2]
-CARDS = target_configs((ROOT / "param_decomp_jax/aot/gpus/cards.csv").read_text())
+CARDS = target_configs((ROOT / "param_decomp_aot/gpus/cards.csv").read_text())
 DUMP = {
     name: (Path(__file__).parent / "dump" / f"{name}.txt").read_text()
     for name in ("buffer-assignment", "live-range", "program")

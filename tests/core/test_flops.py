@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from param_decomp_jax.aot.flops import Flops, matmul_flops
+from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.llama import KINDS

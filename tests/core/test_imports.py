@@ -4,18 +4,20 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = sorted((ROOT / "param_decomp_jax").rglob("*.py"))
+LAB = ROOT / "param_decomp_lab"
+CORE = sorted([*(ROOT / "param_decomp_jax").rglob("*.py"), *(ROOT / "param_decomp_aot").rglob("*.py")])
 ALLOWED = {
-    "param_decomp_jax", "jax", "equinox", "optax", "jaxtyping", "numpy",
+    "jax", "equinox", "optax", "jaxtyping", "numpy",
     "collections", "dataclasses", "functools", "itertools", "math", "typing",
 }  # fmt: skip
-OF_AOT = {"csv", "re", "time"}
-"""What `aot/` may touch besides, which takes texts apart and times compilations."""
+ALLOWED_BESIDES = {"param_decomp_jax": set[str](), "param_decomp_aot": {"csv", "re", "time"}}
+"""`param_decomp_aot` takes texts apart and times compilations."""
 FORBIDDEN_NAMES = {"open", "Path", "environ", "getenv", "input", "print", "eval", "exec", "__import__"}
 FORBIDDEN_ATTRIBUTES = {"environ", "getenv", "memmap", "fromfile", "loadtxt", "save", "savez", "tofile"}
 
@@ -46,10 +48,30 @@ def test_the_core_is_found() -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_core_module(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    allowed = ALLOWED | (OF_AOT if path.parent.name == "aot" else set())
+    package = path.relative_to(ROOT).parts[0]
+    allowed = ALLOWED | ALLOWED_BESIDES[package] | {package}
     strangers = {name for name in imported(tree) if name.split(".")[0] not in allowed}
     assert not strangers
     assert not set(mentioned(tree))
+
+
+def lab_module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_packages_of_the_laboratory_import_in_one_direction() -> None:
+    """No circle of packages, imports within functions included."""
+    below: dict[str, set[str]] = {}
+    for path in LAB.rglob("*.py"):
+        own = ".".join(lab_module(path).split(".")[:2])
+        names = {".".join(name.split(".")[:2]) for name in imported(ast.parse(path.read_text()))}
+        below.setdefault(own, set()).update(name for name in names if name.startswith("param_decomp_lab.") and name != own)
+    order = list(TopologicalSorter(below).static_order())
+    assert order.index("param_decomp_lab.config") < order.index("param_decomp_lab.training")
+
+
+def test_the_root_of_the_laboratory_is_small() -> None:
+    assert len(list(LAB.glob("*.py"))) <= 6
 
 
 def modules_after(statement: str) -> set[str]:

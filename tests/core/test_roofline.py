@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from param_decomp_jax.aot.roofline import Rates, Work, card_rates, roofline
+from param_decomp_aot.roofline import Rates, Work, card_rates, roofline
 
-CARDS = (Path(__file__).parents[2] / "param_decomp_jax/aot/gpus/cards.csv").read_text()
+CARDS = (Path(__file__).parents[2] / "param_decomp_aot/gpus/cards.csv").read_text()
 RATES = Rates(bf16_flops=100.0, tf32_flops=50.0, fp32_flops=10.0, memory=1000.0, node_link=20.0, network=5.0)
 
 

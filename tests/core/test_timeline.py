@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_jax.aot.buffers import Buffer, Ledger, Span, busiest, ledger, peak_of
-from param_decomp_jax.aot.scopes import stage
-from param_decomp_jax.aot.timeline import REST, arguments_by_group, bands, moments, phases, timeline
+from param_decomp_aot.buffers import Buffer, Ledger, Span, busiest, ledger, peak_of
+from param_decomp_aot.scopes import stage
+from param_decomp_aot.timeline import REST, arguments_by_group, bands, moments, phases, timeline
 
 DUMP = Path(__file__).parent / "dump"
 TEXTS = [(DUMP / f"{name}.txt").read_text() for name in ("buffer-assignment", "live-range", "program")]

@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from param_decomp_jax.aot.compile import compile_for
-from param_decomp_jax.aot.fused_bytes import Bytes, bytes_moved
-from param_decomp_jax.aot.hlo import arrays_of, instruction, module
-from param_decomp_jax.aot.loops import trips
-from param_decomp_jax.aot.replica_groups import replica_groups, source_target_pairs
-from param_decomp_jax.aot.scopes import stage
-from param_decomp_jax.aot.traffic import Collective, Sum, traffic
+from param_decomp_aot.compile import compile_for
+from param_decomp_aot.fused_bytes import Bytes, bytes_moved
+from param_decomp_aot.hlo import arrays_of, instruction, module
+from param_decomp_aot.loops import trips
+from param_decomp_aot.replica_groups import replica_groups, source_target_pairs
+from param_decomp_aot.scopes import stage
+from param_decomp_aot.traffic import Collective, Sum, traffic
 from param_decomp_jax.mesh import MeshShape
 from tests.core.test_aot import CARDS, needs_plugin
 

@@ -165,7 +165,7 @@ def pd(options: str, *arguments: str) -> None:
 def agree(how: str, which: str, *place: str) -> None:
     """What `Processes` is for. ``how``: `refuse` or `fail` in process ``which`` at the end, or neither."""
     from param_decomp_lab.errors import UserError
-    from param_decomp_lab.joining import joined
+    from param_decomp_lab.processes.joining import joined
 
     with joined(place[1], int(place[3]), int(place[5])) if place else joined() as processes:
         print("gathered", processes.gather(f"from {processes.number}"), processes.from_first(str(processes.number)))
@@ -208,8 +208,8 @@ def _wait_for_ever(failing: bool) -> None:
 
 def look(told: str, *place: str) -> None:
     """Looks at the stop signal, at a pace of its own; the ``told`` ones (``1+3``) get SIGTERM on the way."""
-    from param_decomp_lab.joining import joined
-    from param_decomp_lab.stop_signal import StopSignal
+    from param_decomp_lab.processes.joining import joined
+    from param_decomp_lab.processes.stop_signal import StopSignal
 
     pace = random.Random(NUMBER)
     with joined(place[1], int(place[3]), int(place[5])) as processes:

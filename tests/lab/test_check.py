@@ -19,8 +19,8 @@ from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.check.plots import curve
-from param_decomp_lab.check.words import of_live
-from param_decomp_lab.report.numbers import byte_size
+from param_decomp_lab.display.descriptions import describe_live_sets
+from param_decomp_lab.display.numbers import byte_size
 from param_decomp_lab.weights.hf_config import read_config
 from param_decomp_lab.weights.hf_llama import save_llama
 from param_decomp_lab.weights.published import PUBLISHED
@@ -36,8 +36,8 @@ EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights, no rows, no training of a target."""
     for name in ("load_llama", "TokenData"):
-        monkeypatch.setattr(f"param_decomp_lab.build.language_model.{name}", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr("param_decomp_lab.build.toys.load_toy", mock.Mock(side_effect=AssertionError))
+        monkeypatch.setattr(f"param_decomp_lab.setup.language_model.{name}", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("param_decomp_lab.setup.toys.load_toy", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr("param_decomp_lab.pretrain.toys.make_toy", mock.Mock(side_effect=AssertionError))
 
 
@@ -205,9 +205,9 @@ def test_curves() -> None:
 
 
 def test_words_of_chunks() -> None:
-    assert of_live(recon.Chunks(4), 6) == "2 chunks of 4 sites live, the last of 2"
-    assert of_live(recon.Chunks(9), 3) == "1 chunk of 3 sites live"
-    assert of_live(AllSites(), None) == "all sites live"
+    assert describe_live_sets(recon.Chunks(4), 6) == "2 chunks of 4 sites live, the last of 2"
+    assert describe_live_sets(recon.Chunks(9), 3) == "1 chunk of 3 sites live"
+    assert describe_live_sets(AllSites(), None) == "all sites live"
 
 
 def test_a_llama_without_a_table_entry(tmp_path: Path, tiny: Tiny) -> None:

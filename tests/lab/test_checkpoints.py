@@ -19,14 +19,14 @@ from rich.console import Console
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.memory import STATE_PARTS
 from param_decomp_jax.state import State, init_state
-from param_decomp_lab.build import Built, build
-from param_decomp_lab.checkpoints import Checkpoints, Learned, flatten
+from param_decomp_lab.checkpoints.damage import Damaged
+from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory
 from param_decomp_lab.config.wrapper import Mesh
-from param_decomp_lab.damage import Damaged
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.run import compile_steps
+from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.training.run import compile_steps
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, STEPS, rows, saved_arrays, saved_steps
 
@@ -35,14 +35,14 @@ EARLY, LATE = 40, 180
 """Steps at which `finished` kept a checkpoint: before the second adversary is on, and after."""
 
 
-def built_on(run: Path, mesh: Mesh) -> Built:
+def built_on(run: Path, mesh: Mesh) -> Setup:
     config = RunConfig.from_yaml(run / "config.yaml")
-    return build(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": mesh})), Console(quiet=True))
+    return set_up(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": mesh})), Console(quiet=True))
 
 
-def initial(built: Built) -> State:
-    shardings = jax.tree.map(lambda x: x.sharding, built.outline.state)
-    init = partial(init_state, built.problem.decomposition, built.problem.target.sites, built.leading)
+def initial(setup: Setup) -> State:
+    shardings = jax.tree.map(lambda x: x.sharding, setup.outline.state)
+    init = partial(init_state, setup.problem.decomposition, setup.problem.target.sites, setup.leading)
     return jax.jit(init, out_shardings=shardings)()
 
 
@@ -50,21 +50,21 @@ def buffers(state: State) -> set[int]:
     return {part.data.unsafe_buffer_pointer() for x in jax.tree.leaves(state) for part in x.addressable_shards}
 
 
-def assert_reused(built: Built, step: Any, state: State) -> None:
+def assert_reused(setup: Setup, step: Any, state: State) -> None:
     """The trainer's own step writes the new state where the old one was: no leaf is left out."""
     before = buffers(state)
-    assert len(before) == len(jax.tree.leaves(state)) * built.mesh.size
-    new, _ = step(state, built.weights, built.train.inputs(0, 1, 1), np.int32(1))
+    assert len(before) == len(jax.tree.leaves(state)) * setup.mesh.size
+    new, _ = step(state, setup.weights, setup.train.inputs(0, 1, 1), np.int32(1))
     assert [name for name, x in flatten(state).items() if not x.is_deleted()] == []
     assert buffers(new) == before
 
 
 @pytest.mark.slow
 def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
-    built = built_on(finished, Mesh())
-    step = compile_steps(built, 1)
-    assert_reused(built, step, initial(built))
-    assert_reused(built, step, Checkpoints(finished).restore(LATE, built.outline.state))
+    setup = built_on(finished, Mesh())
+    step = compile_steps(setup, 1)
+    assert_reused(setup, step, initial(setup))
+    assert_reused(setup, step, Checkpoints(finished).restore(LATE, setup.outline.state))
 
 
 @pytest.mark.slow
@@ -74,11 +74,11 @@ def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
     memory = Memory(offload=tuple(STATE_PARTS)).settled("plain")
     offloaded = replace(config, wrapper=config.wrapper.model_copy(update={"memory": memory}))
     metrics = []
-    for built in (build(config, Console(quiet=True)), build(offloaded, Console(quiet=True))):
-        state = Checkpoints(finished).restore(LATE, built.outline.state)
+    for setup in (set_up(config, Console(quiet=True)), set_up(offloaded, Console(quiet=True))):
+        state = Checkpoints(finished).restore(LATE, setup.outline.state)
         kinds = {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim}
-        step = compile_steps(built, 1)
-        state, made = step(state, built.weights, built.train.inputs(LATE, 1, 1), np.int32(1))
+        step = compile_steps(setup, 1)
+        state, made = step(state, setup.weights, setup.train.inputs(LATE, 1, 1), np.int32(1))
         assert {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim} == kinds
         metrics.append(np.asarray(made.values))
     in_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
@@ -95,10 +95,10 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
 
     Sources per row are split with the rows, what belongs to components by component.
     """
-    built = built_on(finished, Mesh(replica=2, fsdp=4))
-    state = Checkpoints(finished).restore(LATE, built.outline.state)
+    setup = built_on(finished, Mesh(replica=2, fsdp=4))
+    state = Checkpoints(finished).restore(LATE, setup.outline.state)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {8}
-    for stack in built.problem.target.sites.stacks:
+    for stack in setup.problem.target.sites.stacks:
         factors, own = state.components[stack.name], stack.C // 4
         assert factors.V.addressable_shards[0].data.shape[2] == factors.U.addressable_shards[0].data.shape[1] == own
         assert {x.addressable_shards[0].data.shape[-1] for x in jax.tree.leaves(state.ci.heads[stack.name])} == {own}
@@ -112,14 +112,14 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
     for name, array in kept.items():
         np.testing.assert_array_equal(np.asarray(here[name.partition("/")[2]]), array)
 
-    with jax.set_mesh(built.mesh):
-        step = compile_steps(built, 1)
+    with jax.set_mesh(setup.mesh):
+        step = compile_steps(setup, 1)
     expected = {row["step"]: row for row in rows(finished)}
 
     def compare(state: State, first: int, stop: int) -> list[int]:
         compared = []
         for number in range(first, stop):
-            state, made = step(state, built.weights, built.train.inputs(number, 1, 1), np.int32(1))
+            state, made = step(state, setup.weights, setup.train.inputs(number, 1, 1), np.int32(1))
             if number in expected:
                 values = np.asarray(made.values)[0].tolist()
                 got = {f"train/{name}": value for name, value in zip(made.names, values, strict=True)}
@@ -130,7 +130,7 @@ def test_goes_on_from_one_device_on_eight(finished: Path) -> None:
 
     assert compare(state, LATE, LATE + 1) == [LATE]
     # Later on, logits at the edges of the squashing turn rounding into gradients (7e-4 after ten steps from 180).
-    early = Checkpoints(finished).restore(EARLY, built.outline.state)
+    early = Checkpoints(finished).restore(EARLY, setup.outline.state)
     assert compare(early, EARLY, EARLY + 10) == [42, 45, 48]
 
 
@@ -273,7 +273,7 @@ def fits(step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("param_decomp_lab.checkpoints.AGAIN_S", 0.01)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.AGAIN_S", 0.01)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
@@ -338,7 +338,7 @@ def test_damage_that_was_there_for_a_moment(tmp_path: Path, small: State, monkey
         looks.append(checkpoint)
         return "learned/_METADATA: Stale file handle" if len(looks) == 1 else ""
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.wrong_on_disk", once)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.wrong_on_disk", once)
     found = Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert found is not None
     assert (found[0], found[2]) == (4, {})
@@ -351,8 +351,10 @@ def test_fingerprints_are_made_by_all_or_none(tmp_path: Path, small: State, monk
     def unreadable(checkpoint: Path) -> None:
         raise Damaged(f"{checkpoint}: Stale file handle")
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.read_description", unreadable)
-    monkeypatch.setattr("param_decomp_lab.checkpoints.fingerprint", lambda _: pytest.fail("a collective was begun"))
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.read_description", unreadable)
+    monkeypatch.setattr(
+        "param_decomp_lab.checkpoints.store.fingerprint", lambda _: pytest.fail("a collective was begun")
+    )
     with pytest.raises(Damaged, match="Stale file handle"):
         Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: small))
 

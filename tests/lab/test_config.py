@@ -17,9 +17,9 @@ from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.strict import Place, validate
-from param_decomp_lab.config.torch_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.yaml_io import dump_yaml, parse_yaml
 from param_decomp_lab.errors import UserError
 
@@ -37,9 +37,9 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-def write(folder: Path, wrapper: str = "", torch: dict[str, Any] | None = None, drop: str | None = None) -> Path:
+def write(folder: Path, wrapper: str = "", method: dict[str, Any] | None = None, drop: str | None = None) -> Path:
     """A wrapper with its schema file: the example's, with top-level keys replaced or one dotted key dropped."""
-    raw = yaml.safe_load(TORCH.read_text()) | (torch or {})
+    raw = yaml.safe_load(TORCH.read_text()) | (method or {})
     if drop is not None:
         *above, last = drop.split(".")
         node = raw
@@ -57,16 +57,16 @@ def write(folder: Path, wrapper: str = "", torch: dict[str, Any] | None = None, 
 
 def test_example_is_that_of_the_schema() -> None:
     config = example()
-    pd = config.torch.pd
-    assert isinstance(config.torch, LanguageModelFile)
+    pd = config.method.pd
+    assert isinstance(config.method, LanguageModelFile)
     assert config.experiment == "language_model"
     assert [target.C for target in pd.decomposition_targets] == [20000] * 3
     assert [loss.coeff for loss in pd.loss_metrics] == [1e-6, 0.5, 0.5, 1e7]
     assert pd.components_optimizer.grad_clip_norm == 0.01
     assert pd.components_optimizer.betas == (0.9, 0.999)
     assert pd.ci_fn_optimizer.weight_decay == 0.0
-    assert config.torch.eval is not None
-    assert len(config.torch.eval.metrics) == 8
+    assert config.method.eval is not None
+    assert len(config.method.eval.metrics) == 8
     assert config.wrapper.memory.preset == "balanced"
     assert config.wrapper.mesh.fsdp == 8
     expected = "runtime.device target.output_extract data.train_split data.eval_split data.streaming"
@@ -86,7 +86,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "batch_size": 8,
         "loss_metrics": [{"type": "FaithfulnessLoss", "coeff": 1}],
     }
-    torch = {
+    method = {
         "pd": pd,
         "cadence": {"train_log_every": 5},
         "target": {"spec": {"kind": "hf", "model_class": "LlamaForCausalLM", "model_name": "x"}},
@@ -98,10 +98,10 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
             "is_tokenized": True,
         },
     }
-    (tmp_path / "torch.yaml").write_text(yaml.safe_dump(torch))
+    (tmp_path / "torch.yaml").write_text(yaml.safe_dump(method))
     (tmp_path / "wrapper.yaml").write_text("torch_config: torch.yaml\nrun_name: test\n")
     config = load_config(tmp_path / "wrapper.yaml")
-    got = config.torch.model_dump(mode="json")
+    got = config.method.model_dump(mode="json")
     schedule = {"start_val": 1.0, "warmup_pct": 0.0, "final_val_frac": 1.0, "fn_type": "constant"}
     defaults = {
         "seed": 0,
@@ -526,9 +526,9 @@ def test_the_file_is_named_without_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{path}: memory\.remat: unknown key 'remat'; did you mean 'xla_remat'"):
         load_config(path)
     path = write(tmp_path, "data: {train: a, eval: b}", {"cadence": {"train_log_every": 1, "save_evry": 2}})
-    torch = tmp_path / "torch.yaml"
+    method = tmp_path / "torch.yaml"
     with pytest.raises(
-        UserError, match=rf"^{torch}: cadence\.save_evry: unknown key 'save_evry'; did you mean 'save_every'"
+        UserError, match=rf"^{method}: cadence\.save_evry: unknown key 'save_evry'; did you mean 'save_every'"
     ):
         load_config(path)
 
@@ -538,14 +538,14 @@ def test_the_file_is_named_without_set(tmp_path: Path) -> None:
 
 def test_local_parquet_needs_no_replacement(tmp_path: Path) -> None:
     data = {"dataset_name": "parquet", "data_files": "x/*", "tokenizer_name": "t", "column_name": "input_ids"}
-    assert load_config(write(tmp_path, torch={"data": data | {"is_tokenized": True}})).wrapper.data is None
+    assert load_config(write(tmp_path, method={"data": data | {"is_tokenized": True}})).wrapper.data is None
     for wrong, named in (
         ({"is_tokenized": False}, "is_tokenized: False"),
         ({"is_tokenized": True, "data_files": None}, "data_files: null"),
         ({"is_tokenized": True, "column_name": "text"}, "column_name: text"),
     ):
         with pytest.raises(UserError, match=f"data: has {named}; data must be local Parquet"):
-            load_config(write(tmp_path, torch={"data": data | wrong}))
+            load_config(write(tmp_path, method={"data": data | wrong}))
 
 
 def toy_file(**pd: Any) -> dict[str, Any]:
@@ -580,8 +580,8 @@ def test_toys_are_known(patterns: list[str], wrapper: str, toy: str | None, tmp_
         return
     config = load_config(path)
     assert config.experiment == toy
-    assert isinstance(config.torch, ToyFile)
-    assert config.torch.data.data_generation_type == "at_least_zero_active"
+    assert isinstance(config.method, ToyFile)
+    assert config.method.data.data_generation_type == "at_least_zero_active"
     assert any(line.startswith("target.run_path: x is replaced by") for line in config.warnings)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
@@ -594,15 +594,15 @@ def test_identities_alone_are_something_to_decompose(tmp_path: Path) -> None:
 
 
 def test_toys_have_targets_data_and_metrics_of_their_own(tmp_path: Path) -> None:
-    torch = toy_file(decomposition_targets=[{"module_pattern": "linear1", "C": 20}])
+    method = toy_file(decomposition_targets=[{"module_pattern": "linear1", "C": 20}])
     with pytest.raises(UserError, match=r"wrapper\.yaml: target: is required: the schema file's run_path \(x\) is not"):
-        load_config(write(tmp_path, "", torch))
+        load_config(write(tmp_path, "", method))
     with pytest.raises(UserError, match=r"wrapper\.yaml: data: is for language models"):
-        load_config(write(tmp_path, "target: {pretrain: x}\ndata: {train: a, eval: b}", torch))
+        load_config(write(tmp_path, "target: {pretrain: x}\ndata: {train: a, eval: b}", method))
     metrics = [{"type": "CEandKLLosses", "rounding_threshold": 0}]
-    torch["eval"] = {"batch_size": 8, "n_steps": 1, "every": 1, "slow_every": 1, "metrics": metrics}
+    method["eval"] = {"batch_size": 8, "n_steps": 1, "every": 1, "slow_every": 1, "metrics": metrics}
     with pytest.raises(UserError, match=r"eval\.metrics\.0\.type: CEandKLLosses is for language models; remove it"):
-        load_config(write(tmp_path, "target: {pretrain: x}", torch))
+        load_config(write(tmp_path, "target: {pretrain: x}", method))
 
 
 def test_pretrained_target_with_a_folder() -> None:
@@ -750,7 +750,7 @@ def test_warnings() -> None:
 
 
 def test_components_that_are_not_split() -> None:
-    C = example().torch.pd.decomposition_targets[0].C
+    C = example().method.pd.decomposition_targets[0].C
     keys = "pd.decomposition_targets.0.C"
 
     def said(*sets: str) -> list[str]:
@@ -786,12 +786,12 @@ def test_overrides_go_to_the_wrapper_first() -> None:
     config = example("data.train=x", "data.max_seq_len=256", "out_dir=y", "pd.loss_metrics.0.coeff=5e-5", "mesh.fsdp=4")
     assert config.wrapper.data is not None
     assert config.wrapper.data.train == EXAMPLE.parent / "x"
-    assert isinstance(config.torch, LanguageModelFile)
-    assert config.torch.data.max_seq_len == 256
+    assert isinstance(config.method, LanguageModelFile)
+    assert config.method.data.max_seq_len == 256
     assert config.wrapper.out_dir == Path("y")
-    assert config.torch.pd.loss_metrics[0].coeff == 5e-5
+    assert config.method.pd.loss_metrics[0].coeff == 5e-5
     assert config.wrapper.mesh.fsdp == 4
-    assert example("pd.steps=1", "pd.steps=2").torch.pd.steps == 2
+    assert example("pd.steps=1", "pd.steps=2").method.pd.steps == 2
 
 
 def test_overrides_do_not_reach_through_aliases(tmp_path: Path) -> None:
@@ -801,7 +801,7 @@ def test_overrides_do_not_reach_through_aliases(tmp_path: Path) -> None:
     text = yaml.safe_dump(raw)
     assert "&id001" in text
     (tmp_path / "torch.yaml").write_text(text)
-    pd = load_config(path, ["pd.ci_fn_optimizer.lr_schedule.start_val=1"]).torch.pd
+    pd = load_config(path, ["pd.ci_fn_optimizer.lr_schedule.start_val=1"]).method.pd
     assert pd.ci_fn_optimizer.lr_schedule.start_val == 1.0
     assert pd.components_optimizer.lr_schedule.start_val == 5e-5
 
@@ -810,8 +810,8 @@ def test_overrides_open_a_section_that_was_null() -> None:
     numbers = {"batch_size": 8, "n_steps": 1, "every": 2, "slow_every": 4}
     overrides = [f"eval.{key}={value}" for key, value in numbers.items()]
     config = example("eval=null", *overrides)
-    assert config.torch.eval is not None
-    assert config.torch.eval.metrics == ()
+    assert config.method.eval is not None
+    assert config.method.eval.metrics == ()
 
 
 # ---- YAML ----
@@ -1021,7 +1021,7 @@ POINTS: dict[str, tuple[Any, ...]] = {  # the table of section 5 with n_mask_sam
 
 @pytest.mark.parametrize("kind", POINTS)
 def test_each_reconstruction_is_its_point(kind: str) -> None:
-    pd = example("pd.n_mask_samples=3", "pd.sampling=binomial").torch.pd
+    pd = example("pd.n_mask_samples=3", "pd.sampling=binomial").method.pd
     drawn = kind in ("ChunkwiseSubsetReconLoss", "PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss")
     raw = {"type": kind, **LOSSES.get(kind, {}), **({"n_samples": 5} if drawn else {})}
     assert term(METRIC.validate_python(raw), "x", pd) == recon.Reconstruction("x", 1.0, *POINTS[kind])
@@ -1031,4 +1031,4 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
 
 def test_swish_hard_with_a_constant_integer_p() -> None:
     constant = "pd.loss_metrics.0={type: ImportanceMinimalityLoss, coeff: 1.0, pnorm: 2.0, beta: 0}"
-    assert example("pd.sigmoid_type=swish_hard", constant).torch.pd.sigmoid_type == "swish_hard"
+    assert example("pd.sigmoid_type=swish_hard", constant).method.pd.sigmoid_type == "swish_hard"

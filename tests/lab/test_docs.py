@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from param_decomp_lab.cli import app
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import REFUSED, AnyLoss, Loss
+from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.config.strict import NO_MEANING, Strict
-from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.eval.ce_kl import MASKINGS
@@ -27,7 +27,7 @@ from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (ROOT / "param_decomp_jax", ROOT / "param_decomp_lab")
+PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 UNIONS: dict[str, Any] = {"AnyLoss": AnyLoss, "OnlyMeasured": OnlyMeasured}

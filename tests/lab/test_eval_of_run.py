@@ -12,9 +12,9 @@ from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.loss_schema import AnyLoss
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.asked import Asked, evaluated_config
-from param_decomp_lab.eval.of_run import evaluate_run
-from param_decomp_lab.run_folder import saved_config
+from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
+from param_decomp_lab.eval.run_evaluation import evaluate_run
+from param_decomp_lab.run_folder.folder import saved_config
 from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.lab.test_toy_run import CONFIG, settings
@@ -90,8 +90,8 @@ def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_on_more_devices(run: Path) -> None:
     """D3: the numbers of one device."""
-    one = evaluate_run(run, Asked(["CI_L0", "CEandKLLosses"]))
-    eight = evaluate_run(run, Asked(["CI_L0", "CEandKLLosses"]), devices=8)
+    one = evaluate_run(run, EvaluationRequest(["CI_L0", "CEandKLLosses"]))
+    eight = evaluate_run(run, EvaluationRequest(["CI_L0", "CEandKLLosses"]), devices=8)
     assert eight.row.keys() == one.row.keys()
     for name, value in one.row.items():
         assert eight.row[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
@@ -100,7 +100,7 @@ def test_on_more_devices(run: Path) -> None:
 def test_other_data(run: Path, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny.folder / "data" / "train", tmp_path / "other")
     data = f"data={{train: {tiny.folder / 'data' / 'eval'}, eval: {tmp_path / 'other'}}}"
-    found = evaluate_run(run, Asked(["CI_L0"], overrides=[data]))
+    found = evaluate_run(run, EvaluationRequest(["CI_L0"], overrides=[data]))
     assert found.data == str(tmp_path / "other")
     assert found.row["eval/l0/0.0_everything"] != evaluated_row(run, STEPS)["eval/l0/0.0_everything"]
 
@@ -135,7 +135,7 @@ def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_nee
     taken, refused = set(), {}
     for model in (*get_args(AnyLoss), *get_args(OnlyMeasured)):
         try:
-            evaluated_config(config, Asked([model.__name__]), "here")
+            evaluated_config(config, EvaluationRequest([model.__name__]), "here")
             taken.add(model.__name__)
         except UserError as error:
             refused[model.__name__] = str(error)
@@ -150,7 +150,7 @@ def test_a_run_without_an_evaluation_of_its_own(tiny: Tiny, tmp_path: Path) -> N
     refused = pd_here("eval", run)
     assert refused.status == 2
     assert "has no eval.metrics: say which" in refused.err
-    found = evaluate_run(run, Asked(["CI_L0", "CIMaskedReconLoss"], batches=2))
+    found = evaluate_run(run, EvaluationRequest(["CI_L0", "CIMaskedReconLoss"], batches=2))
     assert found.row.keys() == {"eval/loss/CIMaskedReconLoss"} | {
         f"eval/l0/0.0_layers.{n}.mlp.{kind}_proj" for n in range(2) for kind in ("up", "down")
     }
@@ -160,7 +160,7 @@ def test_a_run_without_an_evaluation_of_its_own(tiny: Tiny, tmp_path: Path) -> N
     config["torch"]["data"] |= {"data_files": f"{tiny.folder}/data/train/*.parquet"}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(UserError, match="it trained on all of its data"):
-        evaluate_run(run, Asked(["CI_L0"]))
+        evaluate_run(run, EvaluationRequest(["CI_L0"]))
 
 
 def test_rows_that_were_trained_on_are_not_held_out(tiny: Tiny, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_rows_that_were_trained_on_are_not_held_out(tiny: Tiny, tmp_path: Path) 
     run = tmp_path / "p-00000001"
     assert evaluate_run(run).row == evaluated_row(run, 12)
     with pytest.raises(UserError, match="has 16 rows, an evaluation reads 24"):
-        evaluate_run(run, Asked(batches=3))
+        evaluate_run(run, EvaluationRequest(batches=3))
 
 
 @pytest.mark.slow

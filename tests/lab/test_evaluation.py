@@ -16,8 +16,7 @@ from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.masks import Stochastic, StochasticSources
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
-from param_decomp_lab.build import Built, build
-from param_decomp_lab.checkpoints import Checkpoints
+from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.data.batches import Batches
@@ -25,6 +24,7 @@ from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
 from param_decomp_lab.eval.importance import chosen_logits, importance_logits
+from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny
@@ -38,37 +38,37 @@ TRANSFORMER = GlobalTransformer(8, 1, (16,), 2)
 @dataclass(frozen=True)
 class Evaluated:
     config: RunConfig
-    built: Built
+    setup: Setup
     evaluation: Evaluation
     state: State
 
     def row(self, step: int = STEP, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        return self.evaluation.fast(self.state, self.built.weights, step, stop)
+        return self.evaluation.fast(self.state, self.setup.weights, step, stop)
 
 
 @pytest.fixture(scope="module")
 def evaluated(tiny: Tiny) -> Evaluated:
     """A state in mid-training; losses in numbers large enough to compare."""
     config = load_config(tiny.config, ["eval.metrics.0.rounding_threshold=0.3"])
-    built = build(config, Console(quiet=True))
-    assert built.eval is not None
-    state = core.ruffled_state(built.problem, leading=built.leading)
-    return Evaluated(config, built, Evaluation(config, built.problem, built.eval, built.mesh), state)
+    setup = set_up(config, Console(quiet=True))
+    assert setup.eval is not None
+    state = core.ruffled_state(setup.problem, leading=setup.leading)
+    return Evaluated(config, setup, Evaluation(config, setup.problem, setup.eval, setup.mesh), state)
 
 
 class Reference:
     """The reference on one batch of the evaluation, with the draws of the code."""
 
     def __init__(self, of: Evaluated, number: int) -> None:
-        problem, self.config = of.built.problem, of.config
+        problem, self.config = of.setup.problem, of.config
         self.spec, self.sites = problem.decomposition, problem.target.sites
         self.names = [site.name for site in self.sites.all]
         self.tokens = held_out(of, number)
-        self.target = core.ref_target(problem.target, of.built.weights, self.tokens)
+        self.target = core.ref_target(problem.target, of.setup.weights, self.tokens)
         self.clean = ref.clean_pass(self.target, self.names)
         self.components = core.ref_components(of.state.components, self.sites)
         ci = core.ref_ci(of.state.ci, self.sites)
-        self.lower, _ = ref.causal_importance(core.schema(of.built.problem), ci, self.clean.inputs, self.components)
+        self.lower, _ = ref.causal_importance(core.schema(of.setup.problem), ci, self.clean.inputs, self.components)
         key = jax.random.fold_in(jax.random.fold_in(self.spec.key("eval"), STEP), number)
         self.of_losses, self.of_ce_kl = jax.random.split(key)
 
@@ -85,7 +85,7 @@ class Reference:
 
     def loss(self, metric: Any, number: int) -> float:
         """A reconstruction loss that is the evaluation's ``number``-th."""
-        spec = term(metric, metric.type, self.config.torch.pd)
+        spec = term(metric, metric.type, self.config.method.pd)
         assert isinstance(spec, Reconstruction)
         key = jax.random.fold_in(self.of_losses, number)
         draws = core.ref_term_draws(spec, key, self.sites, self.tokens.shape, True)
@@ -96,7 +96,7 @@ class Reference:
 
 
 def held_out(of: Evaluated, number: int) -> np.ndarray:
-    return Batches(TokenData(of.config.wrapper.data.eval), BATCH, of.config.torch.pd.seed)[number]
+    return Batches(TokenData(of.config.wrapper.data.eval), BATCH, of.config.method.pd.seed)[number]
 
 
 def test_agrees_with_the_reference(evaluated: Evaluated) -> None:
@@ -128,8 +128,8 @@ def test_agrees_with_the_reference(evaluated: Evaluated) -> None:
             assert value == pytest.approx(np.mean([l0[name] for l0 in of_batches]), rel=1e-6), name
     assert row["eval/l0/0.0_everything"] == pytest.approx(sum(row[f"eval/l0/0.0_{site}"] for site in SITES))
 
-    assert evaluated.config.torch.eval is not None
-    metrics = {metric.type: metric for metric in evaluated.config.torch.eval.metrics}
+    assert evaluated.config.method.eval is not None
+    metrics = {metric.type: metric for metric in evaluated.config.method.eval.metrics}
     for number, name in enumerate(("PGDReconLoss", "CIHiddenActsReconLoss")):
         value = np.mean([batch.loss(metrics[name], number) for batch in batches])
         assert row[f"eval/loss/{name}"] == pytest.approx(value, rel=1e-5), name
@@ -197,7 +197,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
     config = RunConfig.from_yaml(finished / "config.yaml")
     sites = json.loads((finished / "examples.json").read_text())["sites"]
     assert {name: site["C"] for name, site in sites.items()} == SITES
-    batches = Batches(TokenData(tiny.folder / "data" / "eval"), BATCH, config.torch.pd.seed)
+    batches = Batches(TokenData(tiny.folder / "data" / "eval"), BATCH, config.method.pd.seed)
     tokens = np.concatenate([batches[number] for number in range(2)])
     seen = 0
     for site in sites.values():
@@ -224,10 +224,10 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
 
 def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> None:
     """The λ beside the tokens, recomputed by the reference from the arrays of the last checkpoint."""
-    built = build(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
-    state = Checkpoints(finished).restore(STEPS, built.outline.state)
-    assert built.eval is not None
-    evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), built, None, state)  # type: ignore[arg-type]
+    setup = set_up(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
+    state = Checkpoints(finished).restore(STEPS, setup.outline.state)
+    assert setup.eval is not None
+    evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), setup, None, state)  # type: ignore[arg-type]
     lower = [Reference(evaluated, number).lower for number in range(2)]
     sites = json.loads((finished / "examples.json").read_text())["sites"]
     for name, site in sites.items():

@@ -8,7 +8,6 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.toy_truth import dense_columns, match_components
 from param_decomp_lab.figures import (
     activation_density,
     ci_histograms,
@@ -22,6 +21,7 @@ from param_decomp_lab.figures import (
 )  # fmt: skip
 from param_decomp_lab.figures.grid import n_columns
 from param_decomp_lab.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
+from param_decomp_lab.ground_truth.toys import dense_columns, match_components
 from param_decomp_lab.report.figure_files import CAPTIONS
 
 EDGES = np.linspace(0, 1, 51)

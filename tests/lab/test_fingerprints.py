@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.aot.compile import compile_for
+from param_decomp_aot.compile import compile_for
 from param_decomp_jax.mesh import MeshShape, make_mesh, sharding
-from param_decomp_lab.fingerprints import OfParts, fingerprint, fingerprint_program, together
+from param_decomp_lab.checkpoints.fingerprints import OfParts, fingerprint, fingerprint_program, together
 from param_decomp_lab.probe.cards import card
 from tests.plugin import needs_plugin
 

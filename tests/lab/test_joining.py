@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.joining import ByAddress, BySlurm, place_of
-from param_decomp_lab.processes import ALONE
+from param_decomp_lab.processes.group import ALONE
+from param_decomp_lab.processes.joining import ByAddress, BySlurm, place_of
 from tests.lab.several import CHILD, run, slurm_task
 from tests.lab.tiny_run import pd_here
 
@@ -82,7 +82,7 @@ def test_alone_everything_is_trivial() -> None:
 
 
 def test_messages_of_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("param_decomp_lab.joining.TIMEOUT_S", 0)
+    monkeypatch.setattr("param_decomp_lab.processes.joining.TIMEOUT_S", 0)
     with socket.socket() as taken:
         taken.bind(("", 0))
         port = taken.getsockname()[1]

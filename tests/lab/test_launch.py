@@ -21,7 +21,7 @@ from param_decomp_lab.launch.code_copy import Code
 from param_decomp_lab.launch.job import Job, for_sbatch, parse_more, script_text, scrubbed
 from param_decomp_lab.launch.place import Place, place_of
 from param_decomp_lab.launch.sweep import choices
-from param_decomp_lab.probe.apart import Told
+from param_decomp_lab.probe.subprocess import Told
 from tests.lab.one_node import FAST, Checkout, sets
 from tests.lab.several import environment_of
 from tests.lab.tiny_run import LIGHT, PD, ROOT, Outcome, Tiny, pd_here, rows, saved_steps
@@ -370,11 +370,11 @@ def test_refusals(arguments: tuple[str, ...], says: str, tiny: Tiny, tmp_path: P
 
 
 def test_uncommitted_changes_are_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = Code(ROOT, "0" * 40, (" M param_decomp_lab/run.py",))
+    code = Code(ROOT, "0" * 40, (" M param_decomp_lab/training/run.py",))
     monkeypatch.setattr(launching.Code, "of_checkout", lambda: code)
     outcome = pd_here("launch", tiny.config, *sets([f"out_dir={tmp_path / 'runs'}"]), "--gpu", "none", "--dry-run")
     assert outcome.status == 2
-    assert "M param_decomp_lab/run.py" in outcome.err
+    assert "M param_decomp_lab/training/run.py" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 

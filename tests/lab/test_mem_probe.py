@@ -23,22 +23,22 @@ def test_flags() -> None:
         *("--seq", "4096", "--per_gpu_batch", "2", "--no_remat", "--set", "pd.seed=3"),
     )
     assert config == load_config(DEFAULT, sets)
-    pd = config.torch.pd
+    pd = config.method.pd
     assert [(t.module_pattern, t.C) for t in pd.decomposition_targets] == [
         ("model.layers.3.mlp.*_proj", 8192),
         ("model.layers.4.mlp.*_proj", 8192),
     ]
     recon = next(loss for loss in pd.loss_metrics if loss.type == "ChunkwiseSubsetReconLoss")
     assert (recon.sites_per_chunk, recon.coeff) == (2, 0.25)
-    assert (config.torch.data.max_seq_len, pd.batch_size, pd.seed) == (4096, 128, 3)
+    assert (config.method.data.max_seq_len, pd.batch_size, pd.seed) == (4096, 128, 3)
     assert pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len == 4096
-    assert (config.wrapper.memory.preset, config.wrapper.mesh.fsdp, config.torch.eval) == ("plain", 64, None)
+    assert (config.wrapper.memory.preset, config.wrapper.mesh.fsdp, config.method.eval) == ("plain", 64, None)
 
 
 def test_without_flags_it_is_the_configuration() -> None:
     _, config = config_of()
     file = load_config(DEFAULT)
-    assert config.torch.pd == file.torch.pd
+    assert config.method.pd == file.method.pd
     assert config.wrapper.memory == file.wrapper.memory
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from param_decomp_jax.aot.buffers import Buffer, Ledger, Span, ledger, peak_of
-from param_decomp_jax.aot.timeline import Timeline, arguments_by_group, bands, timeline
+from param_decomp_aot.buffers import Buffer, Ledger, Span, ledger, peak_of
+from param_decomp_aot.timeline import Timeline, arguments_by_group, bands, timeline
 from param_decomp_lab.figures import save_figure
 from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page, write_memory_page
 from param_decomp_lab.probe.timeline_figure import timeline_figure

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.targets.tms import TMSConfig
-from param_decomp_lab.checkpoints import Checkpoints
+from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.parent import sites_of
+from param_decomp_lab.setup.parent import sites_from_shapes
 from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.lab.test_toy_run import CONFIG
@@ -193,10 +193,10 @@ def test_sites_are_read_off_the_arrays() -> None:
         "ci/heads/layers.18-19.mlp.up_proj/W": (2, 8, 5),
     }
     up = {f"layers.{n}.mlp.up_proj": (8, 9, 5) for n in (18, 19)}
-    assert sites_of(shapes) == up | {"linear1": (3, 2, 4)}
+    assert sites_from_shapes(shapes) == up | {"linear1": (3, 2, 4)}
 
 
 def test_no_warm_up(tmp_path: Path) -> None:
     config = load_config(CONFIG, [f"init_from={tmp_path}"])
-    assert config.torch.pd.faithfulness_warmup_steps > 0
+    assert config.method.pd.faithfulness_warmup_steps > 0
     assert decomposition(config).warmup.steps == 0

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from rich.console import Console
 
-from param_decomp_jax.aot.compile import device_bytes
+from param_decomp_aot.compile import device_bytes
 from param_decomp_jax.attention import _can_be_lowered_for_cuda
 from param_decomp_jax.mesh import make_mesh
-from param_decomp_lab.build import build
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.answer import Answer, ask
-from param_decomp_lab.probe.apart import probe_apart
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.command import gpus_of_a_node
@@ -31,10 +29,12 @@ from param_decomp_lab.probe.fit import Question, fit, valid_kinds
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
+from param_decomp_lab.probe.subprocess import probe_apart
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
-from param_decomp_lab.programs import Program
-from param_decomp_lab.run import train
+from param_decomp_lab.setup import set_up
+from param_decomp_lab.setup.programs import Program
+from param_decomp_lab.training.run import train
 from tests.lab.tiny_run import ROOT, Tiny, pd_here
 from tests.plugin import needs_plugin
 
@@ -74,8 +74,8 @@ def test_the_probe_lowers_what_the_trainer_lowers(
     probed = make_mesh(subject.mesh)
     with jax.set_mesh(probed):
         assert [text(subject, STEP, probed)] == trained
-        built = build(config, Console(quiet=True))
-        real = evaluated[0].programs(*of_evaluation(subject, probed, built.outline))["evaluation"]
+        setup = set_up(config, Console(quiet=True))
+        real = evaluated[0].programs(*of_evaluation(subject, probed, setup.outline))["evaluation"]
         assert lower(real).as_text() == text(subject, "evaluation", probed)
 
 
@@ -466,11 +466,11 @@ def test_an_evaluation_that_is_too_large(
 
     def needs(question: Question, kind: Kind, batch: int, options: tuple[str, ...]) -> Point:
         config = load_config(question.path, question.sets(kind, batch))
-        assert config.torch.eval is not None
-        evaluated = config.torch.eval.batch_size
+        assert config.method.eval is not None
+        evaluated = config.method.eval.batch_size
         if options:
             return made_up(kind, batch, peak=batch, limit=40)
-        asked.append((evaluated, config.torch.eval.n_steps))
+        asked.append((evaluated, config.method.eval.n_steps))
         point = made_up(kind, batch, peak=max(batch, evaluated), limit=40)
         return replace(point, answer={**point.answer, "largest_part": "figures"}) if evaluated > batch else point
 
@@ -478,7 +478,7 @@ def test_an_evaluation_that_is_too_large(
     question = Question(LLAMA, overrides, "b200", 8, 8)
     vary = ["batch=16,32,64", "memory=lean"]
     found = fit(question, vary, Console(quiet=True))
-    own = load_config(LLAMA, overrides).torch.eval
+    own = load_config(LLAMA, overrides).method.eval
     assert own is not None
     assert asked[0] == (own.batch_size, own.n_steps)
     if not fits:
@@ -504,7 +504,7 @@ def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
     assert out.read_text().startswith("# Written by pd fit from wrapper.yaml.\n# why\n# not\n")
     written, meant = load_config(out), load_config(tiny.config, sets)
     assert written.wrapper.model_dump(exclude={"torch_config"}) == meant.wrapper.model_dump(exclude={"torch_config"})
-    assert written.torch == meant.torch
+    assert written.method == meant.method
     write_config(tiny.config, sets, out, [])
     out.write_text("run_name: mine\n")
     with pytest.raises(UserError, match="pd fit has not written it"):

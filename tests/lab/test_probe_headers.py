@@ -7,7 +7,7 @@ import pytest
 
 from experiments.probe_headers import ROOT, header_command, with_answer
 from param_decomp_lab.config import load_config
-from param_decomp_lab.config.torch_schema import LanguageModelFile
+from param_decomp_lab.config.method_schema import LanguageModelFile
 
 PROBED = [path for path in sorted(ROOT.glob("configs/llama8b*.yaml")) if "pd probe" in path.read_text()]
 
@@ -24,8 +24,8 @@ def test_headers_answer_for_their_configuration(path: Path) -> None:
     assert config.wrapper.mesh.devices == nodes * per_node
     header = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
     assert header[-1].startswith("# fits: ")
-    assert isinstance(config.torch, LanguageModelFile)
-    assert f"# batch   {config.torch.pd.batch_size:,} × {config.torch.data.max_seq_len:,}" in header
+    assert isinstance(config.method, LanguageModelFile)
+    assert f"# batch   {config.method.pd.batch_size:,} × {config.method.data.max_seq_len:,}" in header
 
 
 def test_only_the_answer_is_replaced() -> None:

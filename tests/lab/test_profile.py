@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from param_decomp_lab.profile.scopes import INNER, PHASES, Part, part_of, read_times
+from param_decomp_lab.profile.scopes import INNER, PHASES, Part, classify_scope, read_times
 from param_decomp_lab.profile.table import Profile
 from tests.lab.tiny_run import LIGHT, ROOT, SEQ_LEN, STEPS, Tiny, pd_here
 
@@ -90,7 +90,7 @@ def test_refused(tiny: Tiny, tmp_path: Path, arguments: tuple[str, ...], reason:
     ],
 )
 def test_part_of(path: str, part: Part) -> None:
-    assert part_of(path, KINDS) == part
+    assert classify_scope(path, KINDS) == part
 
 
 def test_every_scope_of_the_core_is_known() -> None:

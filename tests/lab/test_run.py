@@ -18,13 +18,13 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from param_decomp_lab.build import Built, build
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.figures import save_figure
-from param_decomp_lab.processes import Processes
-from param_decomp_lab.run import _Run
-from param_decomp_lab.sinks import read_metrics
-from param_decomp_lab.stop_signal import StopSignal
+from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.processes.group import Processes
+from param_decomp_lab.processes.stop_signal import StopSignal
+from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.training.run import _Run
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 
@@ -104,19 +104,19 @@ def test_stop_in_an_evaluation_abandons_and_saves(
     undisturbed = pd_here(*tiny.train(tmp_path, 1, *settings))
     assert undisturbed.status == 0, undisturbed
 
-    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Built:
-        built = build(config, console, processes)
+    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
+        setup = set_up(config, console, processes)
         numbers: list[int] = []
 
         def batches(number: int) -> jax.Array:
             if len(numbers) == batch:
                 os.kill(os.getpid(), signal.SIGTERM)
             numbers.append(number)
-            return built.eval(number)
+            return setup.eval(number)
 
-        return replace(built, eval=batches)
+        return replace(setup, eval=batches)
 
-    monkeypatch.setattr("param_decomp_lab.run.build", interrupted)
+    monkeypatch.setattr("param_decomp_lab.training.run.build", interrupted)
     stopped = pd_here(*tiny.train(tmp_path, 2, *settings))
     monkeypatch.undo()
     run = tmp_path / "p-00000002"

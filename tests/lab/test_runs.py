@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from param_decomp_lab import runs
-from param_decomp_lab.ending import forget_end, noted_end, read_ending
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.lock import LOCK_FILE, Holder
-from param_decomp_lab.processes import ALONE, Processes
-from param_decomp_lab.runs import find_runs, read_run
-from param_decomp_lab.stop_signal import STOPPED
+from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.report import listing as runs
+from param_decomp_lab.report.listing import find_runs, read_run
+from param_decomp_lab.run_folder.ending import clear_end, read_ending, record_end
+from param_decomp_lab.run_folder.lock import LOCK_FILE, Holder
 from tests.lab.tiny_run import LIGHT, ROOT, STEPS, Tiny, pd_here
 
 LONG_AGO = time.time() - 5 * 86400
@@ -113,32 +113,32 @@ def test_noted_end(tmp_path: Path) -> None:
     """Of an error without words, the kind; nothing where it is another process's to say."""
 
     def fail_on_the_way(error: Exception) -> None:
-        forget_end(tmp_path)
+        clear_end(tmp_path)
         assert read_ending(tmp_path) is None
         raise error
 
-    with pytest.raises(KeyboardInterrupt), noted_end(tmp_path, ValueError):
+    with pytest.raises(KeyboardInterrupt), record_end(tmp_path, ValueError):
         raise KeyboardInterrupt
     assert read_ending(tmp_path) == ("failed", "KeyboardInterrupt")
-    with pytest.raises(ValueError, match="enough"), noted_end(tmp_path, ValueError):
+    with pytest.raises(ValueError, match="enough"), record_end(tmp_path, ValueError):
         fail_on_the_way(ValueError("enough"))
     assert read_ending(tmp_path) == ("stopped", "enough")
-    with noted_end(tmp_path, ValueError, Processes(1, 2, client=object())):
+    with record_end(tmp_path, ValueError, Processes(1, 2, client=object())):
         pass
     assert read_ending(tmp_path) == ("stopped", "enough")
-    with pytest.raises(UserError), noted_end(tmp_path, ValueError):
+    with pytest.raises(UserError), record_end(tmp_path, ValueError):
         raise UserError("another seed")  # refused: it has not gone on
     assert read_ending(tmp_path) == ("stopped", "enough")
-    with pytest.raises(UserError), noted_end(tmp_path, ValueError):
+    with pytest.raises(UserError), record_end(tmp_path, ValueError):
         fail_on_the_way(UserError("a file of the data is gone"))
     assert read_ending(tmp_path) == ("failed", "a file of the data is gone")
-    with noted_end(tmp_path, ValueError):
+    with record_end(tmp_path, ValueError):
         ALONE.act_last(STOPPED)
         assert read_ending(tmp_path) == ("stopped", "ended with status 75")
     assert read_ending(tmp_path) == ("finished", "")
     other = asdict(replace(Holder.here(), host="node07", boot="another"))
     (tmp_path / LOCK_FILE).write_text(json.dumps(other))
-    with pytest.raises(UserError), noted_end(tmp_path, ValueError):
+    with pytest.raises(UserError), record_end(tmp_path, ValueError):
         fail_on_the_way(UserError("another job has the folder now"))
     assert read_ending(tmp_path) is None  # the run goes on there
     (tmp_path / LOCK_FILE).unlink()
@@ -289,7 +289,7 @@ def test_needs_no_jax(finished: Path, tmp_path: Path) -> None:
         if path.is_file():
             path.unlink()
     code = (
-        "import sys\nfrom pathlib import Path\nfrom param_decomp_lab.runs import find_runs\n"
+        "import sys\nfrom pathlib import Path\nfrom param_decomp_lab.report.listing import find_runs\n"
         "(run,) = find_runs([Path(sys.argv[1])])\nassert run.state == 'finished', run\n"
         "assert not {'jax', 'orbax', 'tensorstore'} & {name.split('.')[0] for name in sys.modules}"
     )

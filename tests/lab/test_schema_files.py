@@ -12,10 +12,10 @@ from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import AnyLoss
+from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.config.strict import NO_MEANING, Strict
-from param_decomp_lab.config.torch_schema import LanguageModelFile, ToyFile
-from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.lab.test_docs import models_in
@@ -58,14 +58,14 @@ def test_every_file_runs(name: str, place: Path) -> None:
     assert (run / "report.html").is_file()
     rows = read_metrics(run)
     losses = {key for row in rows for key in row if key.startswith("train/loss/")}
-    assert len(losses) >= len(config.torch.pd.loss_metrics) + 1
-    if config.torch.eval is not None and config.torch.eval.metrics:
+    assert len(losses) >= len(config.method.pd.loss_metrics) + 1
+    if config.method.eval is not None and config.method.eval.metrics:
         assert {row["step"] for row in rows if any(key.startswith("eval/") for key in row)} >= {0, 2}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid(path: Path) -> None:
-    assert load_config(path).torch.pd.steps > 0
+    assert load_config(path).method.pd.steps > 0
 
 
 LLAMA_8B = {
@@ -146,7 +146,7 @@ def documented() -> set[tuple[str, str, Any]]:
 def given(configs: list[RunConfig]) -> set[tuple[str, str, Any]]:
     """As `documented`, of what the files say; a key without choices counts where it differs from its default."""
     found: set[tuple[str, str, Any]] = set()
-    for part in (part for config in configs for part in parts(config.torch)):
+    for part in (part for config in configs for part in parts(config.method)):
         for key, field in type(part).model_fields.items():
             value, name = getattr(part, key), owner(type(part), key)
             if choices(field):
@@ -161,8 +161,8 @@ def given(configs: list[RunConfig]) -> set[tuple[str, str, Any]]:
 def test_every_key_and_choice_occurs() -> None:
     configs = [load_config(FILES / f"{name}.yaml") for name in NAMES]
     assert documented() - given(configs) == set()
-    trained = {loss.type for config in configs for loss in config.torch.pd.loss_metrics}
-    measured = {m.type for config in configs if config.torch.eval for m in config.torch.eval.metrics}
+    trained = {loss.type for config in configs for loss in config.method.pd.loss_metrics}
+    measured = {m.type for config in configs if config.method.eval for m in config.method.eval.metrics}
     losses, metrics = ({model.__name__ for model in get_args(union)} for union in (AnyLoss, OnlyMeasured))
     assert trained == losses
     assert measured == losses | metrics

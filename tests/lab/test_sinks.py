@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
+from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
 
 
 def steps(folder: Path) -> list[int]:
@@ -127,7 +127,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("param_decomp_lab.sinks.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("param_decomp_lab.metrics.sinks.time.monotonic", lambda: clock.now)
     terminal, text = console()
     with Terminal(terminal, "demo", 100, done=20) as bar:
         for step in range(21, 51):

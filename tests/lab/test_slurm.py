@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.metrics.sinks import read_metrics
 from tests.lab.one_node import Checkout, Cluster, one_node, sets
 from tests.lab.several import environment_of
 from tests.lab.test_processes import SMALL

@@ -21,10 +21,10 @@ from param_decomp_jax.recon import Reconstruction, n_forwards
 from param_decomp_jax.state import init_state
 from param_decomp_jax.step import training_step
 from param_decomp_jax.targets.llama import language_logits, weight_shapes
-from param_decomp_lab.build.language_model import language_problem
 from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
-from param_decomp_lab.sinks import read_metrics
+from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.setup.language_model import language_problem
 from param_decomp_lab.weights.hf_llama import load_llama
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.published import PUBLISHED

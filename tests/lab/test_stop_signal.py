@@ -13,7 +13,7 @@ from tests.lab.tiny_run import ROOT
 
 BEGIN = """
 import atexit, os, sys, time
-from param_decomp_lab.stop_signal import StopSignal
+from param_decomp_lab.processes.stop_signal import StopSignal
 from tests.lab.child import stuck
 
 def say(text):

@@ -14,13 +14,13 @@ import jax
 import pytest
 from rich.console import Console
 
-from param_decomp_lab.build import Built, build
-from param_decomp_lab.checkpoints import Checkpoints
+from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.launch.local import free_port
-from param_decomp_lab.lock import LOCK_FILE
-from param_decomp_lab.processes import Processes
-from param_decomp_lab.run_folder import make_run_folder
+from param_decomp_lab.processes.group import Processes
+from param_decomp_lab.run_folder.folder import make_run_folder
+from param_decomp_lab.run_folder.lock import LOCK_FILE
+from param_decomp_lab.setup import Setup, set_up
 from tests.lab.several import CHILD, ended, started
 from tests.lab.test_processes import SMALL
 from tests.lab.tiny_run import LIGHT, Process, Tiny, pd_here, rows, saved_steps
@@ -73,7 +73,7 @@ def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
-    text = stopped_where_stuck(tiny, "param_decomp_lab.run.build", tiny.train(tmp_path, 1, *LIGHT), at_most=20)
+    text = stopped_where_stuck(tiny, "param_decomp_lab.training.run.build", tiny.train(tmp_path, 1, *LIGHT), at_most=20)
     assert "stopped while loading the target and the data; nothing was to be saved\n" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -98,7 +98,7 @@ def test_while_a_checkpoint_is_read(tiny: Tiny, tmp_path: Path) -> None:
     expected = undisturbed(tiny, tmp_path, *EVALUATED)
     run = tmp_path / UNDISTURBED
     resume: list[str | Path] = ["train", "--resume", run]
-    text = stopped_where_stuck(tiny, "param_decomp_lab.checkpoints.Checkpoints.restore", resume, at_most=20)
+    text = stopped_where_stuck(tiny, "param_decomp_lab.checkpoints.store.Checkpoints.restore", resume, at_most=20)
     assert "stopped while reading a checkpoint; nothing was to be saved; go on with" in text
     assert (run / LOCK_FILE).read_bytes() == b""  # on another machine one would believe a name in there
     assert rows(run) == expected
@@ -136,19 +136,19 @@ def test_while_finishing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyP
     resumption, which takes no step and compiles none."""
     told_at = BEFORE_EXAMPLES + read
 
-    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Built:
-        built = build(config, console, processes)
+    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
+        setup = set_up(config, console, processes)
         reads: list[int] = []
 
         def batches(number: int) -> jax.Array:
             if len(reads) == told_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             reads.append(number)
-            return built.eval(number)
+            return setup.eval(number)
 
-        return replace(built, eval=batches)
+        return replace(setup, eval=batches)
 
-    monkeypatch.setattr("param_decomp_lab.run.build", interrupted)
+    monkeypatch.setattr("param_decomp_lab.training.run.build", interrupted)
     stopped = pd_here(*tiny.train(tmp_path, 1, *EVALUATED))
     monkeypatch.undo()
     run = tmp_path / RUN
@@ -173,7 +173,7 @@ def test_a_run_folder_is_there_whole_or_not_at_all(tiny: Tiny, tmp_path: Path, m
     def killed() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("param_decomp_lab.run_folder._environment", killed)
+    monkeypatch.setattr("param_decomp_lab.run_folder.folder._environment", killed)
     with pytest.raises(KeyboardInterrupt):
         make_run_folder(tmp_path / RUN, load_config(tiny.config).with_run_id(RUN))
     assert list(tmp_path.iterdir()) == []
@@ -205,7 +205,7 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
     """The other is in its first step and waits for it. Either is told; both leave, with the same words."""
     texts = both_stopped(
         tiny,
-        stuck_in("param_decomp_lab.run.compile_steps", number=1),
+        stuck_in("param_decomp_lab.training.run.compile_steps", number=1),
         tiny.train(tmp_path, 1, *TWO, "eval=null"),
         lambda processes: "stuck" in processes[1].text() and "compiled the step" in processes[0].text(),
         told,
@@ -219,7 +219,7 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
 def test_of_two_processes_one_loads(tiny: Tiny, tmp_path: Path) -> None:
     texts = both_stopped(
         tiny,
-        stuck_in("param_decomp_lab.run.build", number=1),
+        stuck_in("param_decomp_lab.training.run.build", number=1),
         tiny.train(tmp_path, 1, *TWO),
         lambda processes: "stuck" in processes[1].text(),
         told=0,

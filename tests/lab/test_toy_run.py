@@ -9,8 +9,8 @@ import yaml
 from rich.console import Console
 
 from param_decomp_jax.targets.tms import TMSConfig
-from param_decomp_lab.build import build
 from param_decomp_lab.config import load_config
+from param_decomp_lab.setup import set_up
 from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.lab.tiny_run import ROOT, Tree, pd_here, rows, saved_steps
@@ -97,12 +97,12 @@ def test_what_stands_in_for_the_tracked_run_is_on_record(one_at_a_time: Path, fo
 
 def test_evaluation_has_features_of_its_own(folder: Path) -> None:
     config = load_config(CONFIG, [*SMALL, "eval.batch_size=16", f"target={{folder: {folder / 'target'}}}"])
-    built = build(config, Console(quiet=True))
-    assert built.eval is not None
-    held_out, trained = np.asarray(built.eval(0)), np.asarray(built.train(0))
+    setup = set_up(config, Console(quiet=True))
+    assert setup.eval is not None
+    held_out, trained = np.asarray(setup.eval(0)), np.asarray(setup.train(0))
     assert held_out.shape == trained.shape
     assert not np.array_equal(held_out, trained)
-    np.testing.assert_array_equal(trained, np.asarray(built.train.batch_of((), np.int32(0), np.int32(0))))
+    np.testing.assert_array_equal(trained, np.asarray(setup.train.batch_of((), np.int32(0), np.int32(0))))
 
 
 @pytest.mark.parametrize(

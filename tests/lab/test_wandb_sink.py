@@ -15,13 +15,13 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from param_decomp_lab import wandb_sink
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.figures.save import save_figure
 from param_decomp_lab.launch.local import free_port
-from param_decomp_lab.sinks import MetricsFile
-from param_decomp_lab.wandb_sink import Login, Wandb, send_to_wandb
+from param_decomp_lab.metrics import wandb_sink
+from param_decomp_lab.metrics.sinks import MetricsFile
+from param_decomp_lab.metrics.wandb_sink import Login, Wandb, send_to_wandb
 from tests.lab.tiny_run import LIGHT, PD, ROOT, TIMEOUT, Tiny, pd_here, rows
 from tests.lab.wandb_server import Server, environment, wandb_server
 
@@ -93,7 +93,7 @@ def test_every_row_once_across_requeues(logged: RunConfig, folder: Path, monkeyp
         run = server.runs[ID]
         assert steps(server) == list(range(9))
         assert (run.preempting, run.exit_code, run.group, run.tags) == (True, 1, "g", ["a", "b"])
-        assert run.config["pd"]["value"]["steps"] == logged.torch.pd.steps
+        assert run.config["pd"]["value"]["steps"] == logged.method.pd.steps
         assert run.rows[4]["slow_eval/figures/mean_ci"]["_type"] == "image-file"
         assert [name for name in run.files if name.startswith("media/images/slow_eval/figures/mean_ci")]
         assert run.rows[3]["train/loss/total"] == 1.0
@@ -159,7 +159,7 @@ def impatient(folder: Path) -> tuple[str, ...]:
     program = folder / "impatient.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from param_decomp_lab import wandb_mirror\n"
+        "from param_decomp_lab.metrics import wandb_mirror\n"
         "wandb_mirror.INIT_TIMEOUT_S = 1.0\n"
         "wandb_mirror.main()\n"
     )
@@ -293,7 +293,7 @@ import sys, time
 from pathlib import Path
 from rich.console import Console
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.wandb_sink import Wandb
+from param_decomp_lab.metrics.wandb_sink import Wandb
 sink = Wandb(RunConfig.from_yaml(Path(sys.argv[1])), Path(sys.argv[2]), Console())
 while sink._mirror is None:
     time.sleep(0.01)

@@ -1,0 +1,184 @@
+"""The buffers of a compiled program, when each is there, and which are there when it needs most.
+
+Three files of a dump (`compile.py:compile_for`) matter, those of the last stage: ``*gpu_after_optimizations`` followed
+by ``-buffer-assignment.txt``, ``-live-range.txt`` (for both see `assignment.py`) and ``.txt`` (the program).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from param_decomp_aot.assignment import Place, Role, Schedule, Value, allocations, schedule
+from param_decomp_aot.instructions import Instructions
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that is taken at some time, of one device or by it in its host.
+
+    ``shape``: as XLA writes it, ``f32[9,4096,768]``, of the local part. ``scope``: where in the code the value comes
+    from, by `jax.named_scope` and transformation; of an argument its name. ``source``: file and line.
+    """
+
+    n_bytes: int
+    role: Role
+    shape: str
+    instruction: str
+    scope: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A temporary buffer from instruction ``first`` to ``last`` of the schedule, both included."""
+
+    first: int
+    last: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Who holds which memory when.
+
+    ``fixed``: arguments, results and constants, which are there from beginning to end. ``spans``: the temporaries, each
+    place of them at any time in at most one span. ``temp``: bytes set aside for these. ``schedule``: the scope of each
+    instruction, in the order in which they run; of a loop each once.
+    """
+
+    fixed: tuple[Buffer, ...]
+    spans: tuple[Span, ...]
+    temp: int
+    schedule: tuple[str, ...]
+
+    @property
+    def base(self) -> int:
+        """Bytes on the device from beginning to end."""
+        return sum(b.n_bytes for b in self.fixed if b.role != "host")
+
+    @property
+    def planned(self) -> int:
+        """Bytes on the device altogether: XLA's plan, which `compile.py:Memory.peak` says without its constants."""
+        return self.base + self.temp
+
+
+@dataclass(frozen=True)
+class Peak:
+    """``buffers``: largest first; arguments and results are there from beginning to end.
+
+    ``temp``: bytes set aside for everything else. ``unused``: how much of these is free at the peak, between buffers.
+    """
+
+    buffers: tuple[Buffer, ...]
+    temp: int
+    unused: int
+
+    @property
+    def explained(self) -> float:
+        """Share of the bytes whose scope is known."""
+        return sum(b.n_bytes for b in self.buffers if b.scope) / max(1, sum(b.n_bytes for b in self.buffers))
+
+
+def ledger(assignment: str, live_ranges: str, program: str) -> Ledger:
+    """Everything that the three texts say together.
+
+    Raises ValueError where they are not of XLA's form, or not of one program.
+    """
+    instructions, times = Instructions(program), schedule(live_ranges)
+    fixed: list[Buffer] = []
+    spans: list[Span] = []
+    temp = 0
+    for allocation in allocations(assignment):
+        if allocation.role == "temp":
+            temp += allocation.size
+            spans += _spans(allocation.values, times, instructions)
+        elif allocation.values:
+            own = sorted(allocation.values, key=lambda v: not instructions.is_argument(v.name))
+            fixed.append(_buffer(allocation.role, allocation.size, own, instructions))
+    scopes = tuple(instructions.origin(name)[0] for name in times.sequence)
+    return Ledger(tuple(fixed), tuple(spans), temp, scopes)
+
+
+def busiest(spans: Sequence[Span]) -> int:
+    """The first moment at which most bytes are taken."""
+    events = [(s.first, s.buffer.n_bytes) for s in spans] + [(s.last + 1, -s.buffer.n_bytes) for s in spans]
+    taken, most, moment = 0, -1, 0
+    for time, change in sorted(events):
+        taken += change
+        if taken > most:
+            most, moment = taken, time
+    return moment
+
+
+def peak_of(ledger: Ledger) -> Peak:
+    """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
+    its live ranges, leaves out what an all-gather has under way and what loops carry."""
+    moment = busiest(ledger.spans)
+    temporary = [s.buffer for s in ledger.spans if s.first <= moment <= s.last]
+    buffers = sorted([*ledger.fixed, *temporary], key=lambda b: -b.n_bytes)
+    return Peak(tuple(buffers), ledger.temp, ledger.temp - sum(b.n_bytes for b in temporary))
+
+
+def live_at_peak(assignment: str, live_ranges: str, program: str) -> Peak:
+    """`peak_of` what the texts say (see `ledger`)."""
+    return peak_of(ledger(assignment, live_ranges, program))
+
+
+def table(peak: Peak, rows: int = 40) -> str:
+    """The largest buffers as text, alike ones (of one shape and scope) on one line, and the rest as a sum."""
+    alike: dict[tuple[str, ...], list[Buffer]] = {}
+    for b in peak.buffers:
+        alike.setdefault((b.role, b.shape, b.scope, b.source), []).append(b)
+    groups = sorted(alike.values(), key=lambda group: -sum(b.n_bytes for b in group))
+    lines = [_line(group) for group in groups[:rows]]
+    rest = sum(b.n_bytes for group in groups[rows:] for b in group)
+    lines.append(f"{rest / GIB:9.3f} GiB  in {sum(map(len, groups[rows:]))} smaller buffers")
+    lines.append(f"{peak.unused / GIB:9.3f} GiB  of {peak.temp / GIB:.3f} for temporaries lie between buffers")
+    lines.append(f"{100 * peak.explained:9.1f} %    of the bytes have a scope")
+    return "\n".join(lines)
+
+
+def _line(group: list[Buffer]) -> str:
+    b, times = group[0], f"{len(group)} × " if len(group) > 1 else ""
+    total = sum(x.n_bytes for x in group) / GIB
+    return f"{total:9.3f} GiB  {b.role:8}  {times}{b.shape}  {b.scope or b.instruction}  {b.source}".rstrip()
+
+
+# ---- from values to buffers ----
+
+_Lived = tuple[Value, int, int]
+
+
+def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions) -> Iterator[Span]:
+    """What lies in each place, one after the other. Values that share a place (a loop's carry, an update of it) count
+    once; a new span begins where something is computed into the place."""
+    places: dict[Place, list[_Lived]] = {}
+    for value, (first, last) in zip(values, times.of(values), strict=True):
+        places.setdefault(value.place, []).append((value, first, last))
+    for (_, _, n_bytes), lived in places.items():
+        computed = {first for v, first, _ in lived if not v.phi}
+        for first, last in _together([(first, last) for _, first, last in lived]):
+            starts = sorted({first, *(c for c in computed if first < c <= last)})
+            for start, end in zip(starts, [*(s - 1 for s in starts[1:]), last], strict=True):
+                # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
+                nearest = sorted(lived, key=lambda s: (s[0].phi, s[1] > start, abs(start - s[1])))
+                yield Span(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
+
+
+def _together(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of intervals, as intervals that do not meet."""
+    union: list[tuple[int, int]] = []
+    for first, last in sorted(intervals):
+        if union and first <= union[-1][1]:
+            union[-1] = union[-1][0], max(last, union[-1][1])
+        else:
+            union.append((first, last))
+    return union
+
+
+def _buffer(role: Role, n_bytes: int, values: Sequence[Value], instructions: Instructions) -> Buffer:
+    """Named by the first of its values whose origin is known."""
+    origins = ((v, instructions.origin(v.name)) for v in values)
+    value, (scope, source) = next((found for found in origins if found[1][0]), (values[0], ("", "")))
+    return Buffer(n_bytes, role, value.shape, value.name, scope, source)

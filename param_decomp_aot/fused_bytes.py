@@ -1,0 +1,141 @@
+"""Bytes that an operation of a compiled program reads and writes in its device's memory, and in the host's.
+
+The rules. An operation reads its operands whole and writes its result whole, once each, and what a fusion has inside
+stays on the chip. Slices are the exception, alone or inside a fusion: of an operand of which only slices or gathered
+rows are used, only these are read (through casts, copies, reshapes and transpositions in between); where a result is an
+update of an operand in its place, or a scatter into it, only the update is written and of the operand nothing is read.
+Tuples and views of arrays move nothing, nor does the workspace of a library's kernel. Caches do not exist: what a small
+array's second reader finds in L2 counts all the same, so the number is an upper bound of what must move.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from param_decomp_aot.hlo import Computation, Instruction, Module
+
+_VIEWS = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "domain", "add-dependency",
+}  # fmt: skip
+_ELEMENTWISE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+_LIBRARIES = ("__cublas", "__cudnn", "__cub")
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """``device``: read or written in the device's memory, ``host``: in the host's."""
+
+    device: int = 0
+    host: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.device or self.host)
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host)
+
+
+def bytes_moved(module: Module, inside: Computation, instruction: Instruction) -> Bytes:
+    """What one operation of the computation ``inside`` reads and writes; of what computes nothing by itself (a loop, a
+    call) nothing."""
+    i = instruction
+    if i.opcode in _VIEWS or i.opcode.endswith("-done"):
+        return Bytes()
+    if i.opcode == "fusion":
+        fused = module.computations[i.called("calls")[0]]
+        reads = [_read(module, fused, fused.parameters[n]) for n in range(len(i.operands))]
+        return sum((_of(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(fused, fused.root, i))
+    # By itself: as if it were the only one in a fusion.
+    alone = Computation({}, i)
+    reads = [_part_read(alone, i, n, o) for n, o in enumerate(_sources(inside, i))]
+    return sum((_of(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(inside, i, i))
+
+
+def _sources(inside: Computation, instruction: Instruction) -> Sequence[Instruction]:
+    return [inside.instructions[name] for name in instruction.operands]
+
+
+def _of(array: Instruction, n_elements: int) -> Bytes:
+    """So many elements of an array; of a tuple nothing, its parts are read elsewhere."""
+    if len(array.arrays) != 1:
+        return Bytes()
+    (whole,) = array.arrays
+    n_bytes = -(-min(n_elements, whole.n_elements) * whole.element_bits // 8)
+    return Bytes(host=n_bytes) if whole.on_host else Bytes(n_bytes)
+
+
+def _n_elements(instruction: Instruction) -> int:
+    return sum(a.n_elements for a in instruction.arrays)
+
+
+def _read(module: Module, fused: Computation, array: Instruction) -> int:
+    """Elements of ``array`` that a fused computation uses."""
+    total = 0
+    for user in fused.users.get(array.name, ()):
+        for n, operand in enumerate(user.operands):
+            if operand == array.name:
+                if user.opcode in _ELEMENTWISE and user is not fused.root:
+                    total += _read(module, fused, user)
+                elif user.opcode == "fusion":
+                    inner = module.computations[user.called("calls")[0]]
+                    total += _read(module, inner, inner.parameters[n])
+                else:
+                    total += _part_read(fused, user, n, array)
+    return min(total, _n_elements(array))
+
+
+def _part_read(inside: Computation, user: Instruction, n: int, array: Instruction) -> int:
+    """Elements that one instruction reads of its operand number ``n``."""
+    match user.opcode:
+        case "dynamic-slice" | "slice" | "gather" if n == 0:
+            return _n_elements(user)
+        case "dynamic-update-slice" | "scatter" if n == 0 and user.name in _in_place(inside):
+            return 0
+        case _:
+            return _n_elements(array)
+
+
+def _in_place(inside: Computation) -> Mapping[str, Instruction]:
+    """What is a computation's result, or a part of it, but for views."""
+    found: dict[str, Instruction] = {}
+    pending = [inside.root]
+    while pending:
+        i = pending.pop()
+        if i.opcode in ("tuple", "bitcast"):
+            pending += [inside.instructions[name] for name in i.operands]
+        else:
+            found[i.name] = i
+    return found
+
+
+def _written(inside: Computation, result: Instruction, outside: Instruction) -> Bytes:
+    """``result``: of a computation, which is ``outside``'s where it is called."""
+    total, on_host = Bytes(), any(a.on_host for a in outside.arrays[:1])
+    for i in _in_place(Computation(inside.instructions, result)).values():
+        n_bytes = _result(inside, i) if i is outside or _of_a_parameter(inside, i) else i.n_bytes
+        total += Bytes(host=n_bytes) if on_host else Bytes(n_bytes)
+    return total
+
+
+def _result(inside: Computation, i: Instruction) -> int:
+    """Bytes written where ``i`` may update an operand in its place."""
+    match i.opcode:
+        case "dynamic-update-slice":
+            return inside.instructions[i.operands[1]].n_bytes
+        case "scatter":
+            # Operands are arrays, indices, and as many updates as arrays.
+            return sum(inside.instructions[name].n_bytes for name in i.operands[len(i.operands) // 2 + 1 :])
+        case "copy-start":
+            return i.arrays[0].n_bytes
+        case "custom-call" if any(f'"{library}' in i.attributes for library in _LIBRARIES):
+            return sum(a.n_bytes for a in i.arrays if a.dtype not in ("s8", "u8"))
+        case _:
+            return i.n_bytes
+
+
+def _of_a_parameter(inside: Computation, i: Instruction) -> bool:
+    """Whether the first operand is, but for views, what a fusion is given: only that can be updated in its place."""
+    source = i
+    while source.operands and (source is i or source.opcode == "bitcast"):
+        source = inside.instructions[source.operands[0]]
+    return source.opcode == "parameter"

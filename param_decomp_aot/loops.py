@@ -1,0 +1,102 @@
+"""How often a ``while`` of a compiled program goes round, where the program says so."""
+
+import re
+
+from param_decomp_aot.hlo import Computation, Instruction, Module
+from param_decomp_aot.trip_count import rounds
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_PASSED_ON = {"copy", "bitcast", "convert", "reshape"}
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+
+
+def trips(module: Module, inside: Computation, loop: Instruction) -> int | None:
+    """Rounds of ``loop``, an instruction of the computation ``inside``, or None where they depend on data.
+
+    XLA mostly notes the number. Where it does not, recognised is one comparison of a carry, which starts at a constant
+    and moves by a constant, with a constant bound.
+    """
+    if noted := _KNOWN.search(loop.attributes):
+        return int(noted[1])
+    (condition,), (body,) = ([module.computations[c] for c in loop.called(which)] for which in ("condition", "body"))
+    compared = _Trace(module, condition).of(condition.root)
+    if compared.instruction.opcode != "compare":
+        return None
+    found = _DIRECTION.search(compared.instruction.attributes)
+    direction = found[1] if found else ""
+    sides = [compared.within.of(compared.within.computation.instructions[o]) for o in compared.instruction.operands]
+    left, right = sides
+    for relation, counter, bound in ((direction, left, right), (_MIRRORED.get(direction, ""), right, left)):
+        limit, place = bound.constant, counter.carried
+        if limit is None or place is None or relation not in _MIRRORED:
+            continue
+        start, step = _start(module, inside, loop, place), _step(module, body, place)
+        if start is not None and step is not None:
+            return rounds(relation.lower(), start, limit, step)
+    return None
+
+
+class _Found:
+    """An instruction and the trace of the computation that it is in."""
+
+    def __init__(self, instruction: Instruction, within: "_Trace") -> None:
+        self.instruction, self.within = instruction, within
+
+    @property
+    def constant(self) -> int | None:
+        i = self.instruction
+        return int(i.arguments) if i.opcode == "constant" and re.fullmatch(r"-?\d+", i.arguments) else None
+
+    @property
+    def carried(self) -> int | None:
+        """Its number in what the loop carries, if it is read from there."""
+        index = _INDEX.search(self.instruction.attributes)
+        if self.instruction.opcode != "get-tuple-element" or index is None or self.within.caller is not None:
+            return None
+        read = self.within.computation.instructions[self.instruction.operands[0]]
+        return int(index[1]) if read.opcode == "parameter" else None
+
+
+class _Trace:
+    """Follows values back to where they are made, out of and into fusions."""
+
+    def __init__(self, module: Module, computation: Computation, caller: _Found | None = None) -> None:
+        """``caller``: the fusion that the computation is of."""
+        self.module, self.computation, self.caller = module, computation, caller
+
+    def of(self, instruction: Instruction) -> _Found:
+        found = _Found(instruction, self)
+        if instruction.opcode in _PASSED_ON:
+            return self.of(self.computation.instructions[instruction.operands[0]])
+        if instruction.opcode == "parameter" and self.caller is not None:
+            outside = self.caller.within
+            operand = self.caller.instruction.operands[int(instruction.arguments)]
+            return outside.of(outside.computation.instructions[operand])
+        if instruction.opcode == "fusion":
+            fused = self.module.computations[instruction.called("calls")[0]]
+            return _Trace(self.module, fused, found).of(fused.root)
+        return found
+
+
+def _start(module: Module, inside: Computation, loop: Instruction, place: int) -> int | None:
+    given = inside.instructions[loop.operands[0]]
+    if given.opcode != "tuple":
+        return None
+    return _Trace(module, inside).of(inside.instructions[given.operands[place]]).constant
+
+
+def _step(module: Module, body: Computation, place: int) -> int | None:
+    """By how much a round moves the carry, if by a fixed integer."""
+    if body.root.opcode != "tuple":
+        return None
+    moved = _Trace(module, body).of(body.instructions[body.root.operands[place]])
+    if moved.instruction.opcode not in ("add", "subtract"):
+        return None
+    left, right = (moved.within.of(moved.within.computation.instructions[name]) for name in moved.instruction.operands)
+    if left.carried == place and right.constant is not None:
+        return right.constant if moved.instruction.opcode == "add" else -right.constant
+    if right.carried == place and left.constant is not None and moved.instruction.opcode == "add":
+        return left.constant
+    return None

@@ -1,0 +1,212 @@
+"""Bytes that a compiled program moves, counted from its text: in a device's memory, and between devices.
+
+A loop's body counts as often as it is run, of a conditional's branches the one that moves most, and an operation that
+is started and awaited once. For what an operation moves in memory see `fused_bytes.py`; a collective operation reads
+its operands there and writes its results.
+
+Between devices a collective goes round the ring of its group of n devices, in the order in which they lie in nodes.
+With S bytes per device (of an all-gather the result, else the operand) each device sends (n−1)/n · S, twice that for
+an all-reduce, and S for a permutation. Where a group spans nodes, with k of its devices in a node, these k share the
+ring's one way out of the node: each of them sends 1/k of that over the network (with as many network cards as GPUs),
+and nothing over the node's own links if it is alone there.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from param_decomp_aot.fused_bytes import bytes_moved
+from param_decomp_aot.hlo import Computation, Instruction, Module, module
+from param_decomp_aot.instructions import Instructions
+from param_decomp_aot.loops import trips
+from param_decomp_aot.replica_groups import Groups, replica_groups, source_target_pairs
+
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation. ``payload``: S above, in bytes. ``group``: n, ``in_node``: k, of the group that has
+    fewest in a node. ``shape``: of the operands, the local parts."""
+
+    kind: str
+    payload: int
+    group: int
+    in_node: int
+    shape: str
+    scope: str
+    source: str
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it needs the network between nodes."""
+        return self.in_node < self.group
+
+    @property
+    def ring(self) -> int:
+        """Bytes that each device sends to the next."""
+        if self.group < 2:
+            return 0
+        if self.kind == "collective-permute":
+            return self.payload
+        return (2 if self.kind == "all-reduce" else 1) * self.payload * (self.group - 1) // self.group
+
+    @property
+    def within(self) -> int:
+        """Bytes that each device sends over the links of its node."""
+        return self.ring if self.in_node > 1 else 0
+
+    @property
+    def across(self) -> int:
+        """Bytes that each device sends over the network between nodes."""
+        return self.ring // self.in_node if self.crosses else 0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Of several collective operations. ``count``: how often one is run; the others are bytes per device."""
+
+    count: int = 0
+    payload: int = 0
+    within: int = 0
+    across: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one run of a program, per device, in bytes.
+
+    ``memory``: read and written in its memory, by scope (`Instructions.origin`). ``host``: in the host's.
+    ``collectives``: each with how often it is run. ``unknown``: what could not be told and is counted as if it were run
+    once, or among all devices.
+    """
+
+    memory: Mapping[str, int]
+    host: int
+    collectives: Mapping[Collective, int]
+    unknown: tuple[str, ...]
+
+    @property
+    def hbm(self) -> int:
+        """Bytes read and written in the device's memory."""
+        return sum(self.memory.values())
+
+    @property
+    def within(self) -> int:
+        """Bytes over the links of a node."""
+        return sum(n * c.within for c, n in self.collectives.items())
+
+    @property
+    def across(self) -> int:
+        """Bytes over the network between nodes."""
+        return sum(n * c.across for c, n in self.collectives.items())
+
+    def by_kind(self) -> Mapping[tuple[str, bool], Sum]:
+        """Collectives by kind and by whether they need the network, what sends most first."""
+        sums: dict[tuple[str, bool], Sum] = {}
+        for c, n in self.collectives.items():
+            old = sums.get((c.kind, c.crosses), Sum())
+            sums[c.kind, c.crosses] = Sum(
+                old.count + n, old.payload + n * c.payload, old.within + n * c.within, old.across + n * c.across
+            )
+        return dict(sorted(sums.items(), key=lambda item: -max(item[1].within, item[1].across)))
+
+
+@dataclass
+class _Count:
+    memory: Counter[str] = field(default_factory=Counter)
+    host: int = 0
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.memory.total() + self.host + sum(n * c.ring for c, n in self.collectives.items())
+
+    def add(self, other: "_Count", times: int = 1) -> None:
+        for scope, n in other.memory.items():
+            self.memory[scope] += times * n
+        for collective, n in other.collectives.items():
+            self.collectives[collective] += times * n
+        self.host += times * other.host
+        self.unknown.extend(u for u in other.unknown if u not in self.unknown)
+
+
+def traffic(program: str, gpus_per_node: int = 8) -> Traffic:
+    """What each device moves in one run of ``program``, HLO as `jax.stages.Compiled.as_text` gives it, or a dump.
+
+    A loop whose rounds the program does not say counts once and is reported, with one exception: one outside all other
+    loops that moves more than half of everything is the loop over the steps of a dispatch. It counts once and what
+    comes out is of one step. Raises ValueError where the text is not of a program.
+    """
+    counting = _Counting(module(program), Instructions(program), gpus_per_node)
+    count, loops = counting.of(counting.module.entry, outermost=True)
+    steps = max(loops, key=lambda loop: loop[1], default=("", 0))
+    unknown = count.unknown + [name for name, total in loops if name != steps[0] or 2 * total <= count.total]
+    return Traffic(dict(count.memory.most_common()), count.host, dict(count.collectives.most_common()), tuple(unknown))
+
+
+class _Counting:
+    def __init__(self, module: Module, instructions: Instructions, gpus_per_node: int) -> None:
+        self.module, self.instructions, self.gpus_per_node = module, instructions, gpus_per_node
+
+    def of(self, name: str, started_by: str = "", outermost: bool = False) -> tuple[_Count, list[tuple[str, int]]]:
+        """One run of a computation, and the loops of unknown length right in it, if it is the outermost, with their
+        bytes in one round. ``started_by``: the instruction that it has the origin of."""
+        computation, count = self.module.computations[name], _Count()
+        loops: list[tuple[str, int]] = []
+        for i in computation.instructions.values():
+            if i.opcode == "while":
+                one = _Count()
+                for part in (*i.called("body"), *i.called("condition")):
+                    one.add(self.of(part)[0])
+                n = trips(self.module, computation, i)
+                count.add(one, 1 if n is None else n)
+                if n is None:
+                    loops.append(
+                        (f"{i.name} in {self.instructions.origin(i.name)[0]}: counted as one round", one.total)
+                    )
+            elif i.opcode == "conditional":
+                branches = [self.of(name)[0] for key in _BRANCHES for name in i.called(key)]
+                count.add(max(branches, key=lambda branch: branch.total))
+            elif i.opcode == "call":
+                called, more = self.of(i.called("to_apply")[0], outermost=outermost)
+                count.add(called)
+                loops += more
+            elif i.opcode == "async-start":
+                count.add(self.of(i.called("calls")[0], i.name)[0])
+            elif (kind := i.opcode.removesuffix("-start")) in KINDS:
+                self._collective(kind, computation, i, started_by or i.name, count)
+            elif moved := bytes_moved(self.module, computation, i):
+                count.memory[self.instructions.origin(started_by or i.name)[0]] += moved.device
+                count.host += moved.host
+        if outermost:
+            return count, loops
+        count.unknown += [loop for loop, _ in loops]
+        return count, []
+
+    def _collective(self, kind: str, inside: Computation, i: Instruction, named: str, count: _Count) -> None:
+        operands = [inside.instructions[name] for name in i.operands]
+        given = sum(o.n_bytes for o in operands)
+        groups = self._groups(kind, i, count)
+        size = max(map(len, groups), default=1)
+        in_node = min((self._in_node(group) for group in groups), default=1)
+        taken = {"all-gather": given * size, "reduce-scatter": given // size}.get(kind, given)
+        scope, source = self.instructions.origin(named)
+        shape = " + ".join(o.shape.partition("{")[0] for o in operands)
+        count.collectives[Collective(kind, max(given, taken), size, in_node, shape, scope, source)] += 1
+        count.memory[scope] += given + taken
+
+    def _groups(self, kind: str, i: Instruction, count: _Count) -> Groups:
+        if kind == "collective-permute":
+            return source_target_pairs(i.attributes)
+        try:
+            return replica_groups(i.attributes, self.module.n_devices)
+        except ValueError as error:
+            count.unknown.append(f"{i.name}: {error}; counted as among all devices")
+            return (tuple(range(self.module.n_devices)),)
+
+    def _in_node(self, group: tuple[int, ...]) -> int:
+        """How many of a group lie in one node, where fewest do."""
+        return min(Counter(device // self.gpus_per_node for device in group).values())

@@ -1,0 +1,228 @@
+"""The torch schema, key for key (docs/configuration.md), with the rules that one file can be held to by itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from pydantic import Strict as Strictness
+
+from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.strict import (
+    NO_MEANING,
+    Count,
+    Fraction,
+    ListOf,
+    Natural,
+    NonNegative,
+    Positive,
+    Strict,
+    broken,
+)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+
+
+class DecompositionTarget(Strict):
+    module_pattern: Text
+    C: Count
+
+
+class LayerwiseCI(Strict):
+    mode: Literal["layerwise"]
+    fn_type: Literal["mlp", "vector_mlp", "shared_mlp"]
+    hidden_dims: ListOf[Count]
+
+    @model_validator(mode="after")
+    def _hidden(self) -> "LayerwiseCI":
+        if not self.hidden_dims and self.fn_type != "shared_mlp":
+            rule = f"{self.fn_type} needs a hidden layer, only shared_mlp can do without"
+            raise broken(("hidden_dims", f"is empty; {rule}"))
+        return self
+
+
+class AttentionConfig(Strict):
+    n_heads: Count
+    max_len: Count = 2048
+    rope_base: Positive = 10000.0
+
+
+class TransformerCIConfig(Strict):
+    d_model: Count
+    n_blocks: Count
+    mlp_hidden_dim: Annotated[ListOf[Count], Field(min_length=1)] | None = None
+    attn_config: AttentionConfig
+
+    @model_validator(mode="after")
+    def _heads(self) -> "TransformerCIConfig":
+        heads = self.attn_config.n_heads
+        if self.d_model % heads:
+            raise broken(("d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"))
+        if self.d_model // heads % 2:
+            size = self.d_model // heads
+            raise broken(("d_model", f"gives heads of width {size}; rotary embedding needs an even width"))
+        return self
+
+    @property
+    def mlp_hidden(self) -> tuple[int, ...]:
+        """Hidden widths of the MLP; null means one layer of 4 · d_model."""
+        return self.mlp_hidden_dim or (4 * self.d_model,)
+
+
+class GlobalCI(Strict):
+    mode: Literal["global"]
+    fn_type: Literal["global_shared_mlp", "global_shared_transformer"]
+    hidden_dims: Annotated[ListOf[Count], Field(min_length=1)] | None = None
+    simple_transformer_ci_cfg: TransformerCIConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "GlobalCI":
+        wanted, unwanted = "hidden_dims", "simple_transformer_ci_cfg"
+        if self.fn_type == "global_shared_transformer":
+            wanted, unwanted = unwanted, wanted
+        if getattr(self, wanted) is None:
+            raise broken((wanted, f"is required with fn_type: {self.fn_type}"))
+        if getattr(self, unwanted) is not None:
+            raise broken((unwanted, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
+        return self
+
+
+class OptimizerConfig(Strict):
+    """AdamW (T1)."""
+
+    lr_schedule: ScheduleConfig
+    weight_decay: NonNegative = 0.0
+    betas: Annotated[tuple[Beta, Beta], Strictness(False)] = (0.9, 0.999)
+    grad_clip_norm: Positive | None = None
+
+
+class PDConfig(Strict):
+    """`pd`: the method. ``batch_size`` is global; ``n_mask_samples`` counts the draws of the stochastic losses."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    n_mask_samples: Count
+    sampling: Literal["continuous", "binomial"] = "continuous"
+    sigmoid_type: SquashingName = "leaky_hard"
+    use_delta_component: bool = True
+    tied_weights: ListOf[Annotated[tuple[Text, Text], Strictness(False)]] | None = None
+    decomposition_targets: ListOf[DecompositionTarget]
+    identity_decomposition_targets: ListOf[DecompositionTarget] | None = None
+    ci_config: Annotated[LayerwiseCI | GlobalCI, Field(discriminator="mode")]
+    components_optimizer: OptimizerConfig
+    ci_fn_optimizer: OptimizerConfig
+    steps: Count
+    batch_size: Count
+    faithfulness_warmup_steps: Natural = 0
+    faithfulness_warmup_lr: NonNegative = 0.001
+    faithfulness_warmup_weight_decay: NonNegative = 0.0
+    loss_metrics: Annotated[ListOf[TrainingLoss], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _something_to_decompose(self) -> "PDConfig":
+        if not self.decomposition_targets and not self.identity_decomposition_targets:
+            raise broken(("decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets"))
+        return self
+
+
+class RuntimeConfig(Strict):
+    autocast_bf16: bool = True
+    device: Annotated[str, NO_MEANING] = "cuda"
+    dp: Annotated[Count | None, NO_MEANING] = None
+
+
+class CadenceConfig(Strict):
+    train_log_every: Count
+    save_every: Count | None = None
+    keep_last_n_checkpoints: Count | None = None
+
+
+class EvalConfig(Strict):
+    batch_size: Count
+    n_steps: Count
+    every: Count
+    slow_every: Count
+    slow_on_first_step: bool = True
+    metrics: ListOf[Metric] = ()
+
+    @model_validator(mode="after")
+    def _slow_is_also_fast(self) -> "EvalConfig":
+        if self.slow_every % self.every:
+            raise broken(("slow_every", f"is {self.slow_every}; it must be a multiple of every ({self.every})"))
+        return self
+
+
+class WandbConfig(Strict):
+    project: Text
+    entity: Text | None = None
+
+
+class HubSpec(Strict):
+    """``model_name``: hub id or local folder."""
+
+    kind: Literal["hf"]
+    model_class: Text
+    model_name: Text
+
+
+class PretrainedSpec(Strict):
+    kind: Literal["pretrained"]
+    model_class: Text
+    run_path: Text
+
+
+class LanguageModelTarget(Strict):
+    """``weights_dtype``: null keeps the weights as they are stored."""
+
+    spec: Annotated[HubSpec | PretrainedSpec, Field(discriminator="kind")]
+    output_extract: Annotated[str, NO_MEANING] = "logits"
+    weights_dtype: Literal["float32", "bfloat16"] | None = None
+
+
+class LanguageModelData(Strict):
+    dataset_name: Text
+    data_files: Text | None = None
+    revision: Annotated[str | None, NO_MEANING] = None
+    tokenizer_name: Text
+    column_name: Literal["text", "input_ids"]
+    max_seq_len: Count = 512
+    train_split: Annotated[str, NO_MEANING] = "train"
+    eval_split: Annotated[str, NO_MEANING] = "test"
+    is_tokenized: bool = False
+    streaming: Annotated[bool, NO_MEANING] = False
+    buffer_size: Annotated[int, NO_MEANING] = 1000
+    shuffle_each_epoch: Annotated[bool, NO_MEANING] = True
+
+
+class ToyTarget(Strict):
+    run_path: Text
+
+
+class ToyData(Strict):
+    feature_probability: Fraction
+    data_generation_type: Literal["at_least_zero_active", "exactly_one_active"] = "at_least_zero_active"
+
+
+class _TorchFile(Strict):
+    pd: PDConfig
+    runtime: RuntimeConfig = RuntimeConfig()
+    cadence: CadenceConfig
+    eval: EvalConfig | None = None
+    wandb: WandbConfig | None = None
+
+
+class LanguageModelFile(_TorchFile):
+    """A schema file whose target has a ``spec``."""
+
+    target: LanguageModelTarget
+    data: LanguageModelData
+
+
+class ToyFile(_TorchFile):
+    """A schema file for TMS or ResidMLP."""
+
+    target: ToyTarget
+    data: ToyData
+
+
+MethodFile = LanguageModelFile | ToyFile

@@ -1,0 +1,20 @@
+"""Tables on the terminal, alike everywhere."""
+
+from rich import box
+from rich.table import Table
+
+
+def plain_table(title: str, *columns: tuple[str, str]) -> Table:
+    """A table without a body. ``columns``: heading, and ``left``, ``right``, or ``wrap`` (left, may take lines)."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title)
+    )
+    for name, kind in columns:
+        wraps = kind == "wrap"
+        table.add_column(
+            name,
+            justify="right" if kind == "right" else "left",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+        )
+    return table

@@ -1,0 +1,97 @@
+"""What an evaluation after the fact is asked for: the run's own metrics, or others, on other batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
+from param_decomp_lab.config.wrapper import Mesh
+from param_decomp_lab.config.yaml_io import parse_yaml
+from param_decomp_lab.errors import UserError
+
+SETTABLE = ("eval", "data", "memory")
+"""First keys that `--set` may change: no others leave the decomposition what it is."""
+
+_ATTACK = {"init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
+USUAL: dict[str, dict[str, Any]] = {
+    "CEandKLLosses": {"rounding_threshold": 0.0},
+    "CI_L0": {"groups": None},
+    "CIHistograms": {"n_batches_accum": None},
+    "PGDReconLoss": _ATTACK,
+    "PGDReconLayerwiseLoss": _ATTACK,
+}
+"""Keys of metrics that are given by their type alone, where the run does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """``metrics``: types, YAML mappings as text, or mappings; None: the run's own. ``batches``, ``batch_size``: None as
+    the run has it. ``overrides``: assignments such as `eval.n_steps=4`."""
+
+    metrics: Sequence[str | Mapping[str, Any]] | None = None
+    batches: int | None = None
+    batch_size: int | None = None
+    overrides: Sequence[str] = ()
+
+
+def evaluated_config(config: RunConfig, asked: EvaluationRequest, where: str) -> RunConfig:
+    """``config`` with the evaluation that is asked for. UserError for what is no metric, or would measure something
+    else than the run. ``where``: for errors."""
+    assignments = parse_overrides(asked.overrides)
+    for override in assignments:
+        if override.path[0] not in SETTABLE:
+            raise UserError(
+                f"--set {override.text}: an evaluation leaves the run what it is; what can be set begins with "
+                f"{', '.join(SETTABLE)}"
+            )
+    wrapper, method = config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json")
+    # Devices are chosen where the run is opened, not by the mesh that trained it.
+    wrapper["mesh"] = Mesh().model_dump()
+    if any(override.path[0] == "memory" for override in assignments):
+        del wrapper["remat_recon_forwards"]  # it would contradict another preset
+    wrapper = apply_overrides(wrapper, [override for override in assignments if override.is_for_wrapper])
+    if method["eval"] is None:
+        method["eval"] = {"batch_size": config.method.pd.batch_size, "n_steps": 1, "every": 1, "slow_every": 1}
+    method = apply_overrides(method, [override for override in assignments if not override.is_for_wrapper])
+    if not isinstance(method["eval"], dict):
+        raise UserError("--set eval: should be a section; there is nothing to evaluate without it")
+    settings = dict(method["eval"])
+    if asked.metrics is not None:
+        settings["metrics"] = [_metric(metric, config) for metric in asked.metrics]
+    if asked.batches is not None:
+        settings["n_steps"] = asked.batches
+    if asked.batch_size is not None:
+        settings["batch_size"] = asked.batch_size
+    if not settings.get("metrics"):
+        raise UserError(f"{where} has no eval.metrics: say which, e.g. --metric CI_L0 --metric CEandKLLosses")
+    found = RunConfig.from_mapping({"wrapper": wrapper, "torch": {**method, "eval": settings}}, where)
+    return replace(found, ignored=config.ignored)
+
+
+def metrics_in(file: Path) -> list[Mapping[str, Any]]:
+    """The metrics in a YAML file: a list, or a mapping that has it under `metrics` or `eval.metrics`."""
+    try:
+        found = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise UserError(f"{file}: cannot read the metrics: {error.strerror}") from error
+    for key in ("eval", "metrics"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    if not isinstance(found, list) or not all(isinstance(metric, dict) for metric in found):
+        raise UserError(f"{file}: should be a list of metrics, or have one under metrics: - {{type: CI_L0, …}}")
+    return found
+
+
+def _metric(metric: str | Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """A metric given by its type is as the run evaluates it, or trains on it, or as it usually is."""
+    if isinstance(metric, str) and metric.lstrip().startswith("{"):
+        metric = parse_yaml(metric, f"--metric {metric}")
+    if isinstance(metric, Mapping):
+        return dict(metric)
+    own = () if config.method.eval is None else config.method.eval.metrics
+    for known in (*own, *config.method.pd.loss_metrics):
+        if known.type == metric:
+            return {**known.model_dump(mode="json"), **({"coeff": None} if hasattr(known, "coeff") else {})}
+    return {"type": metric, **USUAL.get(metric, {})}

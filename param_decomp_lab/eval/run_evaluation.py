@@ -1,0 +1,106 @@
+"""The evaluation of a run that is there already, on any of its checkpoints; `metrics.jsonl` stays as it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from param_decomp_jax.state import State
+from param_decomp_jax.targets.llama import Llama, LlamaConfig
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.method_schema import EvalConfig, ToyFile
+from param_decomp_lab.data.sources import BatchSource
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
+from param_decomp_lab.opening import Run, load_run
+from param_decomp_lab.opening.target import problem_of
+from param_decomp_lab.setup.language_model import check_rows, evaluation_source, held_out_rows
+from param_decomp_lab.setup.toys import EVAL, toy_source
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """``row``: the numbers, as the run would have written them at ``step``. ``figures``: files by name. ``data``: where
+    the batches come from."""
+
+    step: int
+    row: dict[str, float]
+    figures: dict[str, Path]
+    settings: EvalConfig
+    data: str
+
+
+def evaluate_run(
+    folder: Path,
+    asked: EvaluationRequest | None = None,
+    *,
+    step: int | None = None,
+    figures: Path | None = None,
+    devices: int | None = None,
+    target: Path | None = None,
+) -> Evaluated:
+    """Opens a run as `load_run` does and evaluates it. ``asked`` None: as the run itself did.
+
+    ``figures``: folder for those of the metrics that are figures; None: they are left out. A persistent attack needs
+    nothing of the training state: as in training's own evaluations it starts sources of its own. UserError: as
+    `load_run`, and for what cannot be evaluated.
+    """
+    asked = asked or EvaluationRequest()
+    run = load_run(folder, step, devices=devices, target=target)
+    config = evaluated_config(run.config, asked, f"{folder}: the evaluation")
+    settings = config.method.eval
+    assert settings is not None
+    _refuse_uneven(settings, config, run)
+    problem = problem_of(config, run.architecture, folder)
+    batches, data = _batches(run, config, asked)
+    learned, weights = run.learned, run.weights
+    state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
+    drawn: dict[str, Path] = {}
+    with jax.set_mesh(run.mesh):
+        evaluation = Evaluation(config, problem, batches, run.mesh)
+        row = evaluation.fast(state, weights, run.step, lambda: False)
+        if figures is not None:
+            drawn = evaluation.figures(state, weights, run.step, figures, lambda: False)
+    return Evaluated(run.step, row, drawn, settings, data)
+
+
+def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:
+    parts = run.mesh.size * config.wrapper.memory.micro_batches
+    if settings.batch_size % parts:
+        raise UserError(
+            f"eval.batch_size is {settings.batch_size}; it must be a multiple of {parts} (devices x "
+            "memory.micro_batches): change --batch-size or --devices"
+        )
+
+
+def _batches(run: Run, config: RunConfig, asked: EvaluationRequest) -> tuple[BatchSource, str]:
+    """The evaluation's batches, and what they are of."""
+    method, architecture = config.method, run.architecture
+    assert method.eval is not None
+    if isinstance(method, ToyFile):
+        assert not isinstance(architecture, LlamaConfig)
+        return toy_source(method, architecture, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
+    assert isinstance(run.target, Llama)
+    assert isinstance(architecture, LlamaConfig)
+    # What the run held out, not what this evaluation would have: the rest was trained on.
+    others = any(text.startswith("data") for text in asked.overrides)
+    rows = held_out_rows(config if others else run.config)
+    check_rows(config, architecture, rows)
+    return evaluation_source(config, rows, run.mesh), rows.source
+
+
+def as_json(found: Evaluated, folder: Path) -> dict[str, Any]:
+    """What `pd eval` writes."""
+    return {
+        "run": folder.name,
+        "step": found.step,
+        "data": found.data,
+        "batches": found.settings.n_steps,
+        "batch_size": found.settings.batch_size,
+        "metrics": [metric.model_dump(mode="json") for metric in found.settings.metrics],
+        "row": found.row,
+        "figures": {name: str(path) for name, path in found.figures.items()},
+    }

@@ -1,0 +1,265 @@
+"""`pd runs`: what there is in the run folders below a folder, from small files alone, none of them believed whole."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.display.numbers import duration, number
+from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.metrics.sinks import METRICS_FILE
+from param_decomp_lab.report.configuration import component_counts
+from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
+from param_decomp_lab.report.metrics import series_by_key
+from param_decomp_lab.run_folder.ending import ENDING_FILE, read_ending
+from param_decomp_lab.run_folder.folder import CHECKPOINTS, CONFIG_FILE, checkpoint_steps
+from param_decomp_lab.run_folder.lock import LOCK_FILE, holder, is_held
+
+DEPTH = 4
+"""Folders below the one given that are looked into: sweeps and experiments keep their runs in folders of their own."""
+PATIENCE_S = 900.0
+"""A run that has written nothing for so long, and for ten times the span between two of its rows, goes on no more."""
+TAIL = 1 << 20
+"""Bytes at the end of `metrics.jsonl` among which the last rows are looked for."""
+WIDTH = 150
+"""Of the table where nobody says how wide (a file, a pipe)."""
+WIDEST = 60
+"""Characters that a folder gets before it is broken into lines."""
+
+State = Literal["waiting", "training", "stopped", "finished", "failed", "broken"]
+STYLES: dict[State, str] = {
+    "waiting": "dim", "training": "green", "stopped": "yellow", "finished": "bold", "failed": "red", "broken": "red",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run as its folder shows it. ``step``: finished training steps; ``steps``: those it is to take. ``seconds``: of
+    a step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: of a run that failed or is broken.
+    ``last``: the newest value of every metric."""
+
+    folder: str
+    id: str
+    state: State
+    name: str = ""
+    step: int | None = None
+    steps: int | None = None
+    checkpoint: int | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    seen: float = 0.0
+    why: str = ""
+    main: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+
+def find_runs(folders: Sequence[Path]) -> list[Found]:
+    """All runs in or below ``folders``, the one seen last first. UserError for a folder that is not there."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; say where the runs are: pd runs FOLDER")
+    paths = dict.fromkeys(path for folder in folders for path in _run_folders(folder, DEPTH))
+    return sorted(map(read_run, paths), key=lambda run: -run.seen)
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if _looks_like_a_run(folder):
+        yield folder
+    elif depth:
+        try:
+            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return
+        for path in map(Path, below):
+            if not path.name.startswith("."):
+                yield from _run_folders(path, depth - 1)
+
+
+def _looks_like_a_run(folder: Path) -> bool:
+    """By its files, or by its name: `p-` and 8 hex digits."""
+    if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
+        return True
+    prefix, _, digits = folder.name.partition("-")
+    return prefix == "p" and len(digits) == 8 and all(c in "0123456789abcdef" for c in digits)
+
+
+def read_run(folder: Path) -> Found:
+    """One run; whatever is wrong with its folder is said in it, never raised."""
+    try:
+        return _read(folder)
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error) if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {error}"
+        return Found(str(folder), folder.name, "broken", seen=_seen(folder), why=why)
+
+
+def _read(folder: Path) -> Found:
+    config = read_mapping(folder / CONFIG_FILE, "the configuration of a run")
+    steps = config["torch"]["pd"]["steps"]
+    if not isinstance(steps, int):
+        raise UserError(f"{folder / CONFIG_FILE}: pd.steps is {steps!r}")
+    last, logged, span = _last_values(folder / METRICS_FILE)
+    checkpoints = checkpoint_steps(folder)
+    newest = max(checkpoints, default=None)
+    seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
+    ending = read_ending(folder)
+    held, taken = is_held(folder), _changed(folder / LOCK_FILE)
+    # By a process on another machine, of which no more can be known than that it came in after the last end.
+    elsewhere = held is None and holder(folder) is not None and taken > _changed(folder / ENDING_FILE)
+    quiet = time.time() - max(seen, taken if elsewhere else 0.0)
+    writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
+    state: State
+    if held or (elsewhere and writes):
+        state = "training"
+    elif ending is not None:
+        state = ending[0]
+    elif newest == steps:
+        state = "finished"
+    elif logged is None and not (folder / CHECKPOINTS).is_dir():
+        state = "waiting"
+    else:
+        state = "training" if held is None and writes else "stopped"
+    done = [step for step in (logged, newest) if step is not None]
+    return Found(
+        folder=str(folder),
+        id=folder.name,
+        state=state,
+        name=str(config["wrapper"].get("run_name", "")),
+        step=max(done) if done else None,
+        steps=steps,
+        checkpoint=newest,
+        seconds=seconds,
+        tokens_per_second=last.get("train/perf/tok_per_s"),
+        seen=seen,
+        why=ending[1] if ending is not None and state == "failed" else "",
+        main=_main(last, config),
+        last=last,
+    )
+
+
+def _seen(folder: Path) -> float:
+    """When the run last wrote: a row, a checkpoint, its configuration."""
+    own = [time for path in (METRICS_FILE, CHECKPOINTS, CONFIG_FILE) if (time := _changed(folder / path))]
+    return max(own, default=_changed(folder))
+
+
+def _changed(path: Path) -> float:
+    """Seconds since 1970; 0 for what cannot be looked at."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _last_values(file: Path) -> tuple[dict[str, float], int | None, int]:
+    """Newest value of every metric near the end of `metrics.jsonl`; steps done by then (None without a row); steps
+    between the last two training rows. A line cut by a kill, or by the look at the end alone, is passed over."""
+    last: dict[str, float] = {}
+    done: int | None = None
+    trained: list[int] = []
+    for row in _rows_at_the_end(file):
+        step = row["step"]
+        values = {key: series.last for key, series in series_by_key([row]).items()}
+        last |= values
+        has_trained = any(key.startswith("train/") for key in values)
+        done = max(done or 0, step + 1 if has_trained else step)
+        trained += [step] if has_trained else []
+    span = trained[-1] - trained[-2] if len(trained) > 1 else 1
+    return last, done, span
+
+
+def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        size = lines.seek(0, os.SEEK_END)
+        lines.seek(max(0, size - TAIL))
+        if size > TAIL:
+            lines.readline()
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+
+
+def _main(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
+    """The few numbers that a decomposition is judged by first."""
+    series = series_by_key([{"step": 0, **last}])
+    found = {"loss": last.get("train/loss/total")}
+    for name, masking in (("kl ci", "ci_masked"), ("kl stoch", "stoch_masked")):
+        of_masking = kl(series, masking)
+        found[name] = of_masking.last if of_masking else None
+    found["attack"] = next((values.last for values in attacks(series).values()), None)
+    l0 = l0_table(series, component_counts(config, l0_names(series)))
+    found["L0"] = l0.mean if l0 else None
+    errors = [value for key, value in last.items() if key.startswith("eval/identity_ci_error/")]
+    found["ci errors"] = sum(errors) if errors else None
+    found["MMCS"] = last.get("eval/tms/mmcs")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- what is printed ---
+
+
+def show_runs(found: Sequence[Found], as_json: bool) -> None:
+    """A table, or JSON on one object per run."""
+    if as_json:
+        print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
+        return
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=WIDTH)
+    if not found:
+        console.print("no runs here")
+        return
+    columns = (("run", "wrap"), ("name", "wrap"), ("state", "left"), ("step", "right"), ("a step", "right"))
+    table = plain_table("", *columns, ("tok/s", "right"), ("seen", "right"), ("", "wrap"))
+    # A folder in one piece can be copied; the numbers may take more lines.
+    table.columns[0].no_wrap = all(len(run.folder) <= WIDEST for run in found)
+    for run in found:
+        table.add_row(
+            str(run.folder), run.name, Text(run.state, style=STYLES[run.state]), _progress(run), _step_time(run),
+            "" if run.tokens_per_second is None else number(run.tokens_per_second), _ago(run.seen), _what(run),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinities: they are null."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _progress(run: Found) -> str:
+    if run.steps is None:
+        return ""
+    return f"{run.step or 0:,} of {run.steps:,}"
+
+
+def _step_time(run: Found) -> str:
+    if run.seconds is None:
+        return ""
+    return f"{1000 * run.seconds:.3g} ms" if run.seconds < 1 else f"{run.seconds:.3g} s"
+
+
+def _ago(seen: float) -> str:
+    seconds = max(0.0, time.time() - seen)
+    return f"{duration(seconds)} ago" if seconds < 86400 else f"{seconds / 86400:.0f} d ago"
+
+
+def _what(run: Found) -> Text:
+    if run.why:
+        return Text(run.why.splitlines()[0])
+    return Text("  ".join(f"{name} {number(value)}" for name, value in run.main.items()))

@@ -1,0 +1,66 @@
+"""`ended.json` of a run folder: how the run was left, if it could still say so. Gone while the run goes on."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.run_folder.lock import displaced_by
+
+ENDING_FILE = "ended.json"
+Ending = Literal["finished", "stopped", "failed"]
+
+
+@contextmanager
+def record_end(run_folder: Path, stopped: type[Exception], processes: Processes = ALONE) -> Iterator[None]:
+    """A block that is the run; process 0 notes its end, also where it is ended by force. A killed run notes nothing.
+
+    ``stopped``: what is raised by a run that was told to stop. One that is refused (UserError) before it has come to
+    `clear_end` has not gone on, and its folder tells of the end before.
+    """
+    file = run_folder / ENDING_FILE
+
+    def note(how: Ending, why: str) -> None:
+        with suppress(OSError):  # what cannot be written is told where it is needed
+            if processes.first and displaced_by(run_folder) is None:  # else the run goes on there
+                write_whole(file, json.dumps({"how": how, "why": why, "time": time.time()}) + "\n")
+
+    def by_force(status: int) -> None:
+        note("stopped" if status == STOPPED else "failed", f"ended with status {status}")
+
+    processes.last_acts.append(by_force)
+    try:
+        yield
+    except UserError as error:
+        if not file.exists():
+            note("failed", str(error))
+        raise
+    except BaseException as error:
+        note("stopped" if isinstance(error, stopped) else "failed", str(error) or type(error).__name__)
+        raise
+    else:
+        note("finished", "")
+    finally:
+        processes.last_acts.remove(by_force)
+
+
+def clear_end(run_folder: Path) -> None:
+    """The run goes on now. For process 0."""
+    with suppress(OSError):
+        (run_folder / ENDING_FILE).unlink(missing_ok=True)
+
+
+def read_ending(run_folder: Path) -> tuple[Ending, str] | None:
+    """How the run ended and why; None while it goes on, after a kill, or where nothing readable says so."""
+    try:
+        found: dict[str, Any] = json.loads((run_folder / ENDING_FILE).read_text())
+        how, why = found["how"], str(found["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (how, why) if how in ("finished", "stopped", "failed") else None

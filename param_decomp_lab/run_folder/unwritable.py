@@ -1,0 +1,59 @@
+"""A run folder that does not take what is written any more: said in words, and what to do then."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from param_decomp_lab.errors import CannotWrite
+
+NUMBERS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT),
+)
+"""What can befall a folder that could be written before."""
+
+
+def why_not_written(error: BaseException, folder: Path) -> str | None:
+    """The file system's reason, if ``error`` comes from writing to ``folder``; None if it comes from anything else."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        # The storage libraries below orbax hand on the system's words alone.
+        known = next((n for n in NUMBERS if n == number or os.strerror(n).lower() in str(cause).lower()), None)
+        if known is not None:
+            return f"{os.strerror(known)}: {folder}{_space(folder) if known in (errno.ENOSPC, errno.EDQUOT) else ''}"
+        cause = cause.__cause__ or cause.__context__
+    return None if folder.is_dir() else f"{folder} is gone"
+
+
+@contextmanager
+def explain_unwritable(folder: Path) -> Iterator[None]:
+    """The work of a run in its ``folder``; CannotWrite, with what to do, where that cannot be written any more."""
+    then = f"What was saved before is as it was. When that is mended, go on with `pd train --resume {folder}`"
+    try:
+        yield
+    except CannotWrite as error:
+        raise CannotWrite(f"{error}. {then}") from error
+    except OSError as error:
+        why = why_not_written(error, folder) if _is_about(error, folder) else None
+        if why is None:
+            raise
+        raise CannotWrite(f"{why}. {then}") from error
+
+
+def _is_about(error: OSError, folder: Path) -> bool:
+    """Whether it was the folder that could not be written: some reasons also come from files that are read."""
+    if isinstance(error.filename, str | Path):
+        return Path(error.filename).absolute().is_relative_to(folder.absolute())
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def _space(folder: Path) -> str:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return ""
+    return f" ({usage.free / 1e6:,.1f} MB free of {usage.total / 1e6:,.1f})"

@@ -1,0 +1,22 @@
+"""From a configuration to what a run works with: target, weights, data, mesh; checked before anything is written."""
+
+from rich.console import Console
+
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.method_schema import LanguageModelFile
+from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.setup.base import Setup
+from param_decomp_lab.setup.language_model import set_up_language_model
+from param_decomp_lab.setup.toys import set_up_toy
+
+__all__ = ["Setup", "set_up"]
+
+
+def set_up(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
+    """Everything a run needs, in each of the ``processes`` that make it.
+
+    UserError for whatever does not fit together; a toy's target is trained if missing, by process 0.
+    """
+    if isinstance(config.method, LanguageModelFile):
+        return set_up_language_model(config)
+    return set_up_toy(config, console, processes)

@@ -1,0 +1,115 @@
+"""What a run works with, and the parts of it that do not depend on the kind of target."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.placement import placed, state_shardings
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.state import State, init_state
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.base import Weights
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.method_schema import EvalConfig
+from param_decomp_lab.config.metric_schema import CI_L0
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.data.sources import BatchShapes, BatchSource
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a run's programs are compiled from: no array, no data.
+
+    ``weights``: shapes with shardings. ``train``, ``eval``: their batches; eval is None without one. ``leading``:
+    leading axes of a training batch, those of an activation.
+    """
+
+    problem: Problem
+    mesh: Mesh
+    weights: Any
+    leading: tuple[int, ...]
+    train: BatchShapes
+    eval: BatchShapes | None
+
+    @cached_property
+    def state(self) -> State:
+        """Shapes and shardings of the train state."""
+        spec = self.problem.decomposition
+        shapes = jax.eval_shape(partial(init_state, spec, self.problem.target.sites, self.leading))
+        return placed(shapes, state_shardings(self.mesh, spec, shapes))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``train``, ``eval``: the batch of a step (or of an evaluation's number); eval is None without one.
+
+    ``leading``: leading axes of a training batch, those of an activation. ``text``: turns token ids into text, None
+    where there is none or no tokenizer is at hand.
+    """
+
+    problem: Problem
+    weights: Weights
+    mesh: Mesh
+    leading: tuple[int, ...]
+    train: BatchSource
+    eval: BatchSource | None
+    text: TokenText | None = None
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The same without its arrays."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.weights)
+        return Outline(self.problem, self.mesh, shapes, self.leading, self.train, self.eval)
+
+
+def build_mesh(config: RunConfig) -> Mesh:
+    """The configured mesh. UserError when there are too few devices, or a process would have none of them."""
+    m = config.wrapper.mesh
+    shape = MeshShape(m.replica, m.fsdp, m.tensor)
+    if shape.n_devices > jax.device_count():
+        raise UserError(
+            f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "
+            f"{_devices_there()}"
+        )
+    mesh = make_mesh(shape)
+    used = {device.process_index for device in mesh.devices.flat}
+    if len(used) < jax.process_count():
+        raise UserError(
+            f"mesh: takes {shape.n_devices} devices, those of {len(used)} processes, but {_devices_there()}; start "
+            "fewer processes, or take more devices"
+        )
+    return mesh
+
+
+def _devices_there() -> str:
+    found, kind, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes == 1:
+        return f"this machine has {found} ({kind})"
+    return f"{processes} processes have {found} together ({kind})"
+
+
+def check_site_patterns(settings: EvalConfig, sites: Sites) -> None:
+    """UserError for a pattern of `eval.metrics` that names none of the sites."""
+    names = [site.name for site in sites.all]
+    for n, metric in enumerate(settings.metrics):
+        for key, patterns in _patterns(metric):
+            if not any(matches_module(pattern, name) for pattern in patterns for name in names):
+                where = f"eval.metrics.{n}.{key}"
+                raise UserError(f"{where}: {', '.join(patterns)} matches none of the sites ({', '.join(names)})")
+
+
+def _patterns(metric: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """The patterns of a metric by key; of a group it is enough that one of several matches."""
+    if isinstance(metric, CI_L0):
+        return [(f"groups.{group}", patterns) for group, patterns in (metric.groups or {}).items()]
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for key in ("identity_ci", "dense_ci", "identity_patterns", "dense_patterns"):
+        for n, entry in enumerate(getattr(metric, key, None) or ()):
+            found.append((f"{key}.{n}", (entry if isinstance(entry, str) else entry.layer_pattern,)))
+    return found

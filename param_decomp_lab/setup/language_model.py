@@ -1,0 +1,169 @@
+"""A language model to decompose: its folder, its token data, its tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from param_decomp_jax.ci import GlobalTransformer
+from param_decomp_jax.placement import process_batch_rows, shardings
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_axes, weight_shapes
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import decomposition
+from param_decomp_lab.config.method_schema import HubSpec, LanguageModelData, LanguageModelFile
+from param_decomp_lab.data.batches import Batches
+from param_decomp_lab.data.meta import META_FILE
+from param_decomp_lab.data.row_range import RowRange, TokenRows
+from param_decomp_lab.data.sources import TokenSource
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.base import Setup, build_mesh, check_site_patterns
+from param_decomp_lab.setup.sites import build_sites
+from param_decomp_lab.weights.hf_config import read_config
+from param_decomp_lab.weights.hf_llama import load_llama
+
+
+def set_up_language_model(config: RunConfig) -> Setup:
+    """Target, weights, data and mesh of a language-model run. UserError for whatever does not fit together."""
+    method = config.method
+    assert isinstance(method, LanguageModelFile)
+    folder = target_folder(config)
+    architecture = read_config(folder)
+    problem = language_problem(config, architecture)
+    train, held_out = _data(config)
+    for data in {id(d): d for d in (train, held_out) if d is not None}.values():
+        check_rows(config, architecture, data)
+    mesh = build_mesh(config)
+    evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
+    _, weights = load_llama(folder, method.target.weights_dtype, weight_shardings(mesh, architecture))
+    leading = method.pd.batch_size, train.seq_len
+    return Setup(
+        problem=problem,
+        weights=weights,
+        mesh=mesh,
+        leading=leading,
+        train=_source(train, method.pd.batch_size, method.pd.seed, mesh),
+        eval=evaluated,
+        text=find_tokenizer(config, folder),
+    )
+
+
+def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
+    """Where every array of a Llama's weights lies, in their structure."""
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        weight_shapes(architecture),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return shardings(mesh, weight_axes(architecture), shapes)
+
+
+def evaluation_source(config: RunConfig, rows: TokenRows, mesh: Mesh) -> TokenSource:
+    """The evaluation's batches of held-out ``rows``. UserError for too few of them."""
+    method = config.method
+    assert method.eval is not None
+    source = _source(rows, method.eval.batch_size, method.pd.seed, mesh)
+    wanted = method.eval.n_steps * method.eval.batch_size
+    if wanted > len(rows):
+        raise UserError(
+            f"{rows.source} has {len(rows)} rows, an evaluation reads {wanted} (eval.n_steps x "
+            "eval.batch_size); give more held-out data or evaluate on less"
+        )
+    return source
+
+
+def check_rows(config: RunConfig, architecture: LlamaConfig, data: TokenRows) -> None:
+    """UserError for rows that the target cannot take, or of another length than configured."""
+    method = config.method
+    assert isinstance(method, LanguageModelFile)
+    ci = decomposition(config).ci
+    data.check(architecture.vocab_size, ci.max_len if isinstance(ci, GlobalTransformer) else None)
+    if data.seq_len != method.data.max_seq_len:
+        raise UserError(
+            f"{data.source}: rows have {data.seq_len} tokens, but data.max_seq_len is {method.data.max_seq_len}; "
+            "make the two equal (`pd data tokenize --seq-len`)"
+        )
+
+
+def held_out_rows(config: RunConfig) -> TokenRows:
+    """What a run keeps for its evaluation. UserError where it keeps nothing apart."""
+    if config.wrapper.data is not None:
+        return TokenData(config.wrapper.data.eval)
+    held_out = _data(config)[1]
+    if held_out is None:
+        raise UserError(
+            "the run had no eval, so it trained on all of its data; give others: --set 'data={train: FOLDER, eval: "
+            "FOLDER}'"
+        )
+    return held_out
+
+
+def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
+    """Batches of which this process reads what its devices hold."""
+    lo, hi = process_batch_rows(mesh, batch_size)
+    return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
+
+
+def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:
+    """The decomposition of a Llama of this architecture."""
+    method, spec = config.method, decomposition(config)
+    sites = build_sites(method.pd, matrices(architecture))
+    if method.eval is not None:
+        check_site_patterns(method.eval, sites)
+    return Problem(spec, Llama(architecture, sites, spec.memory, jnp.dtype(spec.compute_dtype)))
+
+
+def target_folder(config: RunConfig) -> Path:
+    """The local folder with the target's weights: the wrapper's, the schema's, or the hub's local cache."""
+    assert isinstance(config.method, LanguageModelFile)
+    if config.wrapper.target is not None and config.wrapper.target.folder is not None:
+        return config.wrapper.target.folder
+    spec = config.method.target.spec
+    assert isinstance(spec, HubSpec)
+    local = Path(spec.model_name).expanduser()
+    if local.is_dir():
+        return local
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(spec.model_name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"target.spec.model_name: '{spec.model_name}' is neither a folder nor in the local Hugging Face cache, and "
+            "a run downloads nothing; fetch it first, or give target: {folder: <path>} in the wrapper"
+        ) from error
+
+
+def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
+    data = config.method.data
+    assert isinstance(data, LanguageModelData)
+    settings = config.method.eval
+    if config.wrapper.data is not None:
+        folders = config.wrapper.data
+        if folders.train.resolve() == folders.eval.resolve():
+            raise UserError(f"data.train and data.eval are the same folder ({folders.train}); evaluate on other rows")
+        return TokenData(folders.train), TokenData(folders.eval) if settings is not None else None
+    assert data.data_files is not None
+    rows = TokenData(data.data_files)
+    if settings is None:
+        return rows, None
+    # One set of files for both: the last rows are held out, as many as an evaluation reads.
+    held = settings.batch_size * settings.n_steps
+    if len(rows) - held < config.method.pd.batch_size:
+        raise UserError(f"{rows.source} has {len(rows)} rows; {held} are held out for evaluation and too few remain")
+    return RowRange(rows, 0, len(rows) - held), RowRange(rows, len(rows) - held, len(rows))
+
+
+def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
+    """The tokenizer beside the data if that was tokenized here, else the target's own."""
+    beside_data = None if config.wrapper.data is None else config.wrapper.data.train.parent
+    folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target
+    try:
+        return TokenText(folder)
+    except UserError:
+        return None

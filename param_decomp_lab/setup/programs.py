@@ -1,0 +1,100 @@
+"""The programs of a run but for its evaluation: `pd train` runs them, `pd probe` asks what they need of a device."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from param_decomp_jax.ci import init_ci
+from param_decomp_jax.components import components_axes, init_components
+from param_decomp_jax.mesh import whole
+from param_decomp_jax.placement import moments_shardings, placed, shardings
+from param_decomp_jax.program import training_steps
+from param_decomp_jax.state import init_state
+from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
+from param_decomp_lab.checkpoints.store import Learned
+from param_decomp_lab.setup.base import Outline
+
+
+@dataclass(frozen=True)
+class Program:
+    """``function``: made by `jax.jit`. ``arguments``: their shapes, with shardings."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+    def lower(self) -> Any:
+        """A `jax.stages.Lowered`, under the mesh in force."""
+        return self.function.lower(*self.arguments)
+
+
+def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
+    """Of them, those of what is learned."""
+    spec, sites = problem.decomposition, problem.target.sites
+    key = jax.eval_shape(lambda: spec.key("init"))
+    components = jax.eval_shape(partial(init_components, sites=sites), key)
+    shapes = Learned(components, jax.eval_shape(partial(init_ci, spec.ci, sites=sites), key))
+    axes = Learned(components_axes(shapes.components), shapes.ci.axes())
+    found: Learned = placed(shapes, shardings(mesh, axes, shapes))
+    return found
+
+
+def init_program(outline: Outline) -> Program:
+    """Makes the state, every part of it where it lies."""
+    spec, sites = outline.problem.decomposition, outline.problem.target.sites
+    init = partial(init_state, spec, sites, outline.leading)
+    return Program(jax.jit(init, out_shardings=_places(outline.state)), ())
+
+
+def warmup_moments_program(outline: Outline) -> Program:
+    """From components to the moments of their faithfulness warm-up (T3)."""
+    components = outline.state.components
+    optimizer = warmup_transformation(outline.problem)
+    where = moments_shardings(outline.mesh, optimizer, components)
+    return Program(jax.jit(optimizer.init, out_shardings=where), (components,))
+
+
+def warmup_program(outline: Outline) -> Program:
+    """``(components, moments, weights, n) -> (components, moments, faithfulness)`` after ``n`` warm-up steps."""
+    components = outline.state.components
+    # Placed alike from the first dispatch on: else the second one is another program to compile.
+    optimizer = warmup_transformation(outline.problem)
+    moments = jax.eval_shape(optimizer.init, components)
+    moments = placed(moments, moments_shardings(outline.mesh, optimizer, components))
+    steps = jax.jit(
+        partial(_warmup_steps, outline.problem),
+        donate_argnums=(0, 1),
+        out_shardings=(_places(components), _places(moments), whole(outline.mesh)),
+    )
+    return Program(steps, (components, moments, outline.weights, _COUNT))
+
+
+def steps_program(outline: Outline, size: int) -> Program:
+    """``(state, weights, inputs, n) -> (state, rows of metrics)`` after ``n`` ≤ ``size`` training steps."""
+    state, memory = outline.state, outline.problem.decomposition.memory
+    steps = jax.jit(
+        partial(training_steps, outline.problem, outline.train.batch_of, size),
+        donate_argnums=(0,) if memory.donate else (),
+        out_shardings=(_places(state), whole(outline.mesh)),
+        compiler_options=memory.compiler_options,
+    )
+    return Program(steps, (state, outline.weights, outline.train.input_shapes(size), _COUNT))
+
+
+_COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+"""How many steps a dispatch takes."""
+
+
+def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any, n: Any) -> tuple[Any, Any, Any]:
+    def one(_: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        return warmup_step(problem, carry[0], carry[1], weights)
+
+    return lax.fori_loop(jnp.zeros((), n.dtype), n, one, (components, moments, jnp.zeros(())))
+
+
+def _places(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, shapes)

@@ -1,0 +1,46 @@
+"""The sites that a configuration chooses among a target's matrices."""
+
+from collections.abc import Sequence
+
+from param_decomp_jax.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.targets.base import Matrix, choose_sites
+from param_decomp_lab.config.method_schema import PDConfig
+from param_decomp_lab.config.site_patterns import match_sites, matches_module
+from param_decomp_lab.errors import UserError
+
+
+def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
+    """`decomposition_targets`, `identity_decomposition_targets` and `tied_weights` against a target's matrices.
+
+    UserError for a pattern that matches nothing or twice, and for sites that cannot be tied.
+    """
+    names = [matrix.name for matrix in matrices]
+    chosen = dict(match_sites(pd.decomposition_targets, names, "pd.decomposition_targets"))
+    identities = match_sites(pd.identity_decomposition_targets or (), names, "pd.identity_decomposition_targets")
+    chosen |= {name + PRE_IDENTITY: C for name, C in identities}
+    return choose_sites(matrices, chosen, _tied(pd, choose_sites(matrices, chosen)))
+
+
+def _tied(pd: PDConfig, sites: Sites) -> list[tuple[str, str]]:
+    by_name = {site.name: site for site in sites.all}
+    taken: dict[str, int] = {}
+    pairs = []
+    for n, given in enumerate(pd.tied_weights or ()):
+        where = f"pd.tied_weights.{n}"
+        pair = []
+        for name in given:
+            site = next((known for known in by_name if matches_module(name, known)), None)
+            if site is None:
+                raise UserError(f"{where}: '{name}' is no site; the sites are {', '.join(by_name)}")
+            if site in taken:
+                raise UserError(f"{where}: {site} is in pd.tied_weights.{taken[site]} already; a site is tied once")
+            taken[site] = n
+            pair.append(site)
+        a, b = (by_name[name] for name in pair)
+        if (a.d_in, a.d_out, a.C) != (b.d_out, b.d_in, b.C):
+            raise UserError(
+                f"{where}: {a.name} is {a.d_in} x {a.d_out} with C {a.C} and {b.name} {b.d_in} x {b.d_out} with "
+                f"C {b.C}; tied sites are each other's transpose, with equal C"
+            )
+        pairs.append((a.name, b.name))
+    return pairs
