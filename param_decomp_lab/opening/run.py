@@ -154,7 +154,7 @@ class Run:
         return self.sites[plain]
 
     def _place(self, site: Site) -> tuple[Stack, int]:
-        return self.target.sites.place[list(self.sites).index(site.name)]
+        return self.target.sites.stack_rows[list(self.sites).index(site.name)]
 
     # --- what it says of inputs ---
 
