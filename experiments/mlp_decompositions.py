@@ -21,7 +21,7 @@ from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_jax.mesh import whole
 from param_decomp_jax.optim import AdamW
-from param_decomp_jax.placement import batch_sharding, placed, shardings, state_shardings
+from param_decomp_jax.placement import batch_sharding, shardings, state_shardings, with_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
@@ -99,11 +99,11 @@ def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
     spec, sites = problem.decomposition, problem.target.sites
     state = jax.eval_shape(lambda: init_state(spec, sites, (of.batch, of.seq)))
     places = state_shardings(mesh, spec, state)
-    state = placed(state, places)
+    state = with_shardings(state, places)
     weights = weights_of(of.model)
-    weights = placed(weights, shardings(mesh, problem.target.weight_axes(weights), weights))
+    weights = with_shardings(weights, shardings(mesh, problem.target.weight_axes(weights), weights))
     tokens = jax.ShapeDtypeStruct((of.batch, of.seq), jnp.int32)
-    tokens = placed(tokens, batch_sharding(mesh, tokens.shape))
+    tokens = with_shardings(tokens, batch_sharding(mesh, tokens.shape))
     step = jax.jit(
         partial(training_step, problem),
         donate_argnums=(0,) if spec.memory.donate else (),
@@ -124,10 +124,10 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
     """The jitted evaluation of a language model: six maskings, their KL and cross-entropy; nothing is donated."""
 
     def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
-        scene, judge = read_batch(problem, state.components, state.ci, weights, tokens)
+        clean_pass, reader = read_batch(problem, state.components, state.ci, weights, tokens)
         target, key = problem.target, jax.random.key(0)
         assert isinstance(target, Llama)
-        return ce_and_kl(target, scene, state.components, judge, key, Stochastic(), 0.0)
+        return ce_and_kl(target, clean_pass, state.components, reader, key, Stochastic(), 0.0)
 
     _, arguments = step_of(problem, of, mesh)
     return jax.jit(evaluate, out_shardings=whole(mesh)), arguments

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.draws import of_sites, positions, uniform
+from param_decomp_jax.draws import draw_per_site, positions, uniform
 from param_decomp_jax.masks import Bundle, Sources
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.offload import fetch, store
@@ -103,14 +103,14 @@ def _bundle(
     """Sources for the stacks with a live site; ``draw(key, columns)`` gives ``[*lead, columns]``."""
     chosen = set(live)
 
-    def of_stack(stack: Stack) -> Sources:
-        def of_site(key: PRNGKeyArray) -> Sources:
+    def draw_stack(stack: Stack) -> Sources:
+        def draw_site(key: PRNGKeyArray) -> Sources:
             components = draw(jax.random.fold_in(key, 0), stack.C)
             return Sources(components, draw(jax.random.fold_in(key, 1), 1)[..., 0] if use_delta else None)
 
-        return of_sites(of_site, key, stack.sites)
+        return draw_per_site(draw_site, key, stack.sites)
 
-    return {stack.name: of_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
+    return {stack.name: draw_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
 
 
 def initial_sources(

@@ -48,7 +48,7 @@ def plain(
     q: Float[Array, "B T heads d"], k: Float[Array, "B T kv_heads d"], v: Float[Array, "B T kv_heads d"], causal: bool
 ) -> Float[Array, "B T heads d"]:
     """The reference: every score ``[B, heads, T, T]`` exists, and is kept for the backward."""
-    return _of_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None)
+    return _attend_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None)
 
 
 def blocked(
@@ -69,20 +69,20 @@ def blocked(
 
     # A loop's body cannot be merged with its recomputation anyway; the barrier is for a block that stands alone.
     @partial(jax.checkpoint, prevent_cse=n_blocks == 1)
-    def of_block(wide_k: Array, wide_v: Array, queries: Array, first: Array) -> Array:
-        return _of_queries(queries, wide_k.astype(k.dtype), wide_v.astype(v.dtype), first if causal else None)
+    def attend_block(wide_k: Array, wide_v: Array, queries: Array, first: Array) -> Array:
+        return _attend_queries(queries, wide_k.astype(k.dtype), wide_v.astype(v.dtype), first if causal else None)
 
     if n_blocks == 1:
-        return of_block(wide_k, wide_v, q, jnp.zeros((), jnp.int32))
+        return attend_block(wide_k, wide_v, q, jnp.zeros((), jnp.int32))
     # Queries beyond T read every key like the last one, and are cut off.
     padded = jnp.pad(q, ((0, 0), (0, n_blocks * block - T), (0, 0), (0, 0)))
     queries = padded.reshape(B, n_blocks, block, heads, d).swapaxes(0, 1)
     firsts = block * jnp.arange(n_blocks, dtype=jnp.int32)
-    out = lax.map(lambda xs: of_block(wide_k, wide_v, *xs), (queries, firsts))
+    out = lax.map(lambda xs: attend_block(wide_k, wide_v, *xs), (queries, firsts))
     return out.swapaxes(0, 1).reshape(B, n_blocks * block, heads, d)[:, :T]
 
 
-def _of_queries(
+def _attend_queries(
     q: Float[Array, "B Q heads d"],
     k: Float[Array, "B T kv_heads d"],
     v: Float[Array, "B T kv_heads d"],

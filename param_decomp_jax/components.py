@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.draws import of_sites
+from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.mesh import Axes, described, scatter
 from param_decomp_jax.numerics import matmul, matmul_wide, wide
 from param_decomp_jax.sites import Sites, Stack
@@ -29,11 +29,11 @@ def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
 
     def factors(stack: Stack) -> Factors:
         def draw(key: PRNGKeyArray) -> tuple[Array, Array]:
-            for_V, for_U = jax.random.split(key)
-            V = jax.random.normal(for_V, (stack.d_in, stack.C), jnp.float32)
-            return V, jax.random.normal(for_U, (stack.C, stack.d_out), jnp.float32)
+            V_key, U_key = jax.random.split(key)
+            V = jax.random.normal(V_key, (stack.d_in, stack.C), jnp.float32)
+            return V, jax.random.normal(U_key, (stack.C, stack.d_out), jnp.float32)
 
-        V, U = of_sites(draw, key, stack.sites)
+        V, U = draw_per_site(draw, key, stack.sites)
         return Factors(V / stack.d_in**0.5, U / stack.C**0.5)
 
     trained = [s for s in sites.stacks if s.name not in sites.views]

@@ -65,7 +65,7 @@ def keys_from(key: PRNGKeyArray) -> Iterator[PRNGKeyArray]:
     return (jax.random.fold_in(key, n) for n in count())
 
 
-def of_sites(draw: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, numbers: tuple[int, ...]) -> T:
+def draw_per_site(draw: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, numbers: tuple[int, ...]) -> T:
     """``draw`` of each site of a stack, stacked. A site's key depends on ``key`` and its canonical number alone.
 
     In a loop: written out, the draws of 96 sites took the compiler for GPUs over ten minutes and 10 GB. The bits are

@@ -41,7 +41,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
     def blocks(x: Float[Array, "B T d"]) -> Float[Array, "n B t d"]:
         return constrain(cut(x, 1, n_blocks, "seq"), None, "batch")
 
-    def of_block(clean: Float[Array, "B t d"], masked: Sequence[Float[Array, "B t d"]]) -> list[tuple[Array, Array]]:
+    def block_kl(clean: Float[Array, "B t d"], masked: Sequence[Float[Array, "B t d"]]) -> list[tuple[Array, Array]]:
         """By stream, its share of the mean and the gradient of that."""
         logits = head(clean)
 
@@ -50,7 +50,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
 
         return [jax.value_and_grad(share)(x) for x in masked]
 
-    found = lax.map(lambda block: of_block(*block), (blocks(clean), [blocks(x) for x in masked]))
+    found = lax.map(lambda block: block_kl(*block), (blocks(clean), [blocks(x) for x in masked]))
     values = jnp.stack([jnp.sum(value) for value, _ in found])
     return values, [constrain(uncut(gradient, 1, "seq"), "batch") for _, gradient in found]
 

@@ -1,8 +1,8 @@
 """Masked forwards of one batch, run together: where sections 2, 3 and 4 meet, inside one layer.
 
-All masked forwards of a step go through the layers in step with each other, as *streams*: a layer sees their rows side
-by side. So a site's causal importance is computed once for all of them, and the gradients that they send to it are
-added *before* they pass the squashing, whose leak (C1) is not linear; that holds however little of it is kept.
+All masked forwards of a step pass through each layer at the same time, as *streams*: the layer sees their rows side by
+side. So a site's causal importance is computed once for all of them, and their gradients with respect to it are added
+*before* they pass the squashing, whose leak (C1) is not linear. That holds under every memory policy.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
-from param_decomp_jax.ci import Judge
+from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
 from param_decomp_jax.masks import SourceKind, interpolate
 from param_decomp_jax.memory import Intermediate, MemoryPolicy
@@ -36,7 +36,7 @@ from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.plain_linears import FROZEN, output_record
 
 Summarise = Callable[[Float[Array, "*n C"]], Float[Array, "C *summary"]]
-"""From the logits of some components of one site, over the batch, to something of each component: a sum over it."""
+"""From the logits of some components of one site to one summary per component: a sum over the batch."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,23 @@ class Stream:
 
 
 class LiveSite(NamedTuple):
-    """What a site that is live in some streams needs in one layer, or stacked over layers.
+    """The arrays of a site that is live in some streams: of one layer, or stacked over layers.
 
-    ``column``: global numbers of its components. ``judged`` is a slice of the pass's `Judge`. ``sources`` and
-    ``routes`` are by stream, slices of the streams' own.
+    ``column``: global numbers of its components. ``ci`` is a slice of the pass's `ImportanceReader`. ``sources`` and
+    ``routes`` are by stream: slices of the streams' own.
     """
 
     V: Any
     U: Any
-    judged: Any
+    ci: Any
     column: Any
     sources: dict[int, Any]
     routes: dict[int, Any]
 
 
 class Positions(NamedTuple):
-    """What a live site works on at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: their global
-    numbers. ``features``: what the `Judge` reads."""
+    """A live site and its inputs at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: the positions'
+    global numbers. ``features``: of the `ImportanceReader`."""
 
     site: LiveSite
     xs: list[Any]
@@ -84,7 +84,7 @@ def side_by_side(streams: Sequence[Float[Array, "B *n"]]) -> Float[Array, "rows 
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
-def apart(rows: Float[Array, "rows *n"], n_streams: int) -> list[Float[Array, "B *n"]]:
+def split_rows(rows: Float[Array, "rows *n"], n_streams: int) -> list[Float[Array, "B *n"]]:
     """The inverse of `side_by_side`."""
     if n_streams == 1:
         return [rows]
@@ -94,10 +94,10 @@ def apart(rows: Float[Array, "rows *n"], n_streams: int) -> list[Float[Array, "B
 
 @dataclass
 class MaskedLayer:
-    """One layer of all streams present: live kinds get the masked product, the others ``xW`` (F3)."""
+    """One layer of all streams that have started: live kinds get the masked product, the others ``xW`` (F3)."""
 
     live: dict[str, LiveSite]
-    of: "MaskedLinears"
+    forward: "MaskedLinears"
     stacks: dict[str, Stack]
     n_streams: int
     records_outputs: frozenset[str]
@@ -121,50 +121,50 @@ class MaskedLayer:
 
     def _masked(self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """A site that is live in some streams, block by block of the positions if the policy says so."""
-        of, site, stack = self.of, self.live[kind], self.stacks[kind]
-        axes = of.site_axes(stack, tuple(site.sources))
-        n_blocks = of.token_blocks
-        everywhere = Positions(site, apart(rows, self.n_streams), of.at, of.judge.features)
+        forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
+        axes = forward.site_axes(stack, tuple(site.sources))
+        n_blocks = forward.token_blocks
+        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, forward.reader.features)
 
-        def of_block(block: Positions) -> tuple[Any, list[Array]]:
+        def apply_block(block: Positions) -> tuple[Any, list[Array]]:
             return self._at_positions(stack, with_block(everywhere, block), axes, W)
 
-        blocks = cut_tree(everywhere, of.positions_axes(everywhere, axes), n_blocks, "seq")
+        blocks = cut_tree(everywhere, forward.positions_axes(everywhere, axes), n_blocks, "seq")
         with jax.named_scope(kind):
-            summary, ys = over_blocks(of_block, blocks, n_blocks)
-        if of.summarise is not None:
+            summary, ys = over_blocks(apply_block, blocks, n_blocks)
+        if forward.summarise is not None:
             self.records[summary_record(kind)] = summary
         outputs = [uncut(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]
-        return side_by_side([named(y, of.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
+        return side_by_side([named(y, forward.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
 
     def _at_positions(
         self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None
     ) -> tuple[Any, list[Array]]:
         """F2 with the mask of M1, block by block of the site's components: the product is a sum over them.
 
-        Gives the summary of the site's logits (None if none is asked for) and every stream's output.
+        Returns the summary of the site's logits (None without `MaskedLinears.summarise`) and every stream's output.
         """
-        of, site, streams, dtype = self.of, here.site, self.of.streams, here.xs[0].dtype
-        judge = of.judge.at(here.features)
+        forward, site, streams, dtype = self.forward, here.site, self.forward.streams, here.xs[0].dtype
+        reader = forward.reader.at(here.features)
         deltas = {i: streams[i].sources.delta(source, here.at) for i, source in site.sources.items()}
-        n_blocks = component_blocks(of.memory, stack.C)
+        n_blocks = component_blocks(forward.memory, stack.C)
         # Wide where blocks add up their gradients.
-        into = {i: wide(here.xs[i]) if n_blocks > 1 else here.xs[i] for i in site.sources}
+        inputs = {i: wide(here.xs[i]) if n_blocks > 1 else here.xs[i] for i in site.sources}
 
-        def through(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
+        def apply_components(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
             part: LiveSite = gather_tree(with_block(site, block), axes, dtype)
-            logits = judge.logits(part.judged, part.V)
-            importance = judge.squash(logits)
+            logits = reader.logits(part.ci, part.V)
+            importance = reader.squash(logits)
 
-            def of_stream(i: int) -> Float[Array, "B *n d_out"]:
+            def stream_output(i: int) -> Float[Array, "B *n d_out"]:
                 mask = interpolate(importance, streams[i].sources.components(part.sources[i], here.at, part.column))
-                y = through_components(into[i].astype(dtype), part.V, part.U, mask, deltas[i], part.routes[i])
+                y = through_components(inputs[i].astype(dtype), part.V, part.U, mask, deltas[i], part.routes[i])
                 return constrain(y, "batch")
 
-            summary = None if of.summarise is None else of.summarise(logits)
-            return {i: of_stream(i) for i in part.sources}, summary
+            summary = None if forward.summarise is None else forward.summarise(logits)
+            return {i: stream_output(i) for i in part.sources}, summary
 
-        ys, summaries = over_blocks(through, cut_tree(site, axes, n_blocks, "component"), n_blocks)
+        ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
         def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *n d_out"]:
             if i not in ys:
@@ -181,25 +181,24 @@ def _product(x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "
 
 
 def summary_record(kind: str) -> str:
-    """Record name of what the pass sums up of a site's logits."""
+    """Record name of the summary of a site's logits."""
     return f"{kind}.summary"
 
 
 @dataclass(frozen=True)
 class MaskedLinears:
-    """A pass of ``streams``, sorted by their first live layer: each joins the others there, from the clean pass (F6).
+    """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
 
     ``at``: global numbers of the positions. ``residuals``: of each stream, the clean residual at its first live layer.
-    ``summarise``: from the logits of some components of a site to something of each component, recorded; where the
-    logits are made block by block, they are made once for the masks and for this. ``output_name``: what the memory
-    policy knows the outputs of live sites as.
+    ``summarise``: its results are recorded; where logits are computed block by block, they are computed once for the
+    masks and for this. ``output_name``: the memory policy's name for the outputs of live sites.
     """
 
     sites: Sites
     streams: tuple[Stream, ...]
     residuals: tuple[Float[Array, "B *n _"], ...]
     components: Components
-    judge: Judge
+    reader: ImportanceReader
     at: UInt32[Array, "*leading"]
     memory: MemoryPolicy
     record_outputs: bool = False
@@ -214,20 +213,20 @@ class MaskedLinears:
     def start(self) -> tuple[int, Array]:
         """Layer and rows that the pass begins with."""
         first = min(self.starts)
-        return first, side_by_side(self._joining(first))
+        return first, side_by_side(self._starting(first))
 
     def join(self, layer: int, x: Float[Array, "rows *n d"]) -> Float[Array, "more *n d"]:
-        """``x`` with the rows of the streams that join before this layer."""
-        joining, present = self._joining(layer), self.present(layer - 1)
-        if not joining or present == 0:
+        """``x`` with the rows of the streams that start at this layer."""
+        starting, running = self._starting(layer), self.n_running(layer - 1)
+        if not starting or running == 0:
             return x
-        return constrain(side_by_side([*apart(x, present), *joining]), "batch")
+        return constrain(side_by_side([*split_rows(x, running), *starting]), "batch")
 
-    def _joining(self, layer: int) -> list[Array]:
+    def _starting(self, layer: int) -> list[Array]:
         return [x for x, start in zip(self.residuals, self.starts, strict=True) if start == layer]
 
-    def present(self, layer: int) -> int:
-        """How many streams run through this layer."""
+    def n_running(self, layer: int) -> int:
+        """Number of streams that run through this layer."""
         return sum(start <= layer for start in self.starts)
 
     def _live(self, layer: int) -> dict[Stack, tuple[int, ...]]:
@@ -242,7 +241,7 @@ class MaskedLinears:
         return found
 
     def cuts(self) -> frozenset[int]:
-        """Where another stream joins or other sites are live; where outputs are recorded, the edges of segments too."""
+        """Layers at which a stream starts or other sites are live; edges of segments too where outputs are recorded."""
         edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
         layers = range(min(edges), max(edges) + 1)
         return frozenset(
@@ -254,36 +253,36 @@ class MaskedLinears:
         )
 
     def slices(self, first: int, stop: int) -> Any:
-        def of_stack(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
+        def stack_slice(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
             rows = slice(first - stack.first, stop - stack.first)
             found = LiveSite(
                 V=self.components[stack.name].V[rows],
                 U=self.components[stack.name].U[rows],
-                judged=self.judge.slices(stack, first, stop),
+                ci=self.reader.slices(stack, first, stop),
                 column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
                 sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
                 routes={i: _routes(self.streams[i], stack.sites[rows]) for i in streams},
             )
             axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
             # Wide where blocks of tokens add up its gradients.
-            return found if self.token_blocks > 1 else cast_tree(found, axes, self.judge.compute_dtype)
+            return found if self.token_blocks > 1 else cast_tree(found, axes, self.reader.compute_dtype)
 
-        return {stack.kind: of_stack(stack, streams) for stack, streams in self._live(first).items()}
+        return {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}
 
     def site_axes(self, stack: Stack, streams: Sequence[int]) -> LiveSite:
         """Logical axes of one layer's `LiveSite`."""
         return LiveSite(
             V=V_AXES,
             U=U_AXES,
-            judged=self.judge.axes(stack),
+            ci=self.reader.axes(stack),
             column=Axes(("component_in_use",)),
             sources={i: self.streams[i].sources.axes(stack) for i in streams},
             routes={i: None if self.streams[i].routes is None else self._rows for i in streams},
         )
 
     def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
-        """Logical axes of ``positions``; ``site``: of its site."""
-        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.judge.features_axes)
+        """Logical axes of ``positions``; ``site``: those of its site."""
+        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.reader.features_axes)
 
     @property
     def _rows(self) -> Axes:
@@ -291,13 +290,13 @@ class MaskedLinears:
 
     @property
     def token_blocks(self) -> int:
-        """Into how many blocks of positions a site cuts its work."""
+        """Number of blocks of positions in which a site is computed."""
         return token_blocks(self.at.shape, self.memory.token_block)
 
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
-        return MaskedLayer(slice_, self, here, self.present(first), recorded)
+        return MaskedLayer(slice_, self, here, self.n_running(first), recorded)
 
 
 def _routes(stream: Stream, sites: Sequence[int]) -> Float[Array, "layers *n"] | None:

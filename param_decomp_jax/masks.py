@@ -51,7 +51,7 @@ class SourceKind(Protocol):
     """Where one forward's sources come from, layer by layer and component block by component block."""
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
-        """What a site needs in the layers ``first .. stop - 1``, with a leading layer axis."""
+        """The part for the layers ``first .. stop - 1``, with a leading layer axis."""
         ...
 
     def axes(self, stack: Stack) -> Any:
@@ -82,17 +82,17 @@ class StochasticSources:
         return Axes(())
 
     def components(self, slice_: Any, at: Array, columns: Array) -> Array:
-        of_components, _ = self._keys(slice_)
-        source = uniform(of_components, at, columns)
+        components_key, _ = self._keys(slice_)
+        source = uniform(components_key, at, columns)
         return (source < 0.5).astype(source.dtype) if self.kind.sampling == "binomial" else source
 
     def delta(self, slice_: Any, at: Array) -> Array | None:
-        _, of_delta = self._keys(slice_)
-        return uniform(of_delta, at, 1)[..., 0] if self.use_delta else None
+        _, delta_key = self._keys(slice_)
+        return uniform(delta_key, at, 1)[..., 0] if self.use_delta else None
 
     def _keys(self, site: Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-        of_components, of_delta = jax.random.split(jax.random.fold_in(self.key, site))
-        return of_components, of_delta
+        components_key, delta_key = jax.random.split(jax.random.fold_in(self.key, site))
+        return components_key, delta_key
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ConstantSources:
 
 @dataclass(frozen=True)
 class GivenSources:
-    """Sources that somebody chose: an adversary, or a test. ``batch``: rows of the global batch."""
+    """Sources given as arrays: an adversary's, or a caller's. ``batch``: rows of the global batch."""
 
     bundle: Bundle
     batch: int
@@ -140,10 +140,10 @@ def source_axes(sources: Sources, batch: int) -> Any:
     lead = (None, "batch" if per_row else None, *("seq" if n > 1 else None for n in sources.components.shape[2:-1]))
     columns = "component_in_use" if per_row else "component"
 
-    def of(x: Any) -> Axes:
+    def array_axes(x: Any) -> Axes:
         return Axes((*lead, columns) if x.ndim == sources.components.ndim else lead)
 
-    return jax.tree.map(of, sources)
+    return jax.tree.map(array_axes, sources)
 
 
 def tile(source: Float[Array, "rows *lead"], batch: int) -> Float[Array, "tiled *lead"]:

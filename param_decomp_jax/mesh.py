@@ -36,7 +36,7 @@ IN_USE: dict[str, str | None] = {"component": "component_in_use", "split": None,
 
 
 AnyMesh = Mesh | AbstractMesh
-"""Of devices, or of none: shardings on either say the same."""
+"""A mesh of devices or an abstract one; shardings are the same on both."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def n_parts(name: str, size: int) -> int:
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """``x``, laid out as its logical axes say; nothing where that says nothing."""
+    """``x`` with the sharding of its logical axes; ``x`` itself without a mesh, or where they split nothing."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -166,13 +166,13 @@ def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
     return used, jnp.zeros((0,), x.dtype)
 
 
-def _gather_backward(axes: Axes, dtype: Any, of_master: Array, g: Array) -> tuple[Array]:
+def _gather_backward(axes: Axes, dtype: Any, master: Array, g: Array) -> tuple[Array]:
     mesh = jax.sharding.get_abstract_mesh()
     if all(n > 1 for n in _sizes(mesh).values()):
         # With replica, fsdp and tensor all above 1, XLA (JAX 0.10.2, both partitioners) gives the rows of a batched
         # product over split rows in a wrong order where its result is to be split over tensor and fsdp at once.
         g = jax.lax.with_sharding_constraint(g, spec(g.shape, axes.in_use, mesh))
-    return (constrain(constrain(g, *axes.names).astype(of_master.dtype), *axes.names),)
+    return (constrain(constrain(g, *axes.names).astype(master.dtype), *axes.names),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -263,11 +263,11 @@ def fitting_blocks(size: int, largest: int | None, name: str) -> int:
 def cut_tree(tree: Any, axes: Any, n_blocks: int, name: str) -> Any:
     """`cut` for the arrays of ``tree`` that have an axis of this name; the others are None in the result."""
 
-    def of(a: Axes, x: Array) -> Array | None:
+    def cut_leaf(a: Axes, x: Array) -> Array | None:
         axis = a.at(name)
         return None if axis is None else cut(x, axis, n_blocks, name)
 
-    return jax.tree.map(of, axes, tree, is_leaf=is_axes)
+    return jax.tree.map(cut_leaf, axes, tree, is_leaf=is_axes)
 
 
 def with_block(tree: Any, block: Any) -> Any:

@@ -20,28 +20,28 @@ def fetch(memory: MemoryPolicy, part: StatePart, state: Any, gradients: Any = No
     if part in memory.offload_state and gradients is not None:
         state, _ = lax.optimization_barrier((state, gradients))
 
-    def of(x: Array) -> Array:
-        if not _is_kept(x):
+    def fetch_array(x: Array) -> Array:
+        if not _is_moment(x):
             return x
         here = jax.device_put(x, jax.memory.Space.Device) if part in memory.offload_state else x
         return wide(here)
 
-    return jax.tree.map(of, state)
+    return jax.tree.map(fetch_array, state)
 
 
 def store(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
     """A part of the train state as it is kept."""
     dtype = dict(memory.state_dtypes).get(part)
 
-    def of(x: Array) -> Array:
-        if not _is_kept(x):
+    def store_array(x: Array) -> Array:
+        if not _is_moment(x):
             return x
         kept = x if dtype is None else x.astype(dtype)
         return jax.device_put(kept, jax.memory.Space.Host) if part in memory.offload_state else kept
 
-    return jax.tree.map(of, state)
+    return jax.tree.map(store_array, state)
 
 
-def _is_kept(x: Array) -> bool:
-    """Counts stay as they are and where they are."""
+def _is_moment(x: Array) -> bool:
+    """Whether the policy applies to an array: counts keep their dtype and place."""
     return x.ndim > 0 and bool(jnp.issubdtype(x.dtype, jnp.floating))

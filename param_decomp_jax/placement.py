@@ -29,13 +29,16 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
     """
     components, ci = components_axes(state.components), state.ci.axes()
 
-    def adversary(of: Adversary) -> Any:
+    def adversary_axes(adversary: Adversary) -> Any:
         def bundle(sources: Any) -> Any:
             return {name: source_axes(s, decomposition.batch_size) for name, s in sources.items()}
 
-        axes: Any = jax.tree.map(lambda _: WHOLE, of)
+        axes: Any = jax.tree.map(lambda _: WHOLE, adversary)
         return _replaced(
-            axes, raw=bundle(of.raw), mean=of.mean and bundle(of.mean), square=of.square and bundle(of.square)
+            axes,
+            raw=bundle(adversary.raw),
+            mean=adversary.mean and bundle(adversary.mean),
+            square=adversary.square and bundle(adversary.square),
         )
 
     axes: Any = jax.tree.map(lambda _: WHOLE, state)
@@ -45,7 +48,7 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
         ci=ci,
         components_moments=moments_axes(state.components_moments, state.components, components),
         ci_moments=moments_axes(state.ci_moments, state.ci, ci),
-        adversaries={name: adversary(a) for name, a in state.adversaries.items()},
+        adversaries={name: adversary_axes(a) for name, a in state.adversaries.items()},
     )
 
 
@@ -56,13 +59,13 @@ def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
     def alike(part: Any) -> bool:
         return bool(jax.tree.structure(part) == structure)
 
-    def of(part: Any) -> Any:
+    def part_axes(part: Any) -> Any:
         if not alike(part):
             return WHOLE
         # A factored moment (Adafactor's) has fewer axes than its parameter.
         return jax.tree.map(lambda a, p, x: a if x.shape == p.shape else WHOLE, axes, parameters, part, is_leaf=is_axes)
 
-    return jax.tree.map(of, moments, is_leaf=alike)
+    return jax.tree.map(part_axes, moments, is_leaf=alike)
 
 
 def moments_shardings(mesh: AnyMesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
@@ -77,10 +80,10 @@ def state_shardings(mesh: AnyMesh, decomposition: Decomposition, state: State) -
     offloaded = decomposition.memory.offload_state
 
     def on_host(part: Any, arrays: Any) -> Any:
-        def of(where: NamedSharding, x: Any) -> NamedSharding:
+        def host_sharding(where: NamedSharding, x: Any) -> NamedSharding:
             return where.with_memory_kind("pinned_host") if len(x.shape) > 0 else where
 
-        return jax.tree.map(of, part, arrays)
+        return jax.tree.map(host_sharding, part, arrays)
 
     for name in ("components_moments", "ci_moments"):
         if name in offloaded:
@@ -100,9 +103,9 @@ def shardings(mesh: AnyMesh, axes: Any, arrays: Any) -> Any:
     return jax.tree.map(lambda a, x: sharding(mesh, x.shape, a.names), axes, arrays, is_leaf=is_axes)
 
 
-def placed(shapes: Any, places: Any) -> Any:
+def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Abstract arrays (`jax.ShapeDtypeStruct`) from shapes and a sharding for each."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings)
 
 
 def from_host(array: np.ndarray, where: NamedSharding) -> jax.Array:

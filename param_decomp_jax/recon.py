@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
-from param_decomp_jax.ci import Judge
+from param_decomp_jax.ci import ImportanceReader
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
-from param_decomp_jax.masked import MaskedLinears, Stream, Summarise, apart, summary_record
+from param_decomp_jax.masked import MaskedLinears, Stream, Summarise, split_rows, summary_record
 from param_decomp_jax.masks import (
     Bundle,
     Constant,
@@ -25,7 +26,6 @@ from param_decomp_jax.memory import Intermediate
 from param_decomp_jax.micro_batches import sum_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites, Stack
 from param_decomp_jax.targets.base import Forward
 from param_decomp_jax.targets.plain_linears import output_record
@@ -87,12 +87,12 @@ def n_samples(term: Reconstruction) -> int:
 
 
 def n_forwards(term: Reconstruction, n_sites: int) -> int:
-    """Masked forwards that enter the term's mean; an attack's own are not counted."""
+    """Number of masked forwards in the term's mean, not counting those of an attack."""
     return len(live_sets(term.live, n_sites)) * n_samples(term)
 
 
 def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
-    """Forward and backward passes in which an attack climbs before the term's forwards (A1, A3)."""
+    """Number of forward and backward passes of an attack before the term's own forwards (A1, A3)."""
     match term.sources:
         case FreshAttack(n_steps=n):
             return n * n_forwards(term, n_sites)
@@ -102,10 +102,10 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
             return 0
 
 
-class Together(NamedTuple):
-    """What masked forwards that were run together give: each its own, and what was summed up of the sites' logits.
+class MaskedForwards(NamedTuple):
+    """Results of masked forwards that ran together: each one's own, and the summaries of the sites' logits.
 
-    ``summaries``: by stack, ``[layers, C, …]``; empty if nothing was asked for.
+    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`.
     """
 
     forwards: list[Forward]
@@ -113,80 +113,83 @@ class Together(NamedTuple):
 
 
 def run_masked(
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     streams: Sequence[Stream],
     record_outputs: bool = False,
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
-) -> Together:
-    """The masked forwards of these streams, in the order given, each begun at its first live layer (F6).
+) -> MaskedForwards:
+    """Runs the masked forwards of these streams, each from its first live layer (F6); results in the order given.
 
     ``summarise`` needs every site to be live in one of them.
     """
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
-    residuals = tuple(scene.residual(stream.live) for stream in ordered)
-    target = scene.target
+    residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
+    target = clean_pass.target
     linears = MaskedLinears(
-        target.sites, ordered, residuals, components, judge, scene.at, target.memory, record_outputs, summarise,
+        target.sites, ordered, residuals, components, reader, clean_pass.at, target.memory, record_outputs, summarise,
         output_name,
     )  # fmt: skip
-    together = target.forward(scene.weights, scene.inputs, linears, linears.start())
-    outputs = apart(together.output, len(ordered))
-    records: list[dict[int, dict[str, Array]]] = [{first: {} for first in together.records} for _ in ordered]
+    joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
+    outputs = split_rows(joint.output, len(ordered))
+    records: list[dict[int, dict[str, Array]]] = [{first: {} for first in joint.records} for _ in ordered]
     for stack in target.sites.stacks if record_outputs else ():
         name = output_record(stack.kind)
-        for first, of_layers in together.records.items():
-            if name in of_layers:
-                by_row = jnp.swapaxes(of_layers[name], 0, 1)
-                for i, own in enumerate(apart(by_row, linears.present(first))):
+        for first, by_name in joint.records.items():
+            if name in by_name:
+                by_row = jnp.swapaxes(by_name[name], 0, 1)
+                for i, own in enumerate(split_rows(by_row, linears.n_running(first))):
                     records[i][first][name] = jnp.swapaxes(own, 0, 1)
     found = {i: Forward(outputs[n], records[n]) for n, i in enumerate(order)}
     summaries = {} if summarise is None else {
-        stack.name: _of_stack(together, stack, summary_record(stack.kind)) for stack in target.sites.stacks
+        stack.name: _stack_record(joint, stack, summary_record(stack.kind)) for stack in target.sites.stacks
     }  # fmt: skip
-    return Together([found[i] for i in range(len(streams))], summaries)
+    return MaskedForwards([found[i] for i in range(len(streams))], summaries)
 
 
-def _of_stack(forward: Forward, stack: Stack, name: str) -> Array:
-    """A record of a stack's layers, whatever runs of layers it was recorded in."""
-    parts = [of[name] for first, of in sorted(forward.records.items()) if first in stack.layers]
+def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
+    """A record of all layers of a stack, whatever scans it was recorded in."""
+    parts = [records[name] for first, records in sorted(forward.records.items()) if first in stack.layers]
     return jnp.concatenate(parts)
 
 
 def errors(
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     streams: Sequence[Stream],
     kinds: Sequence[ErrorKind],
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
 ) -> tuple[Float[Array, " streams"], dict[str, Array]]:
-    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run together.
+    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run joint.
 
-    And the summaries of all sites' logits if they are asked for (see `Together`).
+    Also the summaries of all sites' logits (see `MaskedForwards`).
     """
 
-    def of_batch(scene: Scene, judge: Judge, streams: Sequence[Stream]) -> tuple[Array, dict[str, Array]]:
+    def batch_errors(
+        clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]
+    ) -> tuple[Array, dict[str, Array]]:
+        target, clean = clean_pass.target, clean_pass.forward
         forwards, summaries = run_masked(
-            scene, components, judge, streams, "hidden_acts" in kinds, summarise, output_name
+            clean_pass, components, reader, streams, "hidden_acts" in kinds, summarise, output_name
         )
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         with jax.named_scope("error"):
-            of_outputs = iter(scene.target.errors(scene.weights, scene.clean.output, outputs) if outputs else ())
+            output_errors = iter(target.errors(clean_pass.weights, clean.output, outputs) if outputs else ())
         found = [
-            hidden_acts_error(scene.target.sites, scene.clean, masked) if kind == "hidden_acts" else next(of_outputs)
+            hidden_acts_error(target.sites, clean, masked) if kind == "hidden_acts" else next(output_errors)
             for masked, kind in zip(forwards, kinds, strict=True)
         ]
         return jnp.stack(found), summaries
 
-    n = scene.target.memory.micro_batches
+    n = clean_pass.target.memory.micro_batches
     if n == 1:
-        return of_batch(scene, judge, streams)
-    total, summaries = sum_over_parts(of_batch, scene, judge, streams, n)
+        return batch_errors(clean_pass, reader, streams)
+    total, summaries = sum_over_parts(batch_errors, clean_pass, reader, streams, n)
     return total / n, summaries
 
 
@@ -197,86 +200,88 @@ def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Ar
         for stack in segment.stacks:
             name = output_record(stack.kind)
             a = wide(clean.records[segment.first][name])
-            b = wide(_of_stack(masked, stack, name))
+            b = wide(_stack_record(masked, stack, name))
             total, elements = total + jnp.sum((a - b) ** 2), elements + a.size
     return total / float(elements)  # beyond int32 in a large run
 
 
 def reconstruction(
     term: Reconstruction,
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     key: PRNGKeyArray,
     bundle: Bundle | None = None,
 ) -> Float[Array, ""]:
     """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
-    found = streams(term, scene, components, judge, key, bundle)
-    return jnp.mean(errors(scene, components, judge, found, [term.error] * len(found))[0])
+    found = streams(term, clean_pass, components, reader, key, bundle)
+    return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
 
 
 def streams(
     term: Reconstruction,
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     key: PRNGKeyArray,
     bundle: Bundle | None = None,
 ) -> list[Stream]:
-    """The forwards of a term. ``bundle``: sources of a persistent term. A fresh attack is carried out here."""
+    """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
     found: list[Stream] = []
-    for live in live_sets(term.live, len(scene.target.sites)):
+    for live in live_sets(term.live, len(clean_pass.target.sites)):
         for _ in range(n_samples(term)):
-            of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(found)))
-            routes = draw_routes(term.routing, of_routes, scene.at, len(live))
-            sources = _sources(term, scene, live, components, judge, routes, of_sources, bundle)
+            routes_key, sources_key = jax.random.split(jax.random.fold_in(key, len(found)))
+            routes = draw_routes(term.routing, routes_key, clean_pass.at, len(live))
+            sources = _sources(term, clean_pass, live, components, reader, routes, sources_key, bundle)
             found.append(Stream(live, sources, routes))
     return found
 
 
 def _sources(
     term: Reconstruction,
-    scene: Scene,
+    clean_pass: CleanPass,
     live: tuple[int, ...],
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     routes: Array | None,
     key: PRNGKeyArray,
     bundle: Bundle | None,
 ) -> SourceKind:
     match term.sources:
         case Stochastic() as kind:
-            return StochasticSources(kind, key, scene.use_delta)
+            return StochasticSources(kind, key, clean_pass.use_delta)
         case Constant() as kind:
             return ConstantSources(kind)
         case PersistentAttack():
             assert bundle is not None
-            return GivenSources(bundle, scene.batch)
+            return GivenSources(bundle, clean_pass.batch)
         case FreshAttack() as kind:
-            error = attacked_error(scene, components, judge, live, routes, term.error)
-            start = initial_sources(kind, key, scene.target.sites, live, scene.leading, scene.use_delta)
-            return GivenSources(attack(kind, error, start), scene.batch)
+            error = attacked_error(clean_pass, components, reader, live, routes, term.error)
+            start = initial_sources(kind, key, clean_pass.target.sites, live, clean_pass.leading, clean_pass.use_delta)
+            return GivenSources(attack(kind, error, start), clean_pass.batch)
 
 
-def persistent_error(scene: Scene, components: Components, judge: Judge) -> Callable[[Bundle], Float[Array, ""]]:
-    """What the warm-up ascents climb (A3): all sites live, routed everywhere, components and λ held."""
-    return attacked_error(scene, components, judge, tuple(range(len(scene.target.sites))), None, "output")
+def persistent_error(
+    clean_pass: CleanPass, components: Components, reader: ImportanceReader
+) -> Callable[[Bundle], Float[Array, ""]]:
+    """The error that warm-up ascents maximise (A3): all sites live, routed everywhere, components and λ constant."""
+    return attacked_error(clean_pass, components, reader, tuple(range(len(clean_pass.target.sites))), None, "output")
 
 
 def attacked_error(
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     live: tuple[int, ...],
     routes: Array | None,
     kind: ErrorKind,
 ) -> Callable[[Bundle], Float[Array, ""]]:
-    """The error of one forward as a function of its sources, components and λ held."""
+    """The error of one forward as a function of its sources; components and λ are constant."""
     components = jax.lax.stop_gradient(components)
-    judge = replace(judge, judgement=jax.lax.stop_gradient(judge.judgement))
+    reader = replace(reader, outputs=jax.lax.stop_gradient(reader.outputs))
 
     def error(bundle: Bundle) -> Float[Array, ""]:
-        stream = Stream(live, GivenSources(bundle, scene.batch), routes)
-        return errors(scene, components, judge, [stream], [kind], output_name="attack_outputs")[0][0]
+        stream = Stream(live, GivenSources(bundle, clean_pass.batch), routes)
+        return errors(clean_pass, components, reader, [stream], [kind], output_name="attack_outputs")[0][0]
 
     return error

@@ -23,13 +23,16 @@ def over_layers(
     body: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
     xs: Any,
-    of: Intermediate = "layers",
+    name: Intermediate = "layers",
 ) -> tuple[Any, Any]:
-    """``lax.scan(body, carry, xs)``, as the policy would have it; one layer alone may change the carry's shape."""
+    """``lax.scan(body, carry, xs)`` under the memory policy; a single layer may change the carry's shape.
+
+    ``name``: the intermediate whose recomputation the policy decides.
+    """
     n_layers = jax.tree.leaves(xs)[0].shape[0]
     unrolled = memory.layers == "unroll" or n_layers == 1
     group = 1
-    if memory.recomputes(of):
+    if memory.recomputes(name):
         # In a scan nothing can be merged with what it recomputes: no barriers against that are needed.
         body = jax.checkpoint(body, policy=_inside(memory), prevent_cse=unrolled)
         if memory.layer_group is not None:
@@ -39,8 +42,8 @@ def over_layers(
     if group in (1, n_layers):
         return lax.scan(body, carry, xs)
     grouped = jax.tree.map(lambda x: x.reshape(n_layers // group, group, *x.shape[1:]), xs)
-    of_group = jax.checkpoint(lambda c, x: lax.scan(body, c, x), prevent_cse=False)
-    carry, ys = lax.scan(of_group, carry, grouped)
+    run_group = jax.checkpoint(lambda c, x: lax.scan(body, c, x), prevent_cse=False)
+    carry, ys = lax.scan(run_group, carry, grouped)
     return carry, jax.tree.map(lambda y: y.reshape(n_layers, *y.shape[2:]), ys)
 
 
@@ -74,17 +77,17 @@ def token_blocks(leading: tuple[int, ...], most: int | None) -> int:
     return fitting_blocks(leading[1], max(1, most // leading[0]), "seq")
 
 
-def over_blocks(of_block: Callable[[Any], tuple[Any, Any]], blocks: Any, n_blocks: int) -> tuple[Any, Any]:
+def over_blocks(run_block: Callable[[Any], tuple[Any, Any]], blocks: Any, n_blocks: int) -> tuple[Any, Any]:
     """Over the leading axis of ``blocks``: the sum of the first results, and the second ones stacked.
 
     Nothing is kept of one of several blocks, and the sum is added outside of what is recomputed, so no partial sum is
     kept either.
     """
     if n_blocks == 1:
-        total, found = of_block(jax.tree.map(lambda x: x[0], blocks))
+        total, found = run_block(jax.tree.map(lambda x: x[0], blocks))
         return total, jax.tree.map(lambda x: x[None], found)
-    recomputed = jax.checkpoint(of_block, prevent_cse=False)
-    shapes, _ = jax.eval_shape(of_block, jax.tree.map(lambda x: x[0], blocks))
+    recomputed = jax.checkpoint(run_block, prevent_cse=False)
+    shapes, _ = jax.eval_shape(run_block, jax.tree.map(lambda x: x[0], blocks))
     start = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
 
     def add(total: Any, block: Any) -> tuple[Any, Any]:

@@ -7,10 +7,10 @@ per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,11 +19,12 @@ PRE_IDENTITY = ".pre_identity"
 
 
 @dataclass(frozen=True)
-class Site:
-    """One decomposed matrix.
+class Matrix:
+    """A matrix of a target that can be decomposed.
 
-    ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``).
-    ``reads``: name of the activation it multiplies; sites of a layer that read the same activation share it.
+    ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``). ``reads``: name of
+    the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: layers that
+    do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
     """
 
     name: str
@@ -32,6 +33,13 @@ class Site:
     reads: str
     d_in: int
     d_out: int
+    group: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Site(Matrix):
+    """A matrix that is decomposed, into ``C`` components."""
+
     C: int
 
 
@@ -96,18 +104,21 @@ class Sites:
         in_pairs = {name for pair in self.tied for name in pair}
         by_layer = [(layer, tuple(group)) for layer, group in groupby(enumerate(self.all), lambda s: s[1].layer)]
 
-        def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> tuple[tuple[str, str, int, int, int, str], ...]:
+        def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> list[tuple[Any, ...]]:
+            """What neighbouring layers must have in common to be of one segment."""
             # The name of a tied site makes the form of its layer unlike any other.
-            alone = (s.name if s.name in in_pairs else "" for _, s in entry[1])
-            return tuple((s.kind, s.reads, s.d_in, s.d_out, s.C, a) for (_, s), a in zip(entry[1], alone, strict=True))
+            tie = (site.name if site.name in in_pairs else "" for _, site in entry[1])
+            return [
+                (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, t) for (_, s), t in zip(entry[1], tie, strict=True)
+            ]
 
-        runs: list[list[tuple[int, tuple[tuple[int, Site], ...]]]] = []
+        segments: list[list[tuple[int, tuple[tuple[int, Site], ...]]]] = []
         for entry in by_layer:
-            if runs and runs[-1][-1][0] == entry[0] - 1 and form(runs[-1][-1]) == form(entry):
-                runs[-1].append(entry)
+            if segments and segments[-1][-1][0] == entry[0] - 1 and form(segments[-1][-1]) == form(entry):
+                segments[-1].append(entry)
             else:
-                runs.append([entry])
-        return tuple(self._segment([sites for _, sites in run]) for run in runs)
+                segments.append([entry])
+        return tuple(self._segment([sites for _, sites in layers]) for layers in segments)
 
     @staticmethod
     def _segment(layers: Sequence[Sequence[tuple[int, Site]]]) -> Segment:
@@ -124,7 +135,7 @@ class Sites:
         return tuple(stack for segment in self.segments for stack in segment.stacks)
 
     @cached_property
-    def place(self) -> tuple[tuple[Stack, int], ...]:
+    def stack_rows(self) -> tuple[tuple[Stack, int], ...]:
         """For each site in canonical order: its stack and its row there."""
         places = {n: (stack, row) for stack in self.stacks for row, n in enumerate(stack.sites)}
         return tuple(places[n] for n in range(len(self.all)))
@@ -136,7 +147,7 @@ class Sites:
 
     def unstack(self, arrays: Mapping[str, T]) -> dict[str, T]:
         """Per-stack arrays ``[layers, ...]`` to per-site arrays, keyed by site name in canonical order."""
-        rows = zip(self.all, self.place, strict=True)
+        rows = zip(self.all, self.stack_rows, strict=True)
         return {site.name: arrays[stack.name][row] for site, (stack, row) in rows}  # type: ignore[index]
 
 

@@ -1,4 +1,4 @@
-"""What a decomposition is (static) and what its training carries from step to step."""
+"""The settings of a decomposition (static) and the training state that goes from step to step."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,22 +73,22 @@ class State(eqx.Module):
 
 def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, ...]) -> State:
     """The state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a batch."""
-    for_components, for_ci, for_sources = jax.random.split(decomposition.key("init"), 3)
-    components = init_components(for_components, sites)
-    ci = init_ci(decomposition.ci, for_ci, sites)
+    components_key, ci_key, sources_key = jax.random.split(decomposition.key("init"), 3)
+    components = init_components(components_key, sites)
+    ci = init_ci(decomposition.ci, ci_key, sites)
     memory = decomposition.memory
-    of_components = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
-    of_ci = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
+    components_moments = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
+    ci_moments = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
 
     def adversary(number: int, attack: PersistentAttack) -> Adversary:
-        key = jax.random.fold_in(for_sources, number)
+        key = jax.random.fold_in(sources_key, number)
         return kept_adversary(memory, init_adversary(attack, key, sites, leading, decomposition.use_delta))
 
     return State(
         components=components,
         ci=ci,
-        components_moments=store(memory, "components_moments", of_components),
-        ci_moments=store(memory, "ci_moments", of_ci),
+        components_moments=store(memory, "components_moments", components_moments),
+        ci_moments=store(memory, "ci_moments", ci_moments),
         adversaries={
             name: adversary(number, attack)
             for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())

@@ -18,8 +18,10 @@ from param_decomp_jax.adversary import (
     kept_adversary,
     warm_up,
 )
-from param_decomp_jax.ci import Judge, Judgement, judge, squashings
+from param_decomp_jax.ci import CIOutputs, ImportanceReader, run_ci_function, squashings
 from param_decomp_jax.ci.function import CIFunction
+from param_decomp_jax.ci.inputs import site_inputs
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import (
@@ -30,9 +32,7 @@ from param_decomp_jax.mesh import constrain
 from param_decomp_jax.objective import Metrics, total_loss
 from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.reads import site_inputs
 from param_decomp_jax.recon import Reconstruction, persistent_error
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
@@ -68,8 +68,8 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     key = jax.random.fold_in(spec.key("train"), state.step)
 
     with jax.named_scope("clean_pass"):
-        scene = clean_pass(problem, state.ci, weights, inputs)
-    adversaries, gradients, metrics = losses_and_ascents(problem, state, scene, key)
+        clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
+    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, key)
     memory = spec.memory
     with jax.named_scope("components_update"):
         components, components_moments, components_norm = descend(
@@ -102,19 +102,14 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
     return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
 
 
-def clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array) -> Scene:
-    """F4, F5: the forward with no live site, and what the sites read in it."""
-    return run_clean(problem, ci, weights, inputs, keeps_outputs(problem))
-
-
 def keeps_outputs(problem: Problem) -> bool:
     """Whether a term compares the outputs of sites (R2's exception)."""
     terms = problem.decomposition.terms
     return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
 
 
-def run_clean(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> Scene:
-    """`clean_pass`; ``outputs`` keeps the sites' outputs too."""
+def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:
+    """F4, F5: the forward with no live site, and the sites' inputs in it; ``outputs``: keeps their outputs too."""
     target = problem.target
     kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
     clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(target.sites, kept, outputs)))
@@ -122,63 +117,71 @@ def run_clean(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array,
     residual = records[target.sites.segments[0].first][RESIDUAL]
     at = constrain(positions(residual.shape[1:-1]), "batch")
     read = site_inputs(target.sites, records) if kept else {}
-    return Scene(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
+    return CleanPass(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
 
 
-def judged(problem: Problem, scene: Scene, components: Components, ci: CIFunction) -> Judgement:
-    """What the CI function says of a batch; ``components``: of every stack."""
-    return judge(ci, scene.reads, scene.leading, components, problem.compute_dtype, problem.target.memory)
+def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
+    """The CI function's outputs on a batch after its clean pass; ``components``: of every stack."""
+    return run_ci_function(
+        ci, clean_pass.ci_inputs, clean_pass.leading, components, problem.compute_dtype, problem.target.memory
+    )
 
 
-def read(problem: Problem, ci: CIFunction, judgement: Judgement, scene: Scene) -> Judge:
-    """How the losses read what the CI function said: as λ."""
+def importance_reader(
+    problem: Problem, ci: CIFunction, ci_outputs: CIOutputs, clean_pass: CleanPass
+) -> ImportanceReader:
+    """Reads the CI function's outputs as λ, as the losses do."""
     lower, _ = squashings(problem.decomposition.squashing)
-    return Judge.of(ci, judgement, lower, scene.site_inputs, scene.at.ndim, problem.compute_dtype)
+    return ImportanceReader.from_ci_function(
+        ci, ci_outputs, lower, clean_pass.site_inputs, clean_pass.at.ndim, problem.compute_dtype
+    )
 
 
 def losses_and_ascents(
-    problem: Problem, state: State, scene: Scene, key: PRNGKeyArray
+    problem: Problem, state: State, clean_pass: CleanPass, key: PRNGKeyArray
 ) -> tuple[dict[str, Adversary], Gradients, Metrics]:
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
     spec, sites = problem.decomposition, problem.target.sites
 
-    def of_batch(components: Components, ci: CIFunction) -> Judgement:
+    def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
-            return judged(problem, scene, with_views(components, sites), ci)
+            return causal_importance(problem, clean_pass, with_views(components, sites), ci)
 
-    # The CI function is run once; its backward waits until the losses have said what they want of the judgement.
-    judgement, judge_backward = jax.vjp(of_batch, state.components, state.ci)
+    # The CI function runs once; its backward pass waits for the losses' gradients with respect to its outputs.
+    ci_outputs, ci_backward = jax.vjp(importance, state.components, state.ci)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
 
-    # Fetched and kept again also where nothing is done: both branches must leave it in the same memory.
+    # Fetched and stored even where nothing changes: both branches must leave it in the same memory.
     untouched = partial(update, by=lambda adversary: adversary)
 
     def warmed_up(attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
-            return update(adversary, lambda a: warm_up(attack, a, climb, state.step, spec.steps))
+            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps))
 
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
         return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
 
-    climb = persistent_error(scene, with_views(state.components, sites), read(problem, state.ci, judgement, scene))
+    error = persistent_error(
+        clean_pass, with_views(state.components, sites), importance_reader(problem, state.ci, ci_outputs, clean_pass)
+    )
     adversaries = {
         name: when_on(spec, attack, state, partial(warmed_up, attack), untouched, adversary)
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
     }
 
-    def total(components: Components, judgement: Judgement, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        judge = read(problem, state.ci, judgement, scene)
+    def total(components: Components, ci_outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
+        reader = importance_reader(problem, state.ci, ci_outputs, clean_pass)
         with jax.named_scope("losses"):
-            return total_loss(spec, state, scene, with_views(components, sites), judge, raw, key)
+            return total_loss(spec, state, clean_pass, with_views(components, sites), reader, raw, key)
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
-    (_, metrics), (direct, to_judgement, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
-        state.components, judgement, raw
+    (_, metrics), (direct, to_ci_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
+        state.components, ci_outputs, raw
     )
-    through_ci, to_ci = judge_backward(to_judgement)  # C5: a scalar CI function reads V
+    through_ci, to_ci = ci_backward(to_ci_outputs)  # C5: a scalar CI function reads V
     gradients = Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources)
 
     for name, (term, attack) in spec.persistent.items():

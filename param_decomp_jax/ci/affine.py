@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.draws import of_sites
+from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather
 from param_decomp_jax.numerics import matmul_wide
-from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites, Stack
 
 HIDDEN_GAIN = 2**0.5
@@ -53,19 +53,19 @@ class JointAffine(eqx.Module):
 
     def __call__(
         self,
-        reads: Reads,
+        inputs: CIInputs,
         leading: tuple[int, ...],
         prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]],
         memory: MemoryPolicy,
     ) -> Float[Array, "*n d_out"]:
         """Of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
-        def of_site(x: Array, rows: Array) -> Array:
+        def contribution(x: Array, rows: Array) -> Array:
             x = prepare(x)
             return constrain(matmul_wide(x, gather(rows, _ROWS, x.dtype)), "batch")
 
         start = constrain(jnp.broadcast_to(self.b, (*leading, self.b.shape[0])), "batch")
-        return reads.total(start, of_site, self.rows, recompute=memory.recomputes("ci"))
+        return inputs.sum_over_sites(start, contribution, self.rows, recompute=memory.recomputes("ci"))
 
     def axes(self) -> Any:
         """The rows of every site are split by output."""
@@ -80,7 +80,7 @@ def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffin
     scale = HIDDEN_GAIN / sum(site.d_in for site in sites.all) ** 0.5
 
     def rows(stack: Stack) -> Array:
-        return of_sites(lambda of: jax.random.normal(of, (stack.d_in, d_out), jnp.float32), key, stack.sites)
+        return draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
 
     return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
 
@@ -89,7 +89,7 @@ def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:
     """An affine head ``d_in → C`` for every site, by stack."""
 
     def heads(stack: Stack) -> Affine:
-        return of_sites(lambda of: init_affine(of, (), d_in, stack.C, 1.0), key, stack.sites)
+        return draw_per_site(lambda k: init_affine(k, (), d_in, stack.C, 1.0), key, stack.sites)
 
     return {stack.name: heads(stack) for stack in sites.stacks}
 

@@ -1,11 +1,11 @@
-"""What a CI function is."""
+"""The interface of a CI function."""
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
+from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.reads import Reads
 
 
 @runtime_checkable
@@ -16,8 +16,8 @@ class CIFunction(Protocol):
     jointly: ClassVar[bool]
     """Whether it reads all sites at once, through `features`; else each head reads its own site's clean input."""
 
-    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
-        """What the heads share, from every site's clean input; None for a layerwise function.
+    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
+        """The features that all heads share, from every site's clean input; None for a layerwise function.
 
         ``leading``: axes of an activation before its last one.
         """

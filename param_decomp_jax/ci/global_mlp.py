@@ -17,9 +17,9 @@ from param_decomp_jax.ci.affine import (
     init_heads,
     init_joint_affine,
 )  # fmt: skip
+from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import constrain, described, gather_tree
-from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites
 
 
@@ -39,10 +39,10 @@ class GlobalMLPCI(eqx.Module):
     heads: dict[str, Affine]
 
     def features(
-        self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "*n d"]:
         """The last hidden layer, from the clean inputs; ``leading``: axes of an activation before its last one."""
-        h = gelu(self.first(reads, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
+        h = gelu(self.first(inputs, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
         for layer in self.middle:
             h = gelu(gather_tree(layer, layer.axes(columns="split"), compute_dtype)(h)).astype(compute_dtype)
         return constrain(h, "batch")

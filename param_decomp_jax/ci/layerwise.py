@@ -1,4 +1,4 @@
-"""Layerwise CI functions (C4): every site is judged from its own clean input alone."""
+"""Layerwise CI functions (C4): a site's importances depend on its own clean input alone."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
-from param_decomp_jax.draws import of_sites
+from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import described
 from param_decomp_jax.numerics import matmul_wide
-from param_decomp_jax.reads import Reads
 from param_decomp_jax.sites import Sites, Stack
 
 BLOCK = 1 << 19
-"""Hidden activations of scalar MLPs that are worked on at once. Beyond, components go block by block, each block run
-again in the backward: they stay in the cache, and memory does not grow with C. On a CPU a whole step of TMS 5-2 takes
-12 ms of core time so and 20 ms otherwise, of TMS 40-10 113 ms and 197 ms."""
+"""Largest number of hidden activations of scalar MLPs that are computed at once. Where there are more, components are
+computed block by block, and each block again in the backward pass: a block fits the cache, and memory does not grow
+with C. On a CPU a whole step of TMS 5-2 takes 12 ms of core time so and 20 ms otherwise, of TMS 40-10 113 ms and
+197 ms."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Layerwise(eqx.Module):
     jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
-    def features(self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
+    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
 
@@ -54,11 +55,11 @@ class SharedMLP(_Layerwise):
     def axes(self) -> Any:
         """Hidden layers are split by unit, the last one by component."""
 
-        def of(mlp: MLP) -> Any:
+        def mlp_axes(mlp: MLP) -> Any:
             *hidden, last = mlp
             return (*(layer.axes(None, columns="split") for layer in hidden), last.axes(None, columns="component"))
 
-        return described(self, heads={name: of(head) for name, head in self.heads.items()})
+        return described(self, heads={name: mlp_axes(head) for name, head in self.heads.items()})
 
 
 class ScalarMLP(_Layerwise):
@@ -80,13 +81,13 @@ class ScalarMLP(_Layerwise):
             z = per_component(head, scalars)
         else:
             blocks = jax.tree.map(lambda a: a.reshape(C // block, block, *a.shape[1:]), (head, scalars))
-            of_block = jax.checkpoint(lambda of: per_component(*of))
-            z = jax.lax.map(of_block, blocks).reshape(scalars.shape)
+            apply_block = jax.checkpoint(lambda block: per_component(*block))
+            z = jax.lax.map(apply_block, blocks).reshape(scalars.shape)
         return jnp.moveaxis(z[..., 0], 0, -1)
 
     def axes(self) -> Any:
         """Every component has its own."""
-        return described(self, heads=_of_components(self.heads))
+        return described(self, heads=_per_component_axes(self.heads))
 
 
 class VectorMLP(_Layerwise):
@@ -101,10 +102,10 @@ class VectorMLP(_Layerwise):
 
     def axes(self) -> Any:
         """Every component has its own."""
-        return described(self, heads=_of_components(self.heads))
+        return described(self, heads=_per_component_axes(self.heads))
 
 
-def _of_components(heads: dict[str, MLP]) -> Any:
+def _per_component_axes(heads: dict[str, MLP]) -> Any:
     return {name: tuple(layer.axes(None, "component", columns=None) for layer in head) for name, head in heads.items()}
 
 
@@ -114,16 +115,16 @@ LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP
 def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> LayerwiseCI:
     """Fresh weights; those of a site depend on its canonical number, not on how sites are stacked."""
 
-    def head(of_site: PRNGKeyArray, stack: Stack) -> MLP:
+    def head(key: PRNGKeyArray, stack: Stack) -> MLP:
         match config.kind:
             case "shared_mlp":
-                return init_mlp(of_site, (), (stack.d_in, *config.hidden, stack.C))
+                return init_mlp(key, (), (stack.d_in, *config.hidden, stack.C))
             case "mlp":
-                return init_mlp(of_site, (stack.C,), (1, *config.hidden, 1))
+                return init_mlp(key, (stack.C,), (1, *config.hidden, 1))
             case "vector_mlp":
-                return init_mlp(of_site, (stack.C,), (stack.d_in, *config.hidden, 1))
+                return init_mlp(key, (stack.C,), (stack.d_in, *config.hidden, 1))
 
-    heads = {stack.name: of_sites(partial(head, stack=stack), key, stack.sites) for stack in sites.stacks}
+    heads = {stack.name: draw_per_site(partial(head, stack=stack), key, stack.sites) for stack in sites.stacks}
     match config.kind:
         case "shared_mlp":
             return SharedMLP(heads)

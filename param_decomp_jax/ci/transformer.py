@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
 from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
+from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.memory import Attention, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
 from param_decomp_jax.numerics import matmul, rms_norm
-from param_decomp_jax.reads import Reads
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Sites
@@ -60,10 +60,10 @@ class TransformerCI(eqx.Module):
     config: GlobalTransformer = eqx.field(static=True)
 
     def features(
-        self, reads: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "*n d"]:
         """The last hidden state, from the clean inputs; ``leading`` is ``(B, T)``, or ``(B,)``."""
-        h = self.project(reads, leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
+        h = self.project(inputs, leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
         no_sequence = h.ndim == 2
         h = h[:, None] if no_sequence else h
         assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"
@@ -110,7 +110,7 @@ def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites)
     d, n = config.d_model, config.n_blocks
     bound = d**-0.5
     q, k, v, o = (
-        jax.random.uniform(of, (n, d, d), jnp.float32, -bound, bound) for of in jax.random.split(to_attention, 4)
+        jax.random.uniform(k, (n, d, d), jnp.float32, -bound, bound) for k in jax.random.split(to_attention, 4)
     )
 
     return TransformerCI(

@@ -1,7 +1,7 @@
-"""What a target is: a frozen forward pass that is told how to apply its matrices."""
+"""What a target is: a frozen forward pass whose caller decides how its matrices are applied."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes
 from param_decomp_jax.remat import over_layers
-from param_decomp_jax.sites import PRE_IDENTITY, Site, Sites, Stack
+from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
 
 Weights = Any
 """A pytree of frozen arrays; always an argument of the jitted step, never closed over."""
@@ -20,7 +20,7 @@ Weights = Any
 
 @runtime_checkable
 class LayerLinears(Protocol):
-    """How one layer applies its matrices. ``records`` is what the pass wants kept of this layer."""
+    """How one layer applies its matrices. ``records``: arrays of this layer that the pass keeps."""
 
     records: dict[str, Array]
 
@@ -31,7 +31,7 @@ class LayerLinears(Protocol):
         ...
 
     def enter(self, x: Float[Array, "*n d"]) -> None:
-        """The layer's input (the residual stream), shown before anything is applied."""
+        """Receives the layer's input (the residual stream) before any matrix is applied."""
         ...
 
 
@@ -39,14 +39,14 @@ class LayerLinears(Protocol):
 class Linears(Protocol):
     """How a whole forward pass applies the target's matrices (F1 to F4).
 
-    Layers between two neighbouring ``cuts`` are treated alike, hence can be scanned together: ``slices`` gives what
-    they need, with a leading layer axis, and ``layer`` turns one such slice into the layer's way of multiplying.
+    Layers between two neighbouring ``cuts`` are treated alike, so they can be scanned together: ``slices`` gives the
+    arrays they need, with a leading layer axis, and ``layer`` turns one such slice into a `LayerLinears`.
     """
 
     def cuts(self) -> frozenset[int]: ...
 
     def join(self, layer: int, x: Any) -> Any:
-        """What goes into the run of layers that begins at ``layer``, given what came out of the one before."""
+        """The input of the scan that begins at ``layer``, from the output of the scan before it."""
         ...
 
     def slices(self, first: int, stop: int) -> Any: ...
@@ -55,9 +55,9 @@ class Linears(Protocol):
 
 
 class Forward(NamedTuple):
-    """What a forward pass gives: the target's output, and what its linears recorded.
+    """Result of a forward pass: the target's output, and what its linears recorded.
 
-    ``records``: by the first layer of each uncut run of layers, arrays ``[layers, ...]`` by record name.
+    ``records``: by the first layer of each scan, arrays ``[layers, ...]`` by record name.
     """
 
     output: Any
@@ -80,8 +80,8 @@ class Target(Protocol):
         """One pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
         ...
 
-    def runs(self, weights: Weights) -> Sequence["Run"]:
-        """The layers, in order, as runs of alike ones."""
+    def uniform_layers(self, weights: Weights) -> Sequence["UniformLayers"]:
+        """All layers in order, in groups of alike ones."""
         ...
 
     def errors(self, weights: Weights, clean: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
@@ -102,18 +102,6 @@ def split_matrices(weights: Weights) -> Any:
     return jax.tree.map(lambda w: Axes((*(None,) * (len(w.shape) - 1), "split" if len(w.shape) > 1 else None)), weights)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix of a target that may be decomposed; fields as of a `Site`."""
-
-    name: str
-    layer: int
-    kind: str
-    reads: str
-    d_in: int
-    d_out: int
-
-
 def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Sequence[tuple[str, str]] = ()) -> Sites:
     """The sites named in ``chosen`` (name to C), in canonical order whatever the order given.
 
@@ -122,10 +110,8 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
     """
     sites = []
     for m in matrices:
-        before = Site(m.name + PRE_IDENTITY, m.layer, m.kind + PRE_IDENTITY, m.reads, m.d_in, m.d_in, 0)
-        for site in (before, Site(m.name, m.layer, m.kind, m.reads, m.d_in, m.d_out, 0)):
-            if site.name in chosen:
-                sites.append(replace(site, C=chosen[site.name]))
+        identity = replace(m, name=m.name + PRE_IDENTITY, kind=m.kind + PRE_IDENTITY, d_out=m.d_in)
+        sites += [Site(**vars(x), C=chosen[x.name]) for x in (identity, m) if x.name in chosen]
     unknown = chosen.keys() - {site.name for site in sites}
     assert not unknown, f"not matrices of this target: {unknown}"
     return Sites(tuple(sites), tuple(tied))
@@ -136,59 +122,73 @@ def site_weights(
 ) -> dict[str, Float[Array, "layers d_in d_out"]]:
     """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices."""
 
-    def of_stack(stack: Stack) -> Array:
+    def stack_weights(stack: Stack) -> Array:
         if stack.kind.endswith(PRE_IDENTITY):
             return jnp.broadcast_to(jnp.eye(stack.d_in), (stack.n_layers, stack.d_in, stack.d_in))
         return matrix(stack)
 
-    return {stack.name: of_stack(stack) for stack in sites.stacks}
+    return {stack.name: stack_weights(stack) for stack in sites.stacks}
 
 
-class Run(NamedTuple):
-    """Layers ``first .. stop - 1`` that are alike: ``layer(x, weights_of_the_layer, linear)`` gives the next ``x``.
+class UniformLayers(NamedTuple):
+    """Layers ``first .. stop - 1``, alike in code and in shapes, so that one scan can run over them.
 
-    ``weights``: of these layers, with a leading layer axis.
+    ``apply(x, layer_weights, linear)`` gives the next ``x``. ``weights``: of these layers, with a leading layer axis.
     """
 
-    layer: Callable[[Any, Any, LayerLinears], Any]
+    apply: Callable[[Any, Any, LayerLinears], Any]
     weights: Any
     first: int
     stop: int
 
-    def of(self, first: int, stop: int) -> Any:
-        """Weights of the layers ``first .. stop - 1``."""
+    def slice_weights(self, first: int, stop: int) -> Any:
+        """Weights of the layers ``first .. stop - 1``, numbered as in the whole target."""
         return jax.tree.map(lambda w: w[first - self.first : stop - self.first], self.weights)
 
 
+def layers_of_segment(groups: Sequence[UniformLayers], segment: Segment) -> UniformLayers:
+    """The group of alike layers in which a segment of the sites lies.
+
+    A segment is scanned at once, so it may not extend over two groups: the matrices of different groups must differ in
+    `Matrix.group`, in kind or in shape. Fails by assertion where they do not.
+    """
+    layers = next(g for g in groups if g.first <= segment.first < g.stop)
+    assert segment.stop <= layers.stop, (
+        f"sites of layers {segment.first} to {segment.stop - 1} form one segment, but layer {layers.stop} begins "
+        "another group of alike layers: give its matrices another `group`"
+    )
+    return layers
+
+
 def run_layers(
-    runs: Sequence[Run], x: Any, linears: Linears, first: int, memory: MemoryPolicy
+    groups: Sequence[UniformLayers], x: Any, linears: Linears, first: int, memory: MemoryPolicy
 ) -> tuple[Any, dict[int, dict[str, Array]]]:
-    """All layers from ``first`` on, one scan for every part of a run that ``linears`` treats alike.
+    """All layers from ``first`` on, one scan for every part of a group that ``linears`` treats alike.
 
     Returns the last ``x`` and the records (see `Forward`).
     """
     records: dict[int, dict[str, Array]] = {}
-    for run in runs:
-        if first < run.stop:
-            x, of_run = _run(run, x, linears, max(first, run.first), memory)
-            records |= of_run
+    for layers in groups:
+        if first < layers.stop:
+            x, new = _run_group(layers, x, linears, max(first, layers.first), memory)
+            records |= new
     return x, records
 
 
-def _run(
-    run: Run, x: Any, linears: Linears, first: int, memory: MemoryPolicy
+def _run_group(
+    layers: UniformLayers, x: Any, linears: Linears, first: int, memory: MemoryPolicy
 ) -> tuple[Any, dict[int, dict[str, Array]]]:
     records = {}
-    edges = sorted({first, run.stop} | {cut for cut in linears.cuts() if first < cut < run.stop})
+    edges = sorted({first, layers.stop} | {cut for cut in linears.cuts() if first < cut < layers.stop})
     for a, b in pairwise(edges):
 
         def body(x: Any, xs: Any, a: int = a, b: int = b) -> tuple[Any, dict[str, Array]]:
-            frozen, of_sites = xs
-            linear = linears.layer(a, b, of_sites)
+            layer_weights, slice_ = xs
+            linear = linears.layer(a, b, slice_)
             linear.enter(x)
-            x = run.layer(x, frozen, linear)
+            x = layers.apply(x, layer_weights, linear)
             return x, linear.records
 
         x = linears.join(a, x)
-        x, records[a] = over_layers(memory, body, x, (run.of(a, b), linears.slices(a, b)))
+        x, records[a] = over_layers(memory, body, x, (layers.slice_weights(a, b), linears.slices(a, b)))
     return x, records

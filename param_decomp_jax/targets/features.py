@@ -25,13 +25,13 @@ class SparseFeatures:
 
     def batch(self, key: PRNGKeyArray, step: int | Integer[Array, ""], size: int) -> Float[Array, "size n_features"]:
         """The batch of a step: a function of (key, step) and nothing else."""
-        of_values, of_choice = jax.random.split(jax.random.fold_in(key, step))
+        values_key, choice_key = jax.random.split(jax.random.fold_in(key, step))
         rows = positions((size,))
-        values = self.low + (1 - self.low) * uniform(of_values, rows, self.n_features)
+        values = self.low + (1 - self.low) * uniform(values_key, rows, self.n_features)
         match self.generation:
             case "at_least_zero_active":
-                active = uniform(of_choice, rows, self.n_features) < self.probability
+                active = uniform(choice_key, rows, self.n_features) < self.probability
             case "exactly_one_active":
-                chosen = (uniform(of_choice, rows, 1) * self.n_features).astype(jnp.int32)
+                chosen = (uniform(choice_key, rows, 1) * self.n_features).astype(jnp.int32)
                 active = jnp.minimum(chosen, self.n_features - 1) == jnp.arange(self.n_features)
         return jnp.where(active, values, 0.0)

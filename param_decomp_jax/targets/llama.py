@@ -21,13 +21,12 @@ from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
 from param_decomp_jax.remat import named, token_blocks
 from param_decomp_jax.rotary import frequencies, rotate
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import Matrix, Sites
 from param_decomp_jax.targets.base import (
     Forward,
     LayerLinears,
     Linears,
-    Matrix,
-    Run,
+    UniformLayers,
     Weights,
     run_layers,
     site_weights,
@@ -114,10 +113,10 @@ def weight_shapes(config: LlamaConfig) -> dict[str, Any]:
 def weight_axes(config: LlamaConfig) -> dict[str, Any]:
     """Logical axes of every array, in the structure of the weights: matrices are split by output."""
 
-    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
+    def axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
         return Axes((None,) * len(shape)) if "norm" in path[-1].key else Axes((*(None,) * (len(shape) - 1), "split"))
 
-    return jax.tree_util.tree_map_with_path(of, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(axes, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def init_weights(key: PRNGKeyArray, config: LlamaConfig) -> Weights:
@@ -162,11 +161,11 @@ class Llama:
     ) -> Forward:
         """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
         first, x = start if start is not None else (0, self._embed(weights, inputs))
-        return Forward(*run_layers(self.runs(weights), x, linears, first, self.memory))
+        return Forward(*run_layers(self.uniform_layers(weights), x, linears, first, self.memory))
 
-    def runs(self, weights: Weights) -> Sequence[Run]:
+    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         """All layers are alike."""
-        return (Run(self._layer, weights["layers"], 0, self.config.n_layers),)
+        return (UniformLayers(self._layer, weights["layers"], 0, self.config.n_layers),)
 
     def _embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         # Each device looks up its own columns for the whole batch; rows move, the table does not.

@@ -13,13 +13,12 @@ from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.numerics import matmul, mean_squared_error
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.sites import Matrix, Sites
 from param_decomp_jax.targets.base import (
     Forward,
     LayerLinears,
     Linears,
-    Matrix,
-    Run,
+    UniformLayers,
     Weights,
     run_layers,
     site_weights,
@@ -82,12 +81,12 @@ class ResidMLP:
         """Features to features."""
         embed = weights["embed"]
         first, x = start if start is not None else (0, matmul(inputs.astype(self.compute_dtype), embed))
-        x, records = run_layers(self.runs(weights), x, linears, first, self.memory)
+        x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
         return Forward(matmul(x, embed.T), records)
 
-    def runs(self, weights: Weights) -> Sequence[Run]:
+    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         """All layers are alike."""
-        return (Run(self._layer, weights["layers"], 0, self.config.n_layers),)
+        return (UniformLayers(self._layer, weights["layers"], 0, self.config.n_layers),)
 
     def _layer(self, x: Float[Array, "B d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B d"]:
         h = linear("mlp_in", x, w["mlp_in"])

@@ -13,12 +13,11 @@ from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.numerics import mean_squared_error
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.sites import Matrix, Sites, Stack
 from param_decomp_jax.targets.base import (
     Forward,
     Linears,
-    Matrix,
-    Run,
+    UniformLayers,
     Weights,
     run_layers,
     site_weights,
@@ -77,21 +76,21 @@ class TMS:
     ) -> Forward:
         """Features to their reconstruction."""
         first, x = start if start is not None else (0, inputs.astype(self.compute_dtype))
-        x, records = run_layers(self.runs(weights), x, linears, first, self.memory)
+        x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
         return Forward(jax.nn.relu(x + weights["bias"].astype(x.dtype)), records)
 
-    def runs(self, weights: Weights) -> Sequence[Run]:
+    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         """Each matrix is a layer, the hidden ones are alike."""
 
-        def run(kind: str, W: Array, first: int, stop: int) -> Run:
-            return Run(lambda x, w, linear: linear(kind, x, w), W, first, stop)
+        def layers(kind: str, W: Array, first: int, stop: int) -> UniformLayers:
+            return UniformLayers(lambda x, w, linear: linear(kind, x, w), W, first, stop)
 
         last = self.config.last
-        hidden = [run(HIDDEN, weights["hidden_layers"], 1, last)] if last > 1 else []
+        hidden = [layers(HIDDEN, weights["hidden_layers"], 1, last)] if last > 1 else []
         return (
-            run(FIRST, weights["linear1"][None], 0, 1),
+            layers(FIRST, weights["linear1"][None], 0, 1),
             *hidden,
-            run(LAST, weights["linear2"][None], last, last + 1),
+            layers(LAST, weights["linear2"][None], last, last + 1),
         )
 
     def errors(

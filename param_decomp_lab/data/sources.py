@@ -28,7 +28,7 @@ class BatchShapes(Protocol):
         ...
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """The batch of a step inside the program (`param_decomp_jax.program.BatchOf`)."""
+        """The batch of a step inside the program (`param_decomp_jax.multi_step.BatchFunction`)."""
         ...
 
 

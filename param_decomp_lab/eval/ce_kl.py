@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci import Judge
+from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.ci.squash import Squash
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
@@ -16,13 +17,14 @@ from param_decomp_jax.mesh import constrain, cut, uncut
 from param_decomp_jax.numerics import kl_divergence
 from param_decomp_jax.recon import run_masked
 from param_decomp_jax.remat import token_blocks
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.targets.llama import Llama
 
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
 
 
-def kl_and_ce(target: Llama, scene: Scene, hidden: Float[Array, "B T d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def kl_and_ce(
+    target: Llama, clean_pass: CleanPass, hidden: Float[Array, "B T d"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Of what is predicted from ``hidden``, in nats: mean KL from the clean prediction, over all positions; mean
     cross-entropy of the next token, over positions 0 … T − 2.
 
@@ -33,21 +35,23 @@ def kl_and_ce(target: Llama, scene: Scene, hidden: Float[Array, "B T d"]) -> tup
 
     def of_block(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         clean, masked, following = block
-        logits = target.logits(scene.weights, masked)
+        logits = target.logits(clean_pass.weights, masked)
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), following[..., None], axis=-1)[..., 0]
-        return kl_divergence(target.logits(scene.weights, clean), logits), -log_p
+        return kl_divergence(target.logits(clean_pass.weights, clean), logits), -log_p
 
-    following = jnp.roll(scene.inputs, -1, axis=1)
-    blocks = [constrain(cut(x, 1, n_blocks, "seq"), None, "batch") for x in (scene.clean.output, hidden, following)]
+    following = jnp.roll(clean_pass.inputs, -1, axis=1)
+    blocks = [
+        constrain(cut(x, 1, n_blocks, "seq"), None, "batch") for x in (clean_pass.forward.output, hidden, following)
+    ]
     kl, ce = (uncut(x, 1, "seq") for x in jax.lax.map(of_block, tuple(blocks)))
     return jnp.mean(kl), jnp.mean(ce[:, :-1])
 
 
 def ce_and_kl(
     target: Llama,
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     key: PRNGKeyArray,
     sampling: Stochastic,
     rounding_threshold: float,
@@ -58,24 +62,24 @@ def ce_and_kl(
     """
     live = tuple(range(len(target.sites)))
     of_stochastic, of_random = jax.random.split(key)
-    lower = judge.squash
+    lower = reader.squash
     on, off = ConstantSources(Constant(1.0)), ConstantSources(Constant(0.0))
     maskings: dict[str, tuple[Squash, SourceKind]] = {
         "unmasked": (jnp.zeros_like, on),
         "ci_masked": (lower, off),
         "rounded_masked": (lambda z: (lower(z) > rounding_threshold).astype(z.dtype), off),
-        "stoch_masked": (lower, StochasticSources(sampling, of_stochastic, scene.use_delta)),
+        "stoch_masked": (lower, StochasticSources(sampling, of_stochastic, clean_pass.use_delta)),
         "random_masked": (
             jnp.zeros_like,
             StochasticSources(replace(sampling, sampling="continuous"), of_random, False),
         ),
         "zero_masked": (jnp.zeros_like, off),
     }
-    measured = {"ce_target": kl_and_ce(target, scene, scene.clean.output)[1]}
+    measured = {"ce_target": kl_and_ce(target, clean_pass, clean_pass.forward.output)[1]}
     for masking in MASKINGS:
         squash, sources = maskings[masking]
-        [masked], _ = run_masked(scene, components, replace(judge, squash=squash), [Stream(live, sources)])
-        measured[f"kl_{masking}"], measured[f"ce_{masking}"] = kl_and_ce(target, scene, masked.output)
+        [masked], _ = run_masked(clean_pass, components, replace(reader, squash=squash), [Stream(live, sources)])
+        measured[f"kl_{masking}"], measured[f"ce_{masking}"] = kl_and_ce(target, clean_pass, masked.output)
     return measured
 
 

@@ -107,8 +107,8 @@ class Evaluation:
 
         def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
             components = with_views(components, target.sites)
-            _, judge = read_batch(problem, components, ci, weights, inputs)
-            return batch_statistics(problem, components, judge, threshold)
+            _, reader = read_batch(problem, components, ci, weights, inputs)
+            return batch_statistics(problem, components, reader, threshold)
 
         self._statistics = jax.jit(statistics, out_shardings=whole)
 
@@ -118,18 +118,18 @@ class Evaluation:
         problem, metrics = self._problem, self._metrics
         spec = problem.decomposition
         components = with_views(state.components, problem.target.sites)
-        scene, judge = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
+        clean_pass, reader = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
         of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem.decomposition, state, scene, components, judge, {}, of_losses)
+        _, losses = total_loss(problem.decomposition, state, clean_pass, components, reader, {}, of_losses)
         adversaries, errors = attack_batch(
-            self._persistent, adversaries, scene, components, judge, state, spec.steps, of_losses
+            self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, of_losses
         )
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Llama), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(target, scene, components, judge, of_ce_kl, self._sampling, threshold)
-        measured["l0"] = mean_l0(problem, components, judge, [l0.ci_alive_threshold for l0 in metrics.l0])
+            measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, of_ce_kl, self._sampling, threshold)
+        measured["l0"] = mean_l0(problem, components, reader, [l0.ci_alive_threshold for l0 in metrics.l0])
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import Judge, Logits, per_component, squashings
+from param_decomp_jax.ci import ImportanceReader, Logits, per_component, squashings
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import V_AXES, Components, with_views
 from param_decomp_jax.mesh import Axes, gather_tree, is_axes
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites, Stack
-from param_decomp_jax.step import Problem, judged, read, run_clean
+from param_decomp_jax.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.targets.base import Weights
 
 BINS = 100
@@ -22,10 +22,12 @@ BINS = 100
 
 def read_batch(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, outputs: bool = False
-) -> tuple[Scene, Judge]:
+) -> tuple[CleanPass, ImportanceReader]:
     """The clean pass of a batch and how its importances are read, as λ. ``outputs`` keeps the sites' outputs too."""
-    scene = run_clean(problem, ci, weights, inputs, outputs)
-    return scene, read(problem, ci, judged(problem, scene, components, ci), scene)
+    clean_pass = run_clean_pass(problem, ci, weights, inputs, outputs)
+    return clean_pass, importance_reader(
+        problem, ci, causal_importance(problem, clean_pass, components, ci), clean_pass
+    )
 
 
 def importance_logits(
@@ -39,10 +41,10 @@ def importance_logits(
     memory = replace(target.memory, save=target.memory.save | {"logits"})
     at_once = replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
     components = with_views(components, target.sites)
-    scene = run_clean(at_once, ci, weights, inputs, outputs=False)
-    judgement = judged(at_once, scene, components, ci)
-    assert isinstance(judgement, Logits)
-    return judgement.by_stack
+    clean_pass = run_clean_pass(at_once, ci, weights, inputs, outputs=False)
+    ci_outputs = causal_importance(at_once, clean_pass, components, ci)
+    assert isinstance(ci_outputs, Logits)
+    return ci_outputs.by_stack
 
 
 def logits_of_sites(
@@ -51,15 +53,15 @@ def logits_of_sites(
     """`importance_logits` of some sites, by name; nothing is made of the others."""
     target = problem.target
     components = with_views(components, target.sites)
-    _, judge = read_batch(_lazily(problem), components, ci, weights, inputs)
+    _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
 
     def of_site(stack: Stack, row: int) -> Array:
-        of_layer = (judge.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
-        axes = judge.axes(stack), V_AXES
+        of_layer = (reader.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
+        axes = reader.axes(stack), V_AXES
         head, V = gather_tree(jax.tree.map(lambda x: x[0], of_layer), axes, problem.compute_dtype)
-        return judge.logits(head, V)
+        return reader.logits(head, V)
 
-    places = zip(target.sites.all, target.sites.place, strict=True)
+    places = zip(target.sites.all, target.sites.stack_rows, strict=True)
     return {site.name: of_site(stack, row) for site, (stack, row) in places if site.name in names}
 
 
@@ -84,11 +86,11 @@ def chosen_logits(
     """
     target = problem.target
     components = with_views(components, target.sites)
-    _, judge = read_batch(_lazily(problem), components, ci, weights, inputs)
+    _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
 
     def of_stack(stack: Stack) -> Array:
-        of_sites = judge.slices(stack, stack.first, stack.first + stack.n_layers)
-        axes = judge.axes(stack), V_AXES
+        of_sites = reader.slices(stack, stack.first, stack.first + stack.n_layers)
+        axes = reader.axes(stack), V_AXES
 
         def pick(of: Axes, x: Array, numbers: Array) -> Array:
             axis = of.at("component")
@@ -98,7 +100,7 @@ def chosen_logits(
             *of_layer, numbers = site
             few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
             head, V = gather_tree(few, axes, problem.compute_dtype)
-            return judge.logits(head, V)
+            return reader.logits(head, V)
 
         return jax.lax.map(of_site, (of_sites, components[stack.name].V, jnp.asarray(chosen[stack.name])))
 
@@ -114,33 +116,33 @@ def lower_importances(
 
 
 def batch_statistics(
-    problem: Problem, components: Components, judge: Judge, threshold: float
+    problem: Problem, components: Components, reader: ImportanceReader, threshold: float
 ) -> dict[str, tuple[Float[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
     """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold."""
 
     def of_components(logits: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
-        flat = judge.squash(logits).reshape(-1, logits.shape[-1])
+        flat = reader.squash(logits).reshape(-1, logits.shape[-1])
         bins = jnp.clip((flat * BINS).astype(jnp.int32), 0, BINS - 1)
         counts = jax.vmap(lambda column: jnp.bincount(column, length=BINS), in_axes=1)(bins)
         return counts, jnp.mean(flat, axis=0), jnp.mean(flat > threshold, axis=0)
 
-    found = per_component(judge, components, problem.target.sites, problem.target.memory, of_components)
+    found = per_component(reader, components, problem.target.sites, problem.target.memory, of_components)
     # One row of an 8B has more entries than an int32 counts.
     return {name: (jnp.sum(counts, axis=1, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
 
 
 def mean_l0(
-    problem: Problem, components: Components, judge: Judge, thresholds: Sequence[float]
+    problem: Problem, components: Components, reader: ImportanceReader, thresholds: Sequence[float]
 ) -> list[dict[str, Float[Array, " layers"]]]:
     """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
 
     def alive(logits: Float[Array, "*n C"]) -> Float[Array, "C thresholds"]:
-        lower = judge.squash(logits)
+        lower = reader.squash(logits)
         return jnp.stack([jnp.mean(lower > t, axis=tuple(range(lower.ndim - 1))) for t in thresholds], axis=-1)
 
     if not thresholds:
         return []
-    found = per_component(judge, components, problem.target.sites, problem.target.memory, alive)
+    found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
     return [{name: jnp.sum(x[..., n], axis=1) for name, x in found.items()} for n in range(len(thresholds))]
 
 

@@ -10,11 +10,11 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
-from param_decomp_jax.ci import Judge
+from param_decomp_jax.ci import ImportanceReader
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.recon import Reconstruction, persistent_error, reconstruction
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import State
 
@@ -44,25 +44,25 @@ def fresh_adversaries(
 def attack_batch(
     terms: tuple[Reconstruction, ...],
     adversaries: Adversaries,
-    scene: Scene,
+    clean_pass: CleanPass,
     components: Components,
-    judge: Judge,
+    reader: ImportanceReader,
     state: State,
     total: int,
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
     """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
-    climb = persistent_error(scene, components, judge)
+    climb = persistent_error(clean_pass, components, reader)
     moved, errors = {}, {}
     for number, term in enumerate(terms):
         spec = term.sources
         assert isinstance(spec, PersistentAttack)
-        describe_term = jax.random.fold_in(key, FIRST_NUMBER + number)
+        term_key = jax.random.fold_in(key, FIRST_NUMBER + number)
         adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
 
-        def error(raw: Bundle, term: Reconstruction = term, describe_term: PRNGKeyArray = describe_term) -> Array:
+        def error(raw: Bundle, term: Reconstruction = term, term_key: PRNGKeyArray = term_key) -> Array:
             assert isinstance(term.sources, PersistentAttack)
-            return reconstruction(term, scene, components, judge, describe_term, effective(term.sources, raw))
+            return reconstruction(term, clean_pass, components, reader, term_key, effective(term.sources, raw))
 
         errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
         moved[term.name] = ascend(spec, adversary, gradient, state.step, total)

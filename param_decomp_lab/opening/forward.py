@@ -41,10 +41,10 @@ def masked(
 ) -> Array:
     """The output with these sites live: masked by λ where ``pinned`` and sources are 0 (M1), else by the sources."""
     components = with_views(components, problem.target.sites)
-    scene, judge = read_batch(problem, components, ci, weights, inputs)
+    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
     if not pinned:
-        judge = replace(judge, squash=jnp.zeros_like)
-    [forward], _ = run_masked(scene, components, judge, [Stream(live, GivenSources(sources, scene.batch))])
+        reader = replace(reader, squash=jnp.zeros_like)
+    [forward], _ = run_masked(clean_pass, components, reader, [Stream(live, GivenSources(sources, clean_pass.batch))])
     return _given(problem, weights, forward.output)
 
 

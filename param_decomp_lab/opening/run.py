@@ -154,7 +154,7 @@ class Run:
         return self.sites[plain]
 
     def _place(self, site: Site) -> tuple[Stack, int]:
-        return self.target.sites.place[list(self.sites).index(site.name)]
+        return self.target.sites.stack_rows[list(self.sites).index(site.name)]
 
     # --- what it says of inputs ---
 
@@ -211,8 +211,8 @@ class Run:
         if pinned:
             masks = {name: np.zeros((1,) * len(leading) + (self.sites[name].C,), np.float32) for name in wanted}
         else:
-            describe_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
-            found = self._importances(*self.learned, self.weights, batch, describe_ci, "lower") if describe_ci else {}
+            with_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
+            found = self._importances(*self.learned, self.weights, batch, with_ci, "lower") if with_ci else {}
             masks = {name: np.asarray(found[name]) if name in found else mask for name, mask in wanted.items()}
         return bundle(self.target.sites, masks, len(leading), delta)
 

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape
-from param_decomp_jax.placement import placed, shardings
+from param_decomp_jax.placement import shardings, with_shardings
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
@@ -52,7 +52,7 @@ def _weights(target: KnownTarget, mesh: Mesh) -> Any:
         is_leaf=lambda x: isinstance(x, tuple),
     )
     places = shardings(mesh, target.problem.target.weight_axes(shapes), shapes)
-    return placed(shapes, places)
+    return with_shardings(shapes, places)
 
 
 def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, mesh: Mesh) -> BatchShapes:

@@ -179,7 +179,7 @@ def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
 
 def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
     """Bytes of one device by what a step is given."""
-    describe_sources = [(a.mean, a.square) for a in state.adversaries.values()]
+    source_moments = [(a.mean, a.square) for a in state.adversaries.values()]
     groups = {
         "target": weights,
         "components V, U": state.components,
@@ -187,7 +187,7 @@ def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
         "CI function": state.ci,
         "moments of the CI function": state.ci_moments,
         "sources": [a.raw for a in state.adversaries.values()],
-        "moments of the sources": describe_sources,
+        "moments of the sources": source_moments,
         "batch": inputs,
     }
     return {name: device_bytes(part) for name, part in groups.items() if jax.tree.leaves(part)}

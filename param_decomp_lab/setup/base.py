@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import placed, state_shardings
+from param_decomp_jax.placement import state_shardings, with_shardings
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import Problem
@@ -42,7 +42,7 @@ class Outline:
         """Shapes and shardings of the train state."""
         spec = self.problem.decomposition
         shapes = jax.eval_shape(partial(init_state, spec, self.problem.target.sites, self.leading))
-        return placed(shapes, state_shardings(self.mesh, spec, shapes))
+        return with_shardings(shapes, state_shardings(self.mesh, spec, shapes))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from param_decomp_jax.ci import init_ci
 from param_decomp_jax.components import components_axes, init_components
 from param_decomp_jax.mesh import whole
-from param_decomp_jax.placement import moments_shardings, placed, shardings
-from param_decomp_jax.program import training_steps
+from param_decomp_jax.multi_step import training_steps
+from param_decomp_jax.placement import moments_shardings, shardings, with_shardings
 from param_decomp_jax.state import init_state
 from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
 from param_decomp_lab.checkpoints.store import Learned
@@ -39,7 +39,7 @@ def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
     components = jax.eval_shape(partial(init_components, sites=sites), key)
     shapes = Learned(components, jax.eval_shape(partial(init_ci, spec.ci, sites=sites), key))
     axes = Learned(components_axes(shapes.components), shapes.ci.axes())
-    found: Learned = placed(shapes, shardings(mesh, axes, shapes))
+    found: Learned = with_shardings(shapes, shardings(mesh, axes, shapes))
     return found
 
 
@@ -64,7 +64,7 @@ def warmup_program(outline: Outline) -> Program:
     # Placed alike from the first dispatch on: else the second one is another program to compile.
     optimizer = warmup_transformation(outline.problem)
     moments = jax.eval_shape(optimizer.init, components)
-    moments = placed(moments, moments_shardings(outline.mesh, optimizer, components))
+    moments = with_shardings(moments, moments_shardings(outline.mesh, optimizer, components))
     steps = jax.jit(
         partial(_warmup_steps, outline.problem),
         donate_argnums=(0, 1),

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from param_decomp_jax.sites import PRE_IDENTITY, Sites
-from param_decomp_jax.targets.base import Matrix, choose_sites
+from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Sites
+from param_decomp_jax.targets.base import choose_sites
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.config.site_patterns import match_sites, matches_module
 from param_decomp_lab.errors import UserError

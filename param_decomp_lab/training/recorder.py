@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from param_decomp_jax.program import MetricRows
+from param_decomp_jax.multi_step import MetricRows
 from param_decomp_jax.state import Decomposition
 from param_decomp_lab.errors import NonFiniteLoss
 

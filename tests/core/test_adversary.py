@@ -52,7 +52,7 @@ SCOPES = [SingleSource(), BroadcastAcrossBatch(), RepeatAcrossBatch(2), PerBatch
 def test_fresh_start(init: Any, scope: Any, leading: tuple[int, ...]) -> None:
     spec = dataclasses.replace(FRESH, init=init, scope=scope)
     bundle = jax.jit(lambda key: initial_sources(spec, key, SITES, (1, 4), leading, True))(jax.random.key(0))
-    live_stacks = {SITES.place[n][0].name for n in (1, 4)}
+    live_stacks = {SITES.stack_rows[n][0].name for n in (1, 4)}
     assert bundle.keys() == live_stacks
     for stack in SITES.stacks:
         if stack.name in live_stacks:

@@ -12,19 +12,19 @@ from param_decomp_jax.ci import (
     CIConfig,
     GlobalMLP,
     GlobalTransformer,
-    Judge,
+    ImportanceReader,
     LayerwiseMLP,
     Logits,
     init_ci,
-    judge,
     layerwise,
     per_component,
+    run_ci_function,
 )  # fmt: skip
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
+from param_decomp_jax.ci.inputs import KeptInputs
 from param_decomp_jax.components import Factors
 from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import is_axes
-from param_decomp_jax.reads import KeptReads
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
 from tests.core import tiny
@@ -80,11 +80,11 @@ def cotangents_of(lead: tuple[int, ...]) -> Any:
 def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryPolicy = PLAIN) -> Any:
     """Of every site at once; what is lazy is read component by component."""
     leading = next(iter(inputs.values())).shape[1:-1]
-    judgement = judge(ci, KeptReads(inputs), leading, components, dtype, memory)
-    assert isinstance(judgement, Logits) == (memory is PLAIN)
-    if isinstance(judgement, Logits):
-        return judgement.by_stack
-    reader = Judge.of(ci, judgement, jnp.zeros_like, inputs, len(leading), dtype)
+    ci_outputs = run_ci_function(ci, KeptInputs(inputs), leading, components, dtype, memory)
+    assert isinstance(ci_outputs, Logits) == (memory is PLAIN)
+    if isinstance(ci_outputs, Logits):
+        return ci_outputs.by_stack
+    reader = ImportanceReader.from_ci(ci, ci_outputs, jnp.zeros_like, inputs, len(leading), dtype)
     found = per_component(reader, components, SITES, memory, lambda z: jnp.moveaxis(z, -1, 0))
     return {name: jnp.moveaxis(z, 1, -1) for name, z in found.items()}
 

@@ -98,8 +98,8 @@ def test_the_clean_pass_is_the_same_with_and_without(make: Any, config: Any, cho
 
         @jax.jit
         def run(weights: Any, inputs: jax.Array) -> tuple[Any, Any, Any]:
-            scene = tiny.scene_of(target, weights, inputs, outputs=True)
-            return scene.clean.output, scene.site_inputs, target.site_weights(weights)
+            clean_pass = tiny.clean_pass(target, weights, inputs, outputs=True)
+            return clean_pass.forward.output, clean_pass.site_inputs, target.site_weights(weights)
 
         output, read, W = run(weights, jnp.asarray(inputs))
         return output, target.sites.unstack(read), target.sites.unstack(W)
@@ -144,9 +144,9 @@ def test_components_that_make_up_the_identity_change_nothing() -> None:
 
     @jax.jit
     def found() -> jax.Array:
-        scene = tiny.scene_of(target, tiny.weights(), tiny.TOKENS)
+        clean_pass = tiny.clean_pass(target, tiny.weights(), tiny.TOKENS)
         components = {stack.name: Factors(identity, identity)}
-        found, _ = errors(scene, components, tiny.judge_of(logits, scene), streams, ["output"] * 2)
+        found, _ = errors(clean_pass, components, tiny.importance_reader(logits, clean_pass), streams, ["output"] * 2)
         return found
 
     on, off = found()

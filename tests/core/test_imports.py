@@ -65,7 +65,9 @@ def test_packages_of_the_laboratory_import_in_one_direction() -> None:
     for path in LAB.rglob("*.py"):
         own = ".".join(lab_module(path).split(".")[:2])
         names = {".".join(name.split(".")[:2]) for name in imported(ast.parse(path.read_text()))}
-        below.setdefault(own, set()).update(name for name in names if name.startswith("param_decomp_lab.") and name != own)
+        below.setdefault(own, set()).update(
+            name for name in names if name.startswith("param_decomp_lab.") and name != own
+        )
     order = list(TopologicalSorter(below).static_order())
     assert order.index("param_decomp_lab.config") < order.index("param_decomp_lab.training")
 

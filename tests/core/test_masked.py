@@ -12,7 +12,7 @@ import pytest
 
 from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
 from param_decomp_jax.draws import positions
-from param_decomp_jax.masked import Stream, apart, side_by_side
+from param_decomp_jax.masked import Stream, side_by_side, split_rows
 from param_decomp_jax.masks import Constant, ConstantSources, GivenSources, Sources, Stochastic, StochasticSources
 from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.recon import attacked_error, errors, run_masked
@@ -105,10 +105,10 @@ def test_rows_of_streams_lie_side_by_side() -> None:
     for b in range(4):
         for i in range(3):
             np.testing.assert_array_equal(rows[b * 3 + i], streams[i][b])
-    for one, again in zip(streams, apart(rows, 3), strict=True):
+    for one, again in zip(streams, split_rows(rows, 3), strict=True):
         np.testing.assert_array_equal(one, again)
     assert side_by_side(streams[:1]) is streams[0]
-    assert apart(streams[0], 1)[0] is streams[0]
+    assert split_rows(streams[0], 1)[0] is streams[0]
 
 
 # ---- together and alone ----
@@ -123,13 +123,15 @@ def values_and_gradients(policy: str, together: bool) -> Any:
     target, weighted = dataclasses.replace(TARGET, memory=POLICIES[policy]), jnp.asarray([1.0, -2.0, 0.5, 3.0, -1.0])
 
     def loss(components: Any, given: Any, sources: Any, weights: Any) -> Any:
-        scene = tiny.scene_of(target, weights, tiny.TOKENS, outputs=True)
-        judge = tiny.judge_of(given, scene, lambda z: z)
-        streams = streams_of(sources, scene.batch)
+        clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS, outputs=True)
+        reader = tiny.importance_reader(given, clean_pass, lambda z: z)
+        streams = streams_of(sources, clean_pass.batch)
         if together:
-            found, _ = errors(scene, components, judge, streams, KINDS)
+            found, _ = errors(clean_pass, components, reader, streams, KINDS)
         else:
-            alone = [errors(scene, components, judge, [s], [kind])[0] for s, kind in zip(streams, KINDS, strict=True)]
+            alone = [
+                errors(clean_pass, components, reader, [s], [kind])[0] for s, kind in zip(streams, KINDS, strict=True)
+            ]
             found = jnp.concatenate(alone)
         return jnp.sum(found * weighted), found
 
@@ -157,10 +159,10 @@ def test_what_is_recorded_is_of_each_stream() -> None:
 
         @jax.jit
         def both(weights: Any) -> Any:
-            scene = tiny.scene_of(TARGET, weights, tiny.TOKENS)
-            judge, streams = tiny.judge_of(z, scene), streams_of(sources, scene.batch)
-            together = run_masked(scene, components, judge, streams, record_outputs=True).forwards
-            alone = [run_masked(scene, components, judge, [s], record_outputs=True).forwards[0] for s in streams]
+            clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS)
+            reader, streams = tiny.importance_reader(z, clean_pass), streams_of(sources, clean_pass.batch)
+            together = run_masked(clean_pass, components, reader, streams, record_outputs=True).forwards
+            alone = [run_masked(clean_pass, components, reader, [s], record_outputs=True).forwards[0] for s in streams]
             return [[(f.output, dict(f.records)) for f in of] for of in (together, alone)]
 
         together, alone = both(weights)
@@ -174,17 +176,17 @@ def test_what_is_recorded_is_of_each_stream() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_a_site_is_judged_once_however_many_streams_it_is_live_in() -> None:
+def test_importances_of_a_site_are_computed_once_however_many_streams_it_is_live_in() -> None:
     counted = mock.Mock(side_effect=lower_leaky)
     target = dataclasses.replace(TARGET, memory=MemoryPolicy(layers="unroll"))
     with jax.enable_x64(True):
         weights, components, z, sources = setting()
 
         def value(weights: Any) -> Any:
-            scene = tiny.scene_of(target, weights, tiny.TOKENS)
-            judge = tiny.judge_of(z, scene, counted)
-            streams = streams_of(sources, scene.batch)
-            return errors(scene, components, judge, streams, ["output"] * len(streams))[0]
+            clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
+            reader = tiny.importance_reader(z, clean_pass, counted)
+            streams = streams_of(sources, clean_pass.batch)
+            return errors(clean_pass, components, reader, streams, ["output"] * len(streams))[0]
 
         jax.eval_shape(value, weights)
     assert counted.call_count == len(ALL)
@@ -202,10 +204,10 @@ def to_logits(policy: str, squash: Squash, streams: tuple[int, ...]) -> Any:
     target = dataclasses.replace(TARGET, memory=(POLICIES | LAZY)[policy])
 
     def loss(z: Any, weights: Any, components: Any) -> jax.Array:
-        scene = tiny.scene_of(target, weights, tiny.TOKENS)
-        judge = tiny.judge_of(z, scene, squash, lazy=policy in LAZY)
+        clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
+        reader = tiny.importance_reader(z, clean_pass, squash, lazy=policy in LAZY)
         drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in streams]
-        found, _ = errors(scene, components, judge, [Stream(ALL, of) for of in drawn], ["output"] * len(drawn))
+        found, _ = errors(clean_pass, components, reader, [Stream(ALL, of) for of in drawn], ["output"] * len(drawn))
         return jnp.sum(SIGNS[list(streams)] * found)
 
     with jax.enable_x64(True):
@@ -261,12 +263,12 @@ def test_summaries_of_all_sites(policy: str) -> None:
         return jnp.stack([jnp.sum(jnp.sin(z), axis=axes), jnp.sum(z**2, axis=axes)], axis=-1)
 
     def loss(z: Any, weights: Any, components: Any) -> Any:
-        scene = tiny.scene_of(target, weights, tiny.TOKENS)
+        clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
         off = ConstantSources(Constant(0.0))
         # One site of a stack of two is live in two streams, the other in one.
         streams = [Stream((3, 4), off), Stream((0, 1, 2), off), Stream((1, 2), off)]
-        judge = tiny.judge_of(z, scene, lazy=policy in LAZY)
-        _, sums = errors(scene, components, judge, streams, ["output"] * 3, summarise)
+        reader = tiny.importance_reader(z, clean_pass, lazy=policy in LAZY)
+        _, sums = errors(clean_pass, components, reader, streams, ["output"] * 3, summarise)
         return sum(jnp.sum(S**2) for S in sums.values()), sums
 
     with jax.enable_x64(True):
@@ -291,9 +293,9 @@ def test_an_attack_holds_components_and_importances(lazy: bool) -> None:
         weights, components, z, sources = setting()
 
         def error(components: Any, z: Any, sources: Any) -> jax.Array:
-            scene = tiny.scene_of(TARGET, weights, tiny.TOKENS)
-            judge = tiny.judge_of(z, scene, lazy=lazy)
-            return attacked_error(scene, components, judge, ALL, None, "output")(sources)
+            clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS)
+            reader = tiny.importance_reader(z, clean_pass, lazy=lazy)
+            return attacked_error(clean_pass, components, reader, ALL, None, "output")(sources)
 
         of_components, of_logits, of_sources = jax.jit(jax.grad(error, argnums=(0, 1, 2)))(components, z, sources)
     assert not any(np.any(x) for x in jax.tree.leaves((of_components, of_logits)))

@@ -11,6 +11,7 @@ import pytest
 
 from param_decomp_jax import recon
 from param_decomp_jax.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent, effective
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.masked import MaskedLinears, Stream
 from param_decomp_jax.masks import Constant, GivenSources, Stochastic
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
@@ -25,7 +26,6 @@ from param_decomp_jax.recon import (
     reconstruction,
 )  # fmt: skip
 from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.targets.llama import Llama, module_name
 from tests import reference as ref
@@ -96,8 +96,10 @@ def core_term(term: Reconstruction, target: Llama, given: Setting, key: Any) -> 
     target = dataclasses.replace(target, compute_dtype=jnp.float64)
 
     def value(components: Any, logits: Any, raw: Any, weights: Any, key: Any) -> jax.Array:
-        scene = tiny.scene_of(target, weights, tiny.TOKENS, term.error == "hidden_acts")
-        return reconstruction(term, scene, components, tiny.judge_of(logits, scene), key, effective(LASTING, raw))
+        clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS, term.error == "hidden_acts")
+        return reconstruction(
+            term, clean_pass, components, tiny.importance_reader(logits, clean_pass), key, effective(LASTING, raw)
+        )
 
     of = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
     return of(given.components, given.logits, given.bundle, given.weights, key)
@@ -180,8 +182,8 @@ def test_start_from_the_clean_residual() -> None:
     """F6: every site's own start, the middle of a scanned segment among them, against the very beginning."""
     layerwise = next(term for term in ROWS if isinstance(term.live, EachSite))
 
-    def embedded(scene: Scene, live: tuple[int, ...]) -> Any:
-        return scene.weights["embed"][scene.inputs]
+    def embedded(clean_pass: CleanPass, live: tuple[int, ...]) -> Any:
+        return clean_pass.weights["embed"][clean_pass.inputs]
 
     def at_the_beginning(linears: MaskedLinears) -> tuple[int, ...]:
         return (0,) * len(linears.streams)
@@ -189,7 +191,7 @@ def test_start_from_the_clean_residual() -> None:
     with jax.enable_x64(True):
         want = core_term(layerwise, TARGET, setting(), jax.random.key(5))
         with (
-            mock.patch.object(Scene, "residual", embedded),
+            mock.patch.object(CleanPass, "residual", embedded),
             mock.patch.object(MaskedLinears, "starts", property(at_the_beginning)),
         ):
             got = core_term(layerwise, TARGET, setting(), jax.random.key(5))
@@ -198,10 +200,10 @@ def test_start_from_the_clean_residual() -> None:
 
 def error_of(live: tuple[int, ...], given: Setting, weights: Any, components: Any) -> jax.Array:
     """The error of one forward; ``weights`` are of the masked pass, the clean one has those of the setting."""
-    scene = tiny.scene_of(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights, tiny.TOKENS)
-    stream = Stream(live, GivenSources(effective(LASTING, given.bundle), scene.batch))
-    judge = tiny.judge_of(given.logits, scene)
-    (error,), _ = errors(dataclasses.replace(scene, weights=weights), components, judge, [stream], ["output"])
+    clean_pass = tiny.clean_pass(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights, tiny.TOKENS)
+    stream = Stream(live, GivenSources(effective(LASTING, given.bundle), clean_pass.batch))
+    reader = tiny.importance_reader(given.logits, clean_pass)
+    (error,), _ = errors(dataclasses.replace(clean_pass, weights=weights), components, reader, [stream], ["output"])
     return error
 
 
@@ -263,9 +265,9 @@ def test_number_of_forwards(term: Reconstruction, expected: int) -> None:
         given = setting()
 
     def value(weights: Any) -> jax.Array:
-        scene = tiny.scene_of(TARGET, weights, tiny.TOKENS, term.error == "hidden_acts")
-        judge = tiny.judge_of(given.logits, scene)
-        return reconstruction(term, scene, given.components, judge, jax.random.key(0), given.bundle)
+        clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS, term.error == "hidden_acts")
+        reader = tiny.importance_reader(given.logits, clean_pass)
+        return reconstruction(term, clean_pass, given.components, reader, jax.random.key(0), given.bundle)
 
     with jax.enable_x64(True), mock.patch.object(recon, "run_masked", counted):
         jax.eval_shape(value, given.weights)

@@ -130,7 +130,7 @@ def test_stacks_partition_the_sites(layers: list[dict[str, int]]) -> None:
     members = sorted(n for stack in sites.stacks for n in stack.sites)
     assert members == list(range(len(sites.all)))
     assert len({stack.name for stack in sites.stacks}) == len(sites.stacks)
-    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.place, strict=True)):
+    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.stack_rows, strict=True)):
         assert stack.sites[row] == n
         assert stack.layers[row] == site.layer
         assert (stack.kind, stack.reads, stack.d_in, stack.d_out, stack.C) == (

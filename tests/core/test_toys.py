@@ -183,19 +183,19 @@ def test_a_forward_begins_at_its_first_live_layer(config: toys.Config, chosen: d
     ]
 
     def outputs(components: Any, weights: Any, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        scene = tiny.scene_of(target, weights, inputs)
-        logits = {s.name: jnp.full((s.n_layers, *scene.leading, s.C), 0.3) for s in sites.stacks}
-        judge = tiny.judge_of(logits, scene)
+        clean_pass = tiny.clean_pass(target, weights, inputs)
+        logits = {s.name: jnp.full((s.n_layers, *clean_pass.leading, s.C), 0.3) for s in sites.stacks}
+        reader = tiny.importance_reader(logits, clean_pass)
         pairs = []
         for live in lives:
             layer, stream = sites.all[live[0]].layer, Stream(live, HALF)
             late = dataclasses.replace(
-                scene, weights=spoiled(weights, config, layer), inputs=inputs * (jnp.nan if layer else 1)
+                clean_pass, weights=spoiled(weights, config, layer), inputs=inputs * (jnp.nan if layer else 1)
             )
             # Run from the inputs, it does not look at the residual.
-            nothing = scene.residual(live) * jnp.nan
-            full = MaskedLinears(sites, (stream,), (nothing,), components, judge, scene.at, target.memory)
-            [begun] = run_masked(late, components, judge, [stream]).forwards
+            nothing = clean_pass.residual(live) * jnp.nan
+            full = MaskedLinears(sites, (stream,), (nothing,), components, reader, clean_pass.at, target.memory)
+            [begun] = run_masked(late, components, reader, [stream]).forwards
             pairs.append((target.forward(weights, inputs, full).output, begun.output))
         return pairs
 

@@ -31,9 +31,9 @@ from param_decomp_jax.ci import (
     CIConfig,
     GlobalMLP,
     GlobalTransformer,
-    Judge,
+    ImportanceReader,
     LayerwiseMLP,
-    Lazy,
+    LazyLogits,
     Logits,
     init_ci,
 )  # fmt: skip
@@ -41,6 +41,7 @@ from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
+from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
@@ -50,11 +51,10 @@ from param_decomp_jax.objective import Metrics
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
 from param_decomp_jax.routing import draw_routes
-from param_decomp_jax.scene import Scene
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
-from param_decomp_jax.step import Gradients, Problem, run_clean, training_step
+from param_decomp_jax.step import Gradients, Problem, run_clean_pass, training_step
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, module_name, weight_shapes
 from param_decomp_jax.targets.resid_mlp import ResidMLP
@@ -171,23 +171,25 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     return jax.tree.map(jnp.asarray, state)
 
 
-def scene_of(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> Scene:
+def clean_pass(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> CleanPass:
     """A batch after its clean pass; nothing of it is made again."""
     ci = jax.eval_shape(lambda: init_ci(SHARED, jax.random.key(0), target.sites))
-    return run_clean(problem((), target), ci, weights, jnp.asarray(inputs), outputs)
+    return run_clean_pass(problem((), target), ci, weights, jnp.asarray(inputs), outputs)
 
 
-def judge_of(logits: Mapping[str, Any], scene: Scene, squash: Squash = lower_leaky, lazy: bool = False) -> Judge:
-    """Reads these logits as λ, whatever made them. ``lazy``: where they are used, as somebody's heads."""
+def importance_reader(
+    logits: Mapping[str, Any], clean_pass: CleanPass, squash: Squash = lower_leaky, lazy: bool = False
+) -> ImportanceReader:
+    """Reads these logits as λ, without a CI function. ``lazy``: only where they are used, as heads."""
 
     def head_is_logits(head: jax.Array, *_: Any) -> jax.Array:
         return head
 
-    nothing = jnp.zeros((*scene.leading, 1))
-    axes = {name: Axes(("batch", *(None,) * (scene.at.ndim - 1), "component_in_use")) for name in logits}
-    judgement = Lazy(nothing, dict(logits)) if lazy else Logits(dict(logits))
-    n_leading, dtype = scene.at.ndim, scene.target.compute_dtype
-    return Judge(judgement, squash, scene.site_inputs, n_leading, axes, head_is_logits, dtype)
+    nothing = jnp.zeros((*clean_pass.leading, 1))
+    axes = {name: Axes(("batch", *(None,) * (clean_pass.at.ndim - 1), "component_in_use")) for name in logits}
+    ci_outputs = LazyLogits(nothing, dict(logits)) if lazy else Logits(dict(logits))
+    n_leading, dtype = clean_pass.at.ndim, clean_pass.target.compute_dtype
+    return ImportanceReader(ci_outputs, squash, clean_pass.site_inputs, n_leading, axes, head_is_logits, dtype)
 
 
 def to_float64(tree: Tree) -> Tree:
@@ -239,7 +241,7 @@ def array(x: Any) -> np.ndarray:
 
 def ref_components(components: Tree, sites: Sites) -> Tree:
     """By site. As in the reference's state, a site that is a view of another has no entry (T4)."""
-    rows = zip(sites.all, sites.place, strict=True)
+    rows = zip(sites.all, sites.stack_rows, strict=True)
     return {
         site.name: {"V": array(components[stack.name].V[row]), "U": array(components[stack.name].U[row])}
         for site, (stack, row) in rows
@@ -251,7 +253,7 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
     def affine(layer: Any, row: Any = ...) -> Tree:
         return {"w": array(layer.W[row]), "b": array(layer.b[row])}
 
-    rows = list(zip(sites.all, sites.place, strict=True))
+    rows = list(zip(sites.all, sites.stack_rows, strict=True))
 
     def joint(layer: Any) -> Tree:
         w = [array(layer.rows[stack.name][row]) for _, (stack, row) in rows]
@@ -284,7 +286,7 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
 def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None) -> Tree:
     """Sources by site; of the live ones alone if ``live`` names them."""
     out = {}
-    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.place, strict=True)):
+    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.stack_rows, strict=True)):
         if live is None or n in live:
             source = bundle[stack.name]
             out[site.name] = {"components": array(source.components[row])}

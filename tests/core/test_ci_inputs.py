@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, Lazy, init_ci
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, LazyLogits, init_ci
+from param_decomp_jax.ci.inputs import KeptInputs, RecomputedInputs
 from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
-from param_decomp_jax.reads import KeptReads, ReplayedReads
-from param_decomp_jax.step import Problem, judged, run_clean
+from param_decomp_jax.step import Problem, causal_importance, run_clean_pass
 from param_decomp_jax.targets.llama import module_name
 from param_decomp_jax.targets.plain_linears import RESIDUAL
 from tests.core import tiny, toys
@@ -61,12 +61,12 @@ def features_and_gradients(case: str, memory: MemoryPolicy) -> Any:
     state = tiny.ruffled_state(problem, leading=leading_of(case))
 
     def projected(ci: Any, weights: Any, components: Any) -> tuple[jax.Array, Any]:
-        scene = run_clean(problem, ci, weights, jnp.asarray(inputs), False)
-        assert isinstance(scene.reads, KeptReads if "site_inputs" in memory.save else ReplayedReads)
-        judgement = judged(problem, scene, components, ci)
-        assert isinstance(judgement, Lazy)
-        to = jnp.asarray(np.random.default_rng(0).normal(size=judgement.features.shape))
-        return jnp.sum(judgement.features * to), judgement.features
+        clean_pass = run_clean_pass(problem, ci, weights, jnp.asarray(inputs), False)
+        assert isinstance(clean_pass.ci_inputs, KeptInputs if "site_inputs" in memory.save else RecomputedInputs)
+        ci_outputs = causal_importance(problem, clean_pass, components, ci)
+        assert isinstance(ci_outputs, LazyLogits)
+        to = jnp.asarray(np.random.default_rng(0).normal(size=ci_outputs.features.shape))
+        return jnp.sum(ci_outputs.features * to), ci_outputs.features
 
     with jax.enable_x64(True):
         args = tiny.to_float64((state.ci, weights, state.components))
@@ -91,9 +91,12 @@ def test_inputs_that_are_kept_are_constants(case: str) -> None:
     target, weights, inputs, _ = CASES[case]
 
     def total(weights: Any) -> jax.Array:
-        scene = tiny.scene_of(target, weights, inputs)
+        clean_pass = tiny.clean_pass(target, weights, inputs)
         return sum(
-            jnp.sum(x) for x in jax.tree.leaves((scene.site_inputs, dict(scene.clean.records), scene.clean.output))
+            jnp.sum(x)
+            for x in jax.tree.leaves(
+                (clean_pass.site_inputs, dict(clean_pass.forward.records), clean_pass.forward.output)
+            )
         )
 
     assert not any(np.any(x) for x in jax.tree.leaves(jax.jit(jax.grad(total))(weights)))
@@ -110,10 +113,10 @@ def test_what_is_made_again_is_not_recorded() -> None:
         names: list[set[str]] = []
 
         def clean(weights: Any) -> Any:
-            scene = run_clean(problem, function, weights, jnp.asarray(inputs), False)
-            names.append({name for of_layers in scene.clean.records.values() for name in of_layers})
-            names.append(set(scene.site_inputs))
-            return scene.clean.output
+            clean_pass = run_clean_pass(problem, function, weights, jnp.asarray(inputs), False)
+            names.append({name for of_layers in clean_pass.forward.records.values() for name in of_layers})
+            names.append(set(clean_pass.site_inputs))
+            return clean_pass.forward.output
 
         jax.eval_shape(clean, weights)
         return names[0], names[1]

@@ -13,7 +13,7 @@ from param_decomp_jax import program as program_module
 from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.program import training_steps
+from param_decomp_jax.multi_step import training_steps
 from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Schedule

@@ -1,4 +1,4 @@
-"""Several training steps as one program, so that a small model is not bound by what starts its steps."""
+"""Several training steps in one program, so that a small model's speed is not bound by dispatching its steps."""
 
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -15,11 +15,11 @@ from param_decomp_jax.targets.base import Weights
 
 
 @runtime_checkable
-class BatchOf(Protocol):
-    """The batch of a training step, inside the program: taken from what the host handed over, or drawn there."""
+class BatchFunction(Protocol):
+    """Gives the batch of a training step inside the program: a part of the dispatch's inputs, or drawn there."""
 
     def __call__(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """``inputs``: one dispatch's, as handed over. ``row``: number of the step within the dispatch."""
+        """``inputs``: those of the whole dispatch. ``row``: number of the step within the dispatch."""
         ...
 
 
@@ -32,7 +32,7 @@ class MetricRows(eqx.Module):
 
 def training_steps(
     problem: Problem,
-    batch_of: BatchOf,
+    make_batch: BatchFunction,
     size: int,
     state: State,
     weights: Weights,
@@ -41,26 +41,26 @@ def training_steps(
 ) -> tuple[State, MetricRows]:
     """``n`` ≤ ``size`` training steps, and their metrics in the first ``n`` of ``size`` rows.
 
-    The count is dynamic: one program serves them all, and what comes out does not depend on how steps were grouped.
+    The count is dynamic: one program serves all of them, and results do not depend on how steps were grouped.
     """
 
     # Compiled into the loop's body as if written there, but traced once for its shapes and for the body together.
     @partial(jax.jit, inline=True)
-    def one(state: State, weights: Weights, inputs: Any, row: Int[Array, ""]) -> tuple[State, MetricRows]:
-        state, metrics = training_step(problem, state, weights, batch_of(inputs, row, state.step))
-        # The step is compiled apart from the rows it fills, whose number must not show in the last bit.
+    def one_step(state: State, weights: Weights, inputs: Any, row: Int[Array, ""]) -> tuple[State, MetricRows]:
+        state, metrics = training_step(problem, state, weights, make_batch(inputs, row, state.step))
+        # Keeps the rows' number out of the step's compilation: it must not change a result in the last bit.
         state, metrics = lax.optimization_barrier((state, metrics))
         names = tuple(sorted(metrics))
         return state, MetricRows(names, jnp.stack([metrics[name] for name in names]))
 
     # Bounds of one dtype whatever x64 says.
     zero = jnp.zeros((), n.dtype)
-    _, row_shape = jax.eval_shape(one, state, weights, inputs, zero)
+    _, row_shape = jax.eval_shape(one_step, state, weights, inputs, zero)
 
     def body(row: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
         state, rows = carry
-        state, of_step = one(state, weights, inputs, row)
-        return state, lax.dynamic_update_slice(rows, of_step.values[None], (row, 0))
+        state, new = one_step(state, weights, inputs, row)
+        return state, lax.dynamic_update_slice(rows, new.values[None], (row, 0))
 
     rows = jnp.zeros((size, *row_shape.values.shape), row_shape.values.dtype)
     state, rows = lax.fori_loop(zero, n, body, (state, rows))

@@ -1,0 +1,123 @@
+"""Inputs of a CI function that reads every site at once (F5): kept from the clean pass, or recomputed from it.
+
+A global CI function maps all sites' clean inputs into one sum (`JointAffine`). Kept, those inputs are the largest
+arrays of the clean pass. They can instead be recomputed, layer by layer, from the residual at which each layer starts,
+which masked forwards need anyway (F6).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from param_decomp_jax.sites import PRE_IDENTITY, Segment, Sites
+from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
+from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLayer
+
+SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
+"""Clean inputs of the sites, by stack."""
+
+Contribution = Callable[[Float[Array, "*n d_in"], Any], Array]
+"""From a site's clean input and the site's own parameters to its summand."""
+
+
+@runtime_checkable
+class CIInputs(Protocol):
+    """Clean inputs of all sites. ``by_stack``: the arrays themselves; empty where they are recomputed."""
+
+    @property
+    def by_stack(self) -> SiteInputs: ...
+
+    def sum_over_sites(
+        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
+    ) -> Array:
+        """``start + Σ contribution(input, parameters)`` over all sites; ``parameters`` by stack, with a layer axis.
+
+        ``recompute``: a site's summand is recomputed in the backward pass.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class KeptInputs:
+    """The inputs as the clean pass recorded them."""
+
+    by_stack: SiteInputs
+
+    def sum_over_sites(
+        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
+    ) -> Array:
+        summand = jax.checkpoint(contribution, prevent_cse=False) if recompute else contribution
+        for name, x in self.by_stack.items():
+            # Added outside of what is recomputed, so that no partial sum is kept.
+            start, _ = lax.scan(lambda total, site: (total + summand(*site), None), start, (x, parameters[name]))
+        return start
+
+
+@dataclass
+class _SummingLayer(PlainLayer):
+    """A layer of the clean pass that collects its sites' summands. ``parameters``: of this layer's sites, by kind."""
+
+    contribution: Contribution = field(kw_only=True)
+    parameters: dict[str, Any] = field(kw_only=True)
+    summands: list[Array] = field(default_factory=list, kw_only=True)
+
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
+        for site in (kind + PRE_IDENTITY, kind):
+            if site in self.parameters:
+                self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[site]))
+        return super().__call__(kind, x, W)
+
+
+@dataclass(frozen=True)
+class RecomputedInputs:
+    """The inputs, recomputed layer by layer. ``records``: of the clean pass, with every residual."""
+
+    target: Target
+    weights: Weights
+    records: dict[int, dict[str, Array]]
+
+    @property
+    def by_stack(self) -> SiteInputs:
+        return {}
+
+    def sum_over_sites(
+        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
+    ) -> Array:
+        groups = self.target.uniform_layers(self.weights)
+        for segment in self.target.sites.segments:
+            start = self._add_segment(start, layers_of_segment(groups, segment), segment, contribution, parameters)
+        return start
+
+    def _add_segment(
+        self,
+        start: Array,
+        layers: UniformLayers,
+        segment: Segment,
+        contribution: Contribution,
+        parameters: dict[str, Any],
+    ) -> Array:
+        by_kind = {stack.kind: parameters[stack.name] for stack in segment.stacks}
+
+        def layer_sum(residual: Array, weights: Weights, own: dict[str, Any]) -> Array:
+            layer = _SummingLayer(contribution=contribution, parameters=own)
+            layers.apply(residual, weights, layer)
+            total = layer.summands[0]
+            for other in layer.summands[1:]:
+                total = total + other
+            return total
+
+        # The layer is always recomputed: keeping what it computes would mean keeping the inputs.
+        recomputed = jax.checkpoint(layer_sum, prevent_cse=False)
+        xs = (self.records[segment.first][RESIDUAL], layers.slice_weights(segment.first, segment.stop), by_kind)
+        return lax.scan(lambda total, layer: (total + recomputed(*layer), None), start, xs)[0]
+
+
+def site_inputs(sites: Sites, records: dict[int, dict[str, Array]]) -> SiteInputs:
+    """The sites' inputs from the records of a clean pass that kept them."""
+    return {stack.name: records[segment.first][stack.reads] for segment in sites.segments for stack in segment.stacks}

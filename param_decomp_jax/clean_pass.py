@@ -1,0 +1,45 @@
+"""The clean pass of a batch (F4): what all masked forwards of the batch share."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, UInt32
+
+from param_decomp_jax.ci.inputs import CIInputs, KeptInputs, RecomputedInputs, SiteInputs
+from param_decomp_jax.targets.base import Forward, Target, Weights
+from param_decomp_jax.targets.plain_linears import RESIDUAL
+
+
+@dataclass(frozen=True)
+class CleanPass:
+    """A batch and the results of its forward pass with no live site.
+
+    ``forward``: the output and the records. ``site_inputs``: clean inputs of the sites by stack, empty where they are
+    recomputed. ``at``: global numbers of the positions (M4). ``batch``: rows of the global batch.
+    """
+
+    target: Target
+    weights: Weights
+    inputs: Array
+    forward: Forward
+    site_inputs: SiteInputs
+    at: UInt32[Array, "*leading"]
+    batch: int
+    use_delta: bool
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading axes of an activation, global."""
+        return self.at.shape
+
+    @property
+    def ci_inputs(self) -> CIInputs:
+        """What a global CI function reads."""
+        if self.site_inputs:
+            return KeptInputs(self.site_inputs)
+        return RecomputedInputs(self.target, self.weights, dict(self.forward.records))
+
+    def residual(self, live: tuple[int, ...]) -> Array:
+        """F6: the clean residual where a forward with these live sites leaves the clean pass, its first live layer."""
+        layer = self.target.sites.all[live[0]].layer
+        first = max(start for start in self.forward.records if start <= layer)
+        return self.forward.records[first][RESIDUAL][layer - first]
