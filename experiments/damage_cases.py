@@ -166,12 +166,12 @@ def make_whole(base: Path) -> Path:
     import numpy as np
 
     from param_decomp_jax.targets.tms import TMSConfig
-    from param_decomp_lab.weights.toys import save_toy
+    from param_decomp_lab.weights.target_folder import save_target
 
     draw = np.random.default_rng(0)
     linear1 = draw.normal(size=(5, 2)).astype(np.float32)
     weights = {"linear1": linear1, "linear2": linear1.T.copy(), "bias": np.zeros(5, np.float32)}
-    save_toy(base / "target", TMSConfig(n_features=5, n_hidden=2), weights)
+    save_target(base / "target", TMSConfig(n_features=5, n_hidden=2), weights)
     ended = pd(base, "train", str(CONFIG), *settings(base))
     if ended.status != 0:
         raise RuntimeError(ended.text)

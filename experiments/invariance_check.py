@@ -148,15 +148,13 @@ def _model() -> Any:
 def _weights(exact: bool) -> Any:
     import jax
 
-    from param_decomp_jax.targets.llama import weight_shapes
-
     rng = np.random.default_rng(0)
 
     def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
         x = np.ones(shape) if "norm" in path[-1].key else rng.normal(size=shape) / shape[-2] ** 0.5
         return x.astype(np.float64 if exact else np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, weight_shapes(_model()), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(leaf, _model().weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
 
 
 # ---- all settings ----

@@ -102,7 +102,7 @@ def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any
         weights = jax.jit(partial(random_weights, outline.weights), out_shardings=places)()
         draw = jax.jit(
             lambda number: jax.random.randint(
-                jax.random.key(number), inputs.shape, 0, target.config.vocab_size, jnp.int32
+                jax.random.key(number), inputs.shape, 0, target.architecture.vocab_size, jnp.int32
             ),
             out_shardings=inputs.sharding,
         )

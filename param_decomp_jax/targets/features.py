@@ -1,13 +1,18 @@
-"""The inputs of the toy models: vectors of sparse features."""
+"""What the toy models share: inputs that are vectors of sparse features, and their error."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from param_decomp_jax.draws import positions, uniform
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.numerics import mean_squared_error
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.targets.base import Weights
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,31 @@ class SparseFeatures:
                 chosen = (uniform(choice_key, rows, 1) * self.n_features).astype(jnp.int32)
                 active = jnp.minimum(chosen, self.n_features - 1) == jnp.arange(self.n_features)
         return jnp.where(active, values, 0.0)
+
+
+@dataclass(frozen=True)
+class FeatureTarget:
+    """A target from features to features, both ``[B, n_features]``, without its forward."""
+
+    architecture: Any
+    sites: Sites
+    memory: MemoryPolicy = PLAIN
+    compute_dtype: Any = jnp.float32
+
+    def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """The batch."""
+        return inputs[:1]
+
+    def predictions(self, weights: Weights, output: Float[Array, "B n"]) -> Float[Array, "B n"]:
+        """The output in fp32."""
+        return output.astype(jnp.float32)
+
+    def errors(
+        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
+    ) -> Float[Array, " streams"]:
+        """R1: mean squared error over all elements."""
+        return jnp.stack([mean_squared_error(clean, x) for x in masked])
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """Logical axes of every array, in the structure of the weights."""
+        return self.architecture.weight_axes()

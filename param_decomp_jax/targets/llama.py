@@ -1,12 +1,13 @@
 """Llama: RMSNorm, rotary embedding (with the Llama-3.1 scaling), grouped-query attention, SwiGLU.
 
-Matrices are kept for multiplication from the right (``x @ W``) and stacked over layers. The forward ends at the last
-hidden state; the head belongs to the error, which may then take it in blocks of tokens.
+Matrices are kept for multiplication from the right (``x @ W``) and stacked over layers. Files are those of Hugging
+Face's ``LlamaForCausalLM``, ``config.json`` in the layouts of transformers 4 and 5.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,22 +16,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
-from param_decomp_jax.fused_kl import Head, fused_kl
+from param_decomp_jax.fused_kl import Head
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather
-from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
-from param_decomp_jax.remat import named, token_blocks
+from param_decomp_jax.mesh import gather
+from param_decomp_jax.numerics import matmul_wide, rms_norm
+from param_decomp_jax.remat import named
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Matrix, Sites
-from param_decomp_jax.targets.base import (
-    Forward,
-    LayerLinears,
-    Linears,
-    UniformLayers,
-    Weights,
-    run_layers,
-    site_weights,
-)  # fmt: skip
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig, is_shape
+from param_decomp_jax.targets.base import LayerLinears, Weights
+from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -53,8 +48,11 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Architecture, with the meanings of Hugging Face's ``config.json``."""
+class LlamaConfig(Architecture):
+    """Architecture, with the meanings of Hugging Face's ``config.json``.
+
+    ``max_positions``: longest sequence, None where a run's folder from before it was kept does not say.
+    """
 
     vocab_size: int
     d_model: int
@@ -67,6 +65,19 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False
+    # No part of what the network computes: two that differ in it are the same target.
+    max_positions: int | None = field(default=None, compare=False)
+
+    name = "llama"
+    title = "Llama"
+    model_classes = ("LlamaForCausalLM",)
+    prefix = "model."
+    # A tied head is often stored too, and old files hold the rotary frequencies.
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+
+    @property
+    def inputs(self) -> TokenInputs:
+        return TokenInputs(self.vocab_size, self.max_positions)
 
     def matrix_shape(self, kind: str) -> tuple[int, int]:
         """``(d_in, d_out)`` of one of the seven matrices."""
@@ -81,49 +92,150 @@ class LlamaConfig:
             "down_proj": (self.d_mlp, self.d_model),
         }[kind]
 
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(
+            Matrix(module_name(layer, kind), layer, kind, _READS[kind], *self.matrix_shape(kind))
+            for layer in range(self.n_layers)
+            for kind in KINDS
+        )
+
+    def weight_shapes(self) -> dict[str, Any]:
+        d, n = self.d_model, self.n_layers
+        layers = {kind: (n, *self.matrix_shape(kind)) for kind in KINDS}
+        shapes: dict[str, Any] = {
+            "embed": (self.vocab_size, d),
+            "layers": {"input_norm": (n, d), "post_norm": (n, d), **layers},
+            "norm": (d,),
+        }
+        if not self.tied:
+            shapes["head"] = (d, self.vocab_size)
+        return shapes
+
+    def tensors(self) -> dict[str, Any]:
+        def stacked(module: Callable[[int], str], transposed: bool) -> Tensors:
+            return Tensors(tuple(f"model.{module(n)}.weight" for n in range(self.n_layers)), True, transposed)
+
+        layers = {kind: stacked(partial(module_name, kind=kind), True) for kind in KINDS}
+        layers["input_norm"] = stacked(lambda n: f"layers.{n}.input_layernorm", False)
+        layers["post_norm"] = stacked(lambda n: f"layers.{n}.post_attention_layernorm", False)
+        tensors: dict[str, Any] = {
+            "embed": Tensors(("model.embed_tokens.weight",)),
+            "layers": layers,
+            "norm": Tensors(("model.norm.weight",)),
+        }
+        if not self.tied:
+            tensors["head"] = Tensors(("lm_head.weight",), transposed=True)
+        return tensors
+
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> "Llama":
+        return Llama(self, sites, memory, compute_dtype)
+
+    def describe(self) -> str:
+        width = f"{self.n_layers} layers of width {self.d_model:,}, MLP {self.d_mlp:,}"
+        return f"Llama, {width}, {self.n_heads} heads ({self.n_kv_heads} kv), vocabulary {self.vocab_size:,}"
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
+        """Refused: biases, another activation than SiLU, another rotary scaling than ``llama3``, quantized weights."""
+        _refuse_variants(raw)
+        try:
+            n_heads, d_model = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+            theta, scaling = _rope(raw)
+            longest = raw.get("max_position_embeddings")
+            return cls(
+                vocab_size=int(raw["vocab_size"]),
+                d_model=d_model,
+                n_layers=int(raw["num_hidden_layers"]),
+                n_heads=n_heads,
+                n_kv_heads=int(raw.get("num_key_value_heads") or n_heads),
+                head_dim=int(raw.get("head_dim") or d_model // n_heads),
+                d_mlp=int(raw["intermediate_size"]),
+                rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_EPS)),
+                rope_theta=theta,
+                rope_scaling=scaling,
+                tied=bool(raw.get("tie_word_embeddings", False)),
+                max_positions=DEFAULT_POSITIONS if longest is None else int(longest),
+            )
+        except KeyError as error:
+            raise UnsupportedConfig(f"lacks the key {error}, which a Llama configuration has") from error
+        except UnsupportedConfig:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UnsupportedConfig(f"holds a value of the wrong type: {error}") from error
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        """For transformers 4 and 5 alike."""
+        scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)} if self.rope_scaling else None
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.d_model,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.d_mlp,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": DEFAULT_POSITIONS if self.max_positions is None else self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
+            "tie_word_embeddings": self.tied,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": None,
+            "eos_token_id": eos_token_id,
+            "dtype": dtype,
+        }
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
+        scaling = raw.get("rope_scaling")
+        return cls(**{**raw, "rope_scaling": scaling and RopeScaling(**scaling)})
+
+
+DEFAULT_THETA, DEFAULT_EPS, DEFAULT_POSITIONS = 10_000.0, 1e-6, 2048
+"""What transformers' LlamaConfig means where ``config.json`` says nothing."""
+
+
+def _refuse_variants(raw: Mapping[str, Any]) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key, False):
+            raise UnsupportedConfig(f"{key} is true; only Llamas without biases can be loaded")
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedConfig(f"hidden_act is {activation!r}; only 'silu' can be loaded")
+    if raw.get("quantization_config"):
+        raise UnsupportedConfig("the weights are quantized; give the folder of the unquantized model")
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """``rope_theta`` and the scaling: beside each other (transformers 4), or both in ``rope_parameters`` (5)."""
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta", raw.get("rope_theta") or DEFAULT_THETA))
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return theta, None
+        case "llama3":
+            return theta, RopeScaling(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+            )
+        case other:
+            raise UnsupportedConfig(f"the rotary scaling {other!r} is not supported; only 'default' and 'llama3' are")
+
 
 def module_name(layer: int, kind: str) -> str:
     """Hugging Face's module name without ``model.``: ``layers.18.mlp.up_proj``."""
     return f"layers.{layer}.{'self_attn' if kind in KINDS[:4] else 'mlp'}.{kind}"
 
 
-def matrices(config: LlamaConfig) -> tuple[Matrix, ...]:
-    """Every matrix that can be a site, in canonical order."""
-    return tuple(
-        Matrix(module_name(layer, kind), layer, kind, _READS[kind], *config.matrix_shape(kind))
-        for layer in range(config.n_layers)
-        for kind in KINDS
-    )
-
-
-def weight_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """Shape of every array, in the structure of the weights."""
-    d, n = config.d_model, config.n_layers
-    layers = {kind: (n, *config.matrix_shape(kind)) for kind in KINDS}
-    shapes: dict[str, Any] = {
-        "embed": (config.vocab_size, d),
-        "layers": {"input_norm": (n, d), "post_norm": (n, d), **layers},
-        "norm": (d,),
-    }
-    if not config.tied:
-        shapes["head"] = (d, config.vocab_size)
-    return shapes
-
-
-def weight_axes(config: LlamaConfig) -> dict[str, Any]:
-    """Logical axes of every array, in the structure of the weights: matrices are split by output."""
-
-    def axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
-        return Axes((None,) * len(shape)) if "norm" in path[-1].key else Axes((*(None,) * (len(shape) - 1), "split"))
-
-    return jax.tree_util.tree_map_with_path(axes, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-
-
 def init_weights(key: PRNGKeyArray, config: LlamaConfig) -> Weights:
     """Random fp32 weights: N(0, 0.02²), a layer's output matrices scaled by 1/√(2·n_layers), norms 1."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(
-        weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
+    flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
     leaves = []
     for number, (path, shape) in enumerate(flat):
         name = path[-1].key
@@ -148,32 +260,16 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Llama:
-    """The target of sections 1 and 2. ``compute_dtype``: of activations and of the inputs of products (N1)."""
+class Llama(Decoder):
+    """A Llama as a target."""
 
-    config: LlamaConfig
-    sites: Sites
-    memory: MemoryPolicy = PLAIN
-    compute_dtype: Any = jnp.float32
+    architecture: LlamaConfig
 
-    def forward(
-        self, weights: Weights, inputs: Int[Array, "B T"], linears: Linears, start: tuple[int, Array] | None = None
-    ) -> Forward:
-        """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
-        first, x = start if start is not None else (0, self._embed(weights, inputs))
-        return Forward(*run_layers(self.uniform_layers(weights), x, linears, first, self.memory))
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        return self.look_up(weights["embed"], tokens)
 
-    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
-        """All layers are alike."""
-        return (UniformLayers(self._layer, weights["layers"], 0, self.config.n_layers),)
-
-    def _embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        # Each device looks up its own columns for the whole batch; rows move, the table does not.
-        columns = constrain(weights["embed"], None, "split")[gather(tokens, Axes(("batch_everywhere",)), tokens.dtype)]
-        return constrain(constrain(columns, None, None, "split").astype(self.compute_dtype), "batch")
-
-    def _layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
-        config = self.config
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        config = self.architecture
         B, T, _ = x.shape
         h = rms_norm(x, config.rms_norm_eps, w["input_norm"])
         q = linear("q_proj", h, w["q_proj"]).reshape(B, T, config.n_heads, config.head_dim)
@@ -187,37 +283,16 @@ class Llama:
         hidden = jax.nn.silu(linear("gate_proj", h, w["gate_proj"])) * linear("up_proj", h, w["up_proj"])
         return x + linear("down_proj", hidden, w["down_proj"])
 
-    def logits(self, weights: Weights, hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
-        """Next-token logits in fp32 (at least) from the forward's output."""
-        return self._head(self._gathered_head(weights, hidden.dtype), weights["norm"], hidden)
+    def head(self, weights: Weights, dtype: Any) -> Head:
+        matrix = (
+            gather(weights["embed"], FROZEN, dtype).T
+            if self.architecture.tied
+            else gather(weights["head"], FROZEN, dtype)
+        )
+        return Head(self._logits, matrix, weights["norm"])
 
-    def _gathered_head(self, weights: Weights, dtype: Any) -> Float[Array, "d vocab"]:
-        if self.config.tied:
-            return gather(weights["embed"], FROZEN, dtype).T
-        return gather(weights["head"], FROZEN, dtype)
-
-    def _head(self, head: Float[Array, "d vocab"], norm: Float[Array, " d"], hidden: Float[Array, "*n d"]) -> Array:
-        return matmul_wide(rms_norm(hidden, self.config.rms_norm_eps, norm), head)
-
-    def errors(
-        self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]
-    ) -> Float[Array, " streams"]:
-        """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
-        head = Head(self._head, self._gathered_head(weights, clean.dtype), weights["norm"])
-        if self.memory.recomputes("vocabulary"):
-            n_blocks = token_blocks(clean.shape[:-1], self.memory.vocabulary_block)
-            return fused_kl(head, clean, masked, n_blocks)
-        logits = head(clean)
-        return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
-
-    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
-        """W of every site, by stack."""
-        layers = weights["layers"]
-        return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
-
-    def weight_axes(self, weights: Weights) -> Any:
-        """`weight_axes` of the configuration."""
-        return weight_axes(self.config)
+    def _logits(self, head: Float[Array, "d vocab"], norm: Float[Array, " d"], hidden: Float[Array, "*n d"]) -> Array:
+        return matmul_wide(rms_norm(hidden, self.architecture.rms_norm_eps, norm), head)
 
 
 def language_logits(
@@ -226,3 +301,36 @@ def language_logits(
     """The network as it stands, no site decomposed: fp32 logits."""
     model = Llama(config, Sites(()), memory, weights["embed"].dtype)
     return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)
+
+
+_LLAMA_3_8B = LlamaConfig(
+    vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, d_mlp=14_336,
+    rms_norm_eps=1e-5, rope_theta=500_000.0, max_positions=8192,
+)  # fmt: skip
+_LLAMA_3_1_8B = replace(_LLAMA_3_8B, max_positions=131_072, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+_LLAMA_3_1_70B = replace(_LLAMA_3_1_8B, d_model=8192, n_layers=80, n_heads=64, d_mlp=28_672)
+_LLAMA_3_2_1B = LlamaConfig(
+    vocab_size=128_256, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_mlp=8192,
+    rms_norm_eps=1e-5, rope_theta=500_000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tied=True,
+    max_positions=131_072,
+)  # fmt: skip
+_LLAMA_3_2_3B = replace(_LLAMA_3_2_1B, d_model=3072, n_layers=28, n_heads=24, head_dim=128)
+_SMOLLM2_135M = LlamaConfig(
+    vocab_size=49_152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, d_mlp=1536,
+    rms_norm_eps=1e-5, rope_theta=100_000.0, tied=True, max_positions=8192,
+)  # fmt: skip
+
+LlamaConfig.published = {
+    f"{name}{suffix}": config
+    for name, config in {
+        "meta-llama/Meta-Llama-3-8B": _LLAMA_3_8B,
+        "meta-llama/Meta-Llama-3.1-8B": _LLAMA_3_1_8B,
+        "meta-llama/Llama-3.1-8B": _LLAMA_3_1_8B,
+        "meta-llama/Llama-3.1-70B": _LLAMA_3_1_70B,
+        "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
+        "meta-llama/Llama-3.2-3B": _LLAMA_3_2_3B,
+        "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
+    }.items()
+    for suffix in ("", "-Instruct")
+}
+"""From their public ``config.json``."""

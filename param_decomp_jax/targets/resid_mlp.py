@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.numerics import matmul, mean_squared_error
+from param_decomp_jax.numerics import matmul
 from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, Tensors
 from param_decomp_jax.targets.base import (
     Forward,
     LayerLinears,
@@ -22,15 +23,15 @@ from param_decomp_jax.targets.base import (
     Weights,
     run_layers,
     site_weights,
-    split_matrices,
 )  # fmt: skip
+from param_decomp_jax.targets.features import FeatureTarget
 
 KINDS = ("mlp_in", "mlp_out")
 """The two matrices of a layer, in order of application."""
 
 
 @dataclass(frozen=True)
-class ResidMLPConfig:
+class ResidMLPConfig(Architecture):
     """``d_mlp``: neurons of each layer. ``in_bias``, ``out_bias``: frozen biases after the two matrices."""
 
     n_features: int
@@ -41,39 +42,56 @@ class ResidMLPConfig:
     in_bias: bool = False
     out_bias: bool = False
 
+    name = "resid_mlp"
+    title = "ResidMLP"
+    experiment = "resid_mlp"
 
-def matrices(config: ResidMLPConfig) -> tuple[Matrix, ...]:
-    """Every matrix that can be a site, in canonical order."""
-    d, m = config.d_embed, config.d_mlp
-    return tuple(
-        matrix
-        for i in range(config.n_layers)
-        for matrix in (
-            Matrix(f"layers.{i}.mlp_in", i, "mlp_in", "residual_in", d, m),
-            Matrix(f"layers.{i}.mlp_out", i, "mlp_out", "hidden", m, d),
+    @property
+    def inputs(self) -> FeatureInputs:
+        return FeatureInputs(self.n_features, -1.0)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        d, m = self.d_embed, self.d_mlp
+        return tuple(
+            matrix
+            for i in range(self.n_layers)
+            for matrix in (
+                Matrix(f"layers.{i}.mlp_in", i, "mlp_in", "residual_in", d, m),
+                Matrix(f"layers.{i}.mlp_out", i, "mlp_out", "hidden", m, d),
+            )
         )
-    )
 
+    def weight_shapes(self) -> dict[str, Any]:
+        d, m, n = self.d_embed, self.d_mlp, self.n_layers
+        layers: dict[str, tuple[int, ...]] = {"mlp_in": (n, d, m), "mlp_out": (n, m, d)}
+        if self.in_bias:
+            layers["in_bias"] = (n, m)
+        if self.out_bias:
+            layers["out_bias"] = (n, d)
+        return {"embed": (self.n_features, d), "layers": layers}
 
-def weight_shapes(config: ResidMLPConfig) -> dict[str, Any]:
-    """Shape of every array, in the structure of the weights."""
-    d, m, n = config.d_embed, config.d_mlp, config.n_layers
-    layers: dict[str, tuple[int, ...]] = {"mlp_in": (n, d, m), "mlp_out": (n, m, d)}
-    if config.in_bias:
-        layers["in_bias"] = (n, m)
-    if config.out_bias:
-        layers["out_bias"] = (n, d)
-    return {"embed": (config.n_features, d), "layers": layers}
+    def tensors(self) -> dict[str, Any]:
+        """``W_E`` is the embedding, whose transpose is the unembedding."""
+        names = self.weight_shapes()["layers"]
+        layers = {name: Tensors(tuple(f"layers.{i}.{name}" for i in range(self.n_layers)), True) for name in names}
+        return {"embed": Tensors(("W_E",)), "layers": layers}
+
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> "ResidMLP":
+        return ResidMLP(self, sites, memory, compute_dtype)
+
+    def describe(self) -> str:
+        layers = f"{self.n_layers} layer{'s'[: self.n_layers > 1]} of {self.d_mlp} neurons"
+        return f"ResidMLP, {self.n_features} features in width {self.d_embed:,}, {layers}, {self.activation}"
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return {"architecture": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True)
-class ResidMLP:
-    """Inputs and output ``[B, n_features]``."""
+class ResidMLP(FeatureTarget):
+    """The model as a target."""
 
-    config: ResidMLPConfig
-    sites: Sites
-    memory: MemoryPolicy = PLAIN
-    compute_dtype: Any = jnp.float32
+    architecture: ResidMLPConfig
 
     def forward(
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
@@ -86,29 +104,19 @@ class ResidMLP:
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         """All layers are alike."""
-        return (UniformLayers(self._layer, weights["layers"], 0, self.config.n_layers),)
+        return (UniformLayers(self._layer, weights["layers"], 0, self.architecture.n_layers),)
 
     def _layer(self, x: Float[Array, "B d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B d"]:
         h = linear("mlp_in", x, w["mlp_in"])
-        if self.config.in_bias:
+        if self.architecture.in_bias:
             h = h + w["in_bias"].astype(h.dtype)
-        h = jax.nn.relu(h) if self.config.activation == "relu" else jax.nn.gelu(h, approximate=False)
+        h = jax.nn.relu(h) if self.architecture.activation == "relu" else jax.nn.gelu(h, approximate=False)
         y = linear("mlp_out", h, w["mlp_out"])
-        if self.config.out_bias:
+        if self.architecture.out_bias:
             y = y + w["out_bias"].astype(y.dtype)
         return x + y
-
-    def errors(
-        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
-    ) -> Float[Array, " streams"]:
-        """R1: mean squared error over all elements."""
-        return jnp.stack([mean_squared_error(clean, x) for x in masked])
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
-
-    def weight_axes(self, weights: Weights) -> Any:
-        """Every matrix is split by output."""
-        return split_matrices(weights)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -12,64 +12,73 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.numerics import mean_squared_error
 from param_decomp_jax.sites import Matrix, Sites, Stack
-from param_decomp_jax.targets.base import (
-    Forward,
-    Linears,
-    UniformLayers,
-    Weights,
-    run_layers,
-    site_weights,
-    split_matrices,
-)  # fmt: skip
+from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, Tensors
+from param_decomp_jax.targets.base import Forward, Linears, UniformLayers, Weights, run_layers, site_weights
+from param_decomp_jax.targets.features import FeatureTarget
 
 FIRST, HIDDEN, LAST = "linear1", "hidden", "linear2"
 """Kinds of matrices, in order of application."""
 
 
 @dataclass(frozen=True)
-class TMSConfig:
+class TMSConfig(Architecture):
     """``n_features`` features through ``n_hidden`` dimensions, ``n_hidden_layers`` square layers between."""
 
     n_features: int
     n_hidden: int
-    n_hidden_layers: int = 0
+    n_hidden_layers: int = field(default=0, metadata={"least": 0})
+
+    name = "tms"
+    title = "TMS"
+    experiment = "tms"
+
+    @property
+    def inputs(self) -> FeatureInputs:
+        return FeatureInputs(self.n_features, 0.0)
 
     @property
     def last(self) -> int:
         """Layer number of ``linear2``; ``linear1`` is layer 0 and the hidden ones lie between."""
         return self.n_hidden_layers + 1
 
+    def matrices(self) -> tuple[Matrix, ...]:
+        n, h = self.n_features, self.n_hidden
+        between = range(self.n_hidden_layers)
+        return (
+            Matrix("linear1", 0, FIRST, "x", n, h),
+            *(Matrix(f"hidden_layers.{i}", i + 1, HIDDEN, "h", h, h) for i in between),
+            Matrix("linear2", self.last, LAST, "h", h, n),
+        )
 
-def matrices(config: TMSConfig) -> tuple[Matrix, ...]:
-    """Every matrix that can be a site, in canonical order."""
-    n, h = config.n_features, config.n_hidden
-    between = range(config.n_hidden_layers)
-    return (
-        Matrix("linear1", 0, FIRST, "x", n, h),
-        *(Matrix(f"hidden_layers.{i}", i + 1, HIDDEN, "h", h, h) for i in between),
-        Matrix("linear2", config.last, LAST, "h", h, n),
-    )
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        n, h = self.n_features, self.n_hidden
+        shapes: dict[str, tuple[int, ...]] = {"linear1": (n, h), "linear2": (h, n), "bias": (n,)}
+        if self.n_hidden_layers:
+            shapes["hidden_layers"] = (self.n_hidden_layers, h, h)
+        return shapes
 
+    def tensors(self) -> dict[str, Tensors]:
+        """``linear2`` is stored also if it was tied to ``linear1`` in training."""
+        hidden = Tensors(tuple(f"hidden_layers.{i}" for i in range(self.n_hidden_layers)), stacked=True)
+        return {name: hidden if name == "hidden_layers" else Tensors((name,)) for name in self.weight_shapes()}
 
-def weight_shapes(config: TMSConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every array, in the structure of the weights."""
-    n, h = config.n_features, config.n_hidden
-    shapes: dict[str, tuple[int, ...]] = {"linear1": (n, h), "linear2": (h, n), "bias": (n,)}
-    if config.n_hidden_layers:
-        shapes["hidden_layers"] = (config.n_hidden_layers, h, h)
-    return shapes
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> "TMS":
+        return TMS(self, sites, memory, compute_dtype)
+
+    def describe(self) -> str:
+        hidden = f", {self.n_hidden_layers} hidden layer{'s'[: self.n_hidden_layers > 1]}"
+        return f"TMS, {self.n_features} features in {self.n_hidden}{hidden if self.n_hidden_layers else ''}"
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return {"architecture": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True)
-class TMS:
-    """Inputs and output ``[B, n_features]``."""
+class TMS(FeatureTarget):
+    """The model as a target."""
 
-    config: TMSConfig
-    sites: Sites
-    memory: MemoryPolicy = PLAIN
-    compute_dtype: Any = jnp.float32
+    architecture: TMSConfig
 
     def forward(
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
@@ -85,19 +94,13 @@ class TMS:
         def layers(kind: str, W: Array, first: int, stop: int) -> UniformLayers:
             return UniformLayers(lambda x, w, linear: linear(kind, x, w), W, first, stop)
 
-        last = self.config.last
+        last = self.architecture.last
         hidden = [layers(HIDDEN, weights["hidden_layers"], 1, last)] if last > 1 else []
         return (
             layers(FIRST, weights["linear1"][None], 0, 1),
             *hidden,
             layers(LAST, weights["linear2"][None], last, last + 1),
         )
-
-    def errors(
-        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
-    ) -> Float[Array, " streams"]:
-        """R1: mean squared error over all elements."""
-        return jnp.stack([mean_squared_error(clean, x) for x in masked])
 
     def site_weights(self, weights: Mapping[str, Array]) -> dict[str, Float[Array, "layers d_in d_out"]]:
         """W of every site, by stack."""
@@ -108,7 +111,3 @@ class TMS:
             return weights[stack.kind][None]
 
         return site_weights(self.sites, matrix)
-
-    def weight_axes(self, weights: Weights) -> Any:
-        """Every matrix is split by output."""
-        return split_matrices(weights)

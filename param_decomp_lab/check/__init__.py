@@ -17,7 +17,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
-from param_decomp_lab.display.descriptions import describe_architecture, describe_ci, describe_memory, shown_path
+from param_decomp_lab.display.descriptions import describe_ci, describe_memory, shown_path
 from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.display.numbers import exact
 from param_decomp_lab.errors import UserError
@@ -85,7 +85,7 @@ def _overview(
     rows = [
         ("run", f"{wrapper.run_name}: {_EXPERIMENTS[config.experiment]}"),
         ("schema file", shown_path(wrapper.torch_config)),
-        ("target", describe_architecture(target.architecture) if isinstance(target, KnownTarget) else "not known"),
+        ("target", target.architecture.describe() if isinstance(target, KnownTarget) else "not known"),
         ("", f"from {target.origin}" if isinstance(target, KnownTarget) else ""),
         ("data", _data(config)),
         (

@@ -107,7 +107,7 @@ def state_table(target: KnownTarget, state: State) -> Table:
         row(*part)
     table.add_section()
     row("total", [values for _, values, _ in parts], [moments for _, _, moments in parts])
-    shapes = jax.tree.leaves(target.weight_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    shapes = jax.tree.leaves(target.architecture.weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     n = sum(prod(shape) for shape in shapes)
     stored = byte_size(n * target.dtype.itemsize)
     table.add_row("target, frozen", amount(n), stored, "", "")

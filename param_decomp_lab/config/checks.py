@@ -155,8 +155,6 @@ def _name_problems(key: str, terms: tuple[Strict, ...]) -> Iterator[Problem]:
 
 def _target_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Problem]:
     spec = method.target.spec
-    if spec.model_class.rpartition(".")[2] != "LlamaForCausalLM":
-        yield Problem("target.spec.model_class", f"{spec.model_class} is not supported yet; only LlamaForCausalLM is")
     if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
         advice = "give the folder with its weights as target: {folder: …} of the wrapper"
         yield Problem("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")

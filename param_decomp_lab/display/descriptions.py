@@ -23,9 +23,6 @@ from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
 from param_decomp_jax.routing import Everywhere, Routing, StaticProbability, UniformKSubset
 from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
-from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.display.numbers import exact
 
 
@@ -147,21 +144,6 @@ def describe_ci(ci: CIConfig) -> str:
             return f"global_shared_transformer, {blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
         case _:
             assert_never(ci)
-
-
-def describe_architecture(config: LlamaConfig | TMSConfig | ResidMLPConfig) -> str:
-    match config:
-        case LlamaConfig():
-            width = f"{config.n_layers} layers of width {config.d_model:,}, MLP {config.d_mlp:,}"
-            return f"Llama, {width}, {config.n_heads} heads ({config.n_kv_heads} kv), vocabulary {config.vocab_size:,}"
-        case TMSConfig():
-            hidden = f", {config.n_hidden_layers} hidden layer{'s'[: config.n_hidden_layers > 1]}"
-            return f"TMS, {config.n_features} features in {config.n_hidden}{hidden if config.n_hidden_layers else ''}"
-        case ResidMLPConfig():
-            layers = f"{config.n_layers} layer{'s'[: config.n_layers > 1]} of {config.d_mlp} neurons"
-            return f"ResidMLP, {config.n_features} features in width {config.d_embed:,}, {layers}, {config.activation}"
-        case _:
-            assert_never(config)
 
 
 def shown_path(path: Path) -> str:

@@ -17,13 +17,13 @@ from param_decomp_jax.mesh import constrain, cut, uncut
 from param_decomp_jax.numerics import kl_divergence
 from param_decomp_jax.recon import run_masked
 from param_decomp_jax.remat import token_blocks
-from param_decomp_jax.targets.llama import Llama
+from param_decomp_jax.targets.decoder import Decoder
 
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
 
 
 def kl_and_ce(
-    target: Llama, clean_pass: CleanPass, hidden: Float[Array, "B T d"]
+    target: Decoder, clean_pass: CleanPass, hidden: Float[Array, "B T d"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Of what is predicted from ``hidden``, in nats: mean KL from the clean prediction, over all positions; mean
     cross-entropy of the next token, over positions 0 … T − 2.
@@ -48,7 +48,7 @@ def kl_and_ce(
 
 
 def ce_and_kl(
-    target: Llama,
+    target: Decoder,
     clean_pass: CleanPass,
     components: Components,
     reader: ImportanceReader,

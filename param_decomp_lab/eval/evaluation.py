@@ -16,6 +16,7 @@ from rich.console import Console
 
 from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
+from param_decomp_jax.importances import read_batch
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.mesh import whole as whole_on
 from param_decomp_jax.objective import total_loss
@@ -23,9 +24,8 @@ from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, keeps_outputs
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.llama import Llama
-from param_decomp_jax.targets.resid_mlp import ResidMLP
-from param_decomp_jax.targets.tms import TMS
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.features import FeatureTarget
 from param_decomp_lab.config import RunConfig, term_names
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.config.loss_schema import Loss
@@ -40,8 +40,8 @@ from param_decomp_lab.config.metric_schema import (
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
-from param_decomp_lab.eval.importance import Statistics, batch_statistics, mean_l0, read_batch
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
+from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0
 from param_decomp_lab.eval.toy_probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.setup.programs import Program
@@ -100,7 +100,7 @@ class Evaluation:
         others = tuple(t for t in terms if not _is_persistent(t))
         self._problem = Problem(replace(problem.decomposition, terms=others), problem.target)
         target = problem.target
-        self._probe = Probe(problem, target, self._metrics.all, mesh) if isinstance(target, TMS | ResidMLP) else None
+        self._probe = Probe(problem, target, self._metrics.all, mesh) if isinstance(target, FeatureTarget) else None
         self._sampling = Stochastic(pd.sampling)
         self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
@@ -127,7 +127,7 @@ class Evaluation:
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
-            assert isinstance(target, Llama), "cross-entropy is of a language model"
+            assert isinstance(target, Decoder), "cross-entropy is of a language model"
             measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, of_ce_kl, self._sampling, threshold)
         measured["l0"] = mean_l0(problem, components, reader, [l0.ci_alive_threshold for l0 in metrics.l0])
         return adversaries, measured
@@ -140,7 +140,7 @@ class Evaluation:
     def _started(self, key: PRNGKeyArray, inputs: Array | jax.ShapeDtypeStruct) -> Adversaries:
         """Attacks of one evaluation, for batches like ``inputs``."""
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
-        leading = inputs.shape if isinstance(self._problem.target, Llama) else inputs.shape[:1]
+        leading = self._problem.target.activation_axes(inputs.shape)
         return fresh_adversaries(self._persistent, key, sites, leading, use_delta)
 
     def programs(self, state: State, weights: Any, inputs: jax.ShapeDtypeStruct) -> dict[str, Program]:

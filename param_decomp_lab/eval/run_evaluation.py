@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from param_decomp_jax.state import State
-from param_decomp_jax.targets.llama import Llama, LlamaConfig
+from param_decomp_jax.targets.architecture import FeatureInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig, ToyFile
 from param_decomp_lab.data.sources import BatchSource
@@ -16,9 +16,9 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.opening.target import problem_of
 from param_decomp_lab.setup.language_model import check_rows, evaluation_source, held_out_rows
-from param_decomp_lab.setup.toys import EVAL, toy_source
+from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.toys import EVAL, feature_source
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def evaluate_run(
     settings = config.method.eval
     assert settings is not None
     _refuse_uneven(settings, config, run)
-    problem = problem_of(config, run.architecture, folder)
+    problem = make_problem(config, run.architecture, folder)
     batches, data = _batches(run, config, asked)
     learned, weights = run.learned, run.weights
     state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
@@ -78,17 +78,15 @@ def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:
 
 def _batches(run: Run, config: RunConfig, asked: EvaluationRequest) -> tuple[BatchSource, str]:
     """The evaluation's batches, and what they are of."""
-    method, architecture = config.method, run.architecture
+    method, inputs = config.method, run.architecture.inputs
     assert method.eval is not None
     if isinstance(method, ToyFile):
-        assert not isinstance(architecture, LlamaConfig)
-        return toy_source(method, architecture, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
-    assert isinstance(run.target, Llama)
-    assert isinstance(architecture, LlamaConfig)
+        assert isinstance(inputs, FeatureInputs)
+        return feature_source(method, inputs, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
     # What the run held out, not what this evaluation would have: the rest was trained on.
     others = any(text.startswith("data") for text in asked.overrides)
     rows = held_out_rows(config if others else run.config)
-    check_rows(config, architecture, rows)
+    check_rows(config, inputs, rows)
     return evaluation_source(config, rows, run.mesh), rows.source
 
 

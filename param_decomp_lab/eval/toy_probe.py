@@ -12,15 +12,14 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from param_decomp_jax.components import with_views
+from param_decomp_jax.importances import lower_importances
 from param_decomp_jax.mesh import whole
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.resid_mlp import ResidMLP
+from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.eval.importance import lower_importances
 from param_decomp_lab.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
 from param_decomp_lab.ground_truth.toys import (
     dense_ci_error,
@@ -32,8 +31,6 @@ from param_decomp_lab.ground_truth.toys import (
 
 LEVEL = 0.75
 """Value of the one feature that is on."""
-
-Toy = TMS | ResidMLP
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,14 @@ class Factored:
 class Probe:
     """``metrics``: those of the configuration; what is none of the probe's is passed over."""
 
-    def __init__(self, problem: Problem, target: Toy, metrics: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(self, problem: Problem, target: Target, metrics: Sequence[Any], mesh: Mesh) -> None:
         self._problem, self._target = problem, target
         self._errors = [m for m in metrics if isinstance(m, IdentityCIError)]
         self._heat_maps = next((m for m in metrics if isinstance(m, PermutedCIPlots)), None)
         self._matrices = next((m for m in metrics if isinstance(m, UVPlots)), None)
 
         def importances(state: State, weights: Weights) -> Any:
-            inputs = LEVEL * jnp.eye(target.config.n_features)
+            inputs = LEVEL * jnp.eye(target.architecture.n_features)
             return lower_importances(problem, state.components, state.ci, weights, inputs)
 
         def matrices(state: State, weights: Weights) -> Any:

@@ -9,21 +9,20 @@ from jaxtyping import Array
 
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.components import with_views
+from param_decomp_jax.importances import read_batch, site_logits
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle, GivenSources
 from param_decomp_jax.recon import run_masked
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.llama import Llama
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
-from param_decomp_lab.eval.importance import logits_of_sites, read_batch
 
 
 def importances(
     problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
 ) -> dict[str, Array]:
     """Of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
-    logits = logits_of_sites(problem, components, ci, weights, inputs, names)
+    logits = site_logits(problem, components, ci, weights, inputs, names)
     lower, upper = squashings(problem.decomposition.squashing)
     squash = {"lower": lower, "upper": upper, "logits": lambda z: z}[kind]
     return jax.tree.map(squash, logits)
@@ -54,7 +53,4 @@ def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
 
 
 def _given(problem: Problem, weights: Weights, output: Array) -> Array:
-    target = problem.target
-    if isinstance(target, Llama):
-        return target.logits(weights, output)
-    return output.astype(jnp.float32)
+    return problem.target.predictions(weights, output)

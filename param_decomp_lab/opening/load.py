@@ -9,14 +9,15 @@ from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
-from param_decomp_lab.opening.target import architecture_of, bytes_of_weights, problem_of, with_target
+from param_decomp_lab.opening.target import architecture_of, bytes_of_weights, with_target
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
-from param_decomp_lab.run_folder.target_file import Architecture
+from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.programs import learned_shapes
 
 
@@ -70,7 +71,7 @@ def find_checkpoint(folder: Path, step: int | None = None, target: Path | None =
     made_with = RunConfig.from_mapping(parse_yaml(checkpoints.configuration(at), where), where)
     _refuse_another_method(config, made_with, where)
     architecture = architecture_of(folder, config)
-    return FoundCheckpoint(folder, config, at, architecture, problem_of(config, architecture, folder))
+    return FoundCheckpoint(folder, config, at, architecture, make_problem(config, architecture, folder))
 
 
 def _chosen_step(folder: Path, steps: Sequence[int], step: int | None) -> int:

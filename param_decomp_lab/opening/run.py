@@ -17,19 +17,17 @@ from param_decomp_jax.masks import Bundle
 from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_jax.sites import Site, Stack
 from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.llama import Llama
 from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.display.descriptions import describe_architecture
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
 from param_decomp_lab.opening.target import load_weights, weights_folder
-from param_decomp_lab.run_folder.target_file import Architecture
 from param_decomp_lab.setup.language_model import find_tokenizer
 
 Inputs = Any
@@ -232,11 +230,12 @@ class Run:
 
     @property
     def _is_language_model(self) -> bool:
-        return isinstance(self.target, Llama)
+        return isinstance(self.architecture.inputs, TokenInputs)
 
     def _leading(self, batch: Array) -> tuple[int, ...]:
         """Axes of an activation before its last one."""
-        return batch.shape if self._is_language_model else batch.shape[:1]
+        axes: tuple[int, ...] = self.target.activation_axes(batch.shape)
+        return axes
 
     def _batch(self, inputs: Inputs) -> tuple[Array, bool]:
         """A batch on the mesh, and whether it was given as one row."""
@@ -246,23 +245,27 @@ class Run:
         return from_host(rows, batch_sharding(self.mesh, rows.shape)), single
 
     def _tokens(self, inputs: Inputs) -> Int[np.ndarray, "*B T"]:
-        assert isinstance(self.target, Llama)
+        reads = self.architecture.inputs
+        assert isinstance(reads, TokenInputs)
         if isinstance(inputs, str):
             if self.text is None:
                 raise UserError("no tokenizer is beside the data or the target: give token ids instead of a text")
             inputs = np.asarray(self.text.ids(inputs), np.int32)
-        rows, vocabulary = np.asarray(inputs), self.target.config.vocab_size
+        rows, vocabulary = np.asarray(inputs), reads.vocab_size
         if rows.dtype.kind not in "iu" or rows.ndim not in (1, 2) or rows.size == 0:
             raise UserError(f"inputs should be token ids [B, T] or [T], not {rows.dtype} {list(rows.shape)}")
         if rows.min() < 0 or rows.max() >= vocabulary:
             raise UserError(f"token ids go from 0 to {vocabulary - 1}; the inputs', from {rows.min()} to {rows.max()}")
+        if reads.longest is not None and rows.shape[-1] > reads.longest:
+            raise UserError(f"the target takes up to {reads.longest} tokens; the inputs have {rows.shape[-1]}")
         ci = self.problem.decomposition.ci
         if isinstance(ci, GlobalTransformer) and rows.shape[-1] > ci.max_len:
             raise UserError(f"the CI function takes up to {ci.max_len} tokens; the inputs have {rows.shape[-1]}")
         return rows.astype(np.int32)
 
     def _features(self, inputs: Inputs) -> Float[np.ndarray, "*B n"]:
-        n, rows = self.architecture.n_features, np.asarray(inputs)  # type: ignore[union-attr]
+        assert isinstance(self.architecture.inputs, FeatureInputs)
+        n, rows = self.architecture.inputs.n_features, np.asarray(inputs)
         if rows.dtype.kind not in "fiub" or rows.ndim not in (1, 2) or rows.shape[-1] != n or rows.size == 0:
             raise UserError(f"inputs should be features [B, {n}] or [{n}], not {rows.dtype} {list(rows.shape)}")
         return rows.astype(np.float32)
@@ -273,7 +276,7 @@ class Run:
         lines = [
             f"Run {self.id} ({self.name}), step {self.step:,} of {self.problem.decomposition.steps:,}: "
             f"{len(self.sites)} sites, {sum(site.C for site in self.sites.values()):,} components",
-            f"  of {describe_architecture(self.architecture)}",
+            f"  of {self.architecture.describe()}",
             *(f"  {stack.name:{width}}  {stack.d_in:,} × {stack.d_out:,}  C {stack.C:,}" for stack in stacks),
         ]
         return "\n".join(lines)

@@ -8,24 +8,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.placement import replicate
-from param_decomp_jax.step import Problem
-from param_decomp_jax.targets import llama, resid_mlp, tms
-from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
-from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_jax.targets.architecture import Architecture, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.run_folder.target_file import Architecture, describe, read_target
+from param_decomp_lab.run_folder.target_file import describe, read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
-from param_decomp_lab.setup.language_model import language_problem, target_folder, weight_shardings
-from param_decomp_lab.setup.toys import toy_problem
-from param_decomp_lab.weights.hf_config import read_config
-from param_decomp_lab.weights.hf_llama import load_llama
-from param_decomp_lab.weights.toys import load_toy, read_toy_config
+from param_decomp_lab.setup.language_model import target_folder
+from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
@@ -45,25 +37,12 @@ def architecture_of(run_folder: Path, config: RunConfig) -> Architecture:
     return found.architecture
 
 
-def problem_of(config: RunConfig, architecture: Architecture, run_folder: Path) -> Problem:
-    """What the run decomposes. ``run_folder``: for errors."""
-    if isinstance(architecture, LlamaConfig):
-        return language_problem(config, architecture)
-    return toy_problem(config, architecture, run_folder)
-
-
 def bytes_of_weights(config: RunConfig, architecture: Architecture) -> int:
     """About what the target's weights take; bfloat16 is supposed of a language model that does not say."""
-    match architecture:
-        case LlamaConfig():
-            shapes, size = llama.weight_shapes(architecture), 2
-        case TMSConfig():
-            shapes, size = tms.weight_shapes(architecture), 4
-        case ResidMLPConfig():
-            shapes, size = resid_mlp.weight_shapes(architecture), 4
-    if isinstance(config.method, LanguageModelFile) and config.method.target.weights_dtype == "float32":
-        size = 4
-    return size * sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
+    size = 4
+    if isinstance(config.method, LanguageModelFile) and config.method.target.weights_dtype != "float32":
+        size = 2
+    return size * sum(map(prod, jax.tree.leaves(architecture.weight_shapes(), is_leaf=is_shape)))
 
 
 def weights_folder(config: RunConfig) -> Path:
@@ -92,15 +71,12 @@ def weights_folder(config: RunConfig) -> Path:
 def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
     """The target's weights on the mesh. UserError: they are not there, or another target's than the run's."""
     folder = weights_folder(config)
-    is_llama = isinstance(architecture, LlamaConfig)
-    found: Architecture = read_config(folder) if is_llama else read_toy_config(folder)
+    found = read_architecture(folder)
     if found != architecture:
         here, then = describe(found), describe(architecture)
         changes = ", ".join(
             f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
         )
         raise UserError(f"{folder} holds another target than the run decomposed: {changes}")
-    if isinstance(architecture, LlamaConfig):
-        assert isinstance(config.method, LanguageModelFile)
-        return load_llama(folder, config.method.target.weights_dtype, weight_shardings(mesh, architecture))[1]
-    return replicate(load_toy(folder)[1], mesh)
+    dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
+    return load_target(folder, dtype, weight_shardings(mesh, architecture))[1]

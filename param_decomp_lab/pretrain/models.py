@@ -1,6 +1,6 @@
 """What the pretrainer needs of an architecture, and the two it trains: Llama and GPT."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets import llama
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits, init_weights
 from param_decomp_jax.targets.llama import Llama, LlamaConfig
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.gpt import Computation, GPTConfig, Weights, gpt_logits, init_weights
 from param_decomp_lab.pretrain.recipe import GPTRecipe, PretrainRecipe
-from param_decomp_lab.weights.gpt_folder import save_gpt
-from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.target_folder import save_target
 
 _LAYERS_RECOMPUTED = frozenset(INTERMEDIATES) - {"layers", "attention", "site_outputs", "attack_outputs"}
 """What a Llama saves whose layers keep their input alone."""
@@ -70,7 +70,8 @@ class LlamaModel:
         return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)
 
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
-        save_llama(folder, self.config, weights, max_position_embeddings=data.seq_len, eos_token_id=data.separator)
+        config = replace(self.config, max_positions=data.seq_len)
+        save_target(folder, config, weights, eos_token_id=data.separator)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class GPTModel:
         return gpt_logits(weights, self.config, tokens, self.how, key)
 
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
-        save_gpt(folder, self.config, weights)
+        save_target(folder, self.config, weights)
 
 
 def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None) -> LanguageModel:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 
+from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
@@ -19,7 +20,6 @@ from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
-from param_decomp_lab.pretrain.gpt import Weights
 from param_decomp_lab.pretrain.models import LanguageModel, language_model
 from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.program import make_evaluation, make_step

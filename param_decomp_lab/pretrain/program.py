@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_lab.pretrain.gpt import Weights
+from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.pretrain.models import LanguageModel, language_model
 from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.recipe import PretrainRecipe

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from param_decomp_jax.targets.gpt import GPTConfig, Part
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.config.strict import (
     Count,
@@ -20,7 +21,6 @@ from param_decomp_lab.config.strict import (
 )
 from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.gpt import GPTConfig, Part
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
 

@@ -16,7 +16,7 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.pretrain.toy_recipe import ResidMLPRecipe, TMSRecipe, ToyRecipe
-from param_decomp_lab.weights.toys import Weights
+from param_decomp_lab.weights.target_folder import Weights
 
 PROBE = 0.75
 """Value at which features are probed one at a time, as in section 11."""

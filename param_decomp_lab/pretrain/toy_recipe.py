@@ -4,12 +4,43 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
 from param_decomp_lab.config.strict import Count, Natural, Strict, broken
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
-from param_decomp_lab.weights.toys import ResidMLPFields, TMSFields
 
 TOYS = ("tms", "resid_mlp")
+
+
+class TMSFields(Strict):
+    """The keys of `TMSConfig`."""
+
+    architecture: Literal["tms"]
+    n_features: Count
+    n_hidden: Count
+    n_hidden_layers: Natural = 0
+
+    def config(self) -> TMSConfig:
+        return TMSConfig(self.n_features, self.n_hidden, self.n_hidden_layers)
+
+
+class ResidMLPFields(Strict):
+    """The keys of `ResidMLPConfig`."""
+
+    architecture: Literal["resid_mlp"]
+    n_features: Count
+    d_embed: Count
+    d_mlp: Count
+    n_layers: Count
+    activation: Literal["relu", "gelu"] = "relu"
+    in_bias: bool = False
+    out_bias: bool = False
+
+    def config(self) -> ResidMLPConfig:
+        return ResidMLPConfig(
+            self.n_features, self.d_embed, self.d_mlp, self.n_layers, self.activation, self.in_bias, self.out_bias
+        )
 
 
 class TMSRecipe(TMSFields):

@@ -1,4 +1,4 @@
-"""Training a toy target, from a recipe to a folder that ``load_toy`` reads."""
+"""Training a toy target, from a recipe to a folder that ``load_target`` reads."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_ba
 from param_decomp_lab.pretrain.recipe import read_recipe
 from param_decomp_lab.pretrain.toy_models import Examination, Toy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
-from param_decomp_lab.weights.toys import Weights, save_toy
+from param_decomp_lab.weights.target_folder import Weights, save_target
 
 FRESH_BATCHES = 8
 """Batches after the last of training, on which a trained toy is examined."""
@@ -53,7 +53,7 @@ class TrainedToy:
 
 
 def ensure_target(recipe_path: str | Path, console: Console) -> Path:
-    """The folder of the toy target of a recipe, for ``load_toy``; it is trained if it is not there.
+    """The folder of the toy target of a recipe, for ``load_target``; it is trained if it is not there.
 
     ``out`` in the recipe is relative to the current folder. Raises UserError: the recipe is wrong or no toy's, its
     ``out`` holds something else, no try represents every feature.
@@ -103,7 +103,7 @@ def pretrain_toy(recipe: ToyRecipe, *, overwrite: bool = False, console: Console
         weights, seen, tries = _try_seeds(recipe, partial_folder / METRICS_FILE, console)
         seconds = round(time.perf_counter() - start, 2)
         result = TrainedToy(folder, tries[-1].seed, tries, seen.loss, seen.unexplained, seen.figures, seconds)
-        save_toy(partial_folder, recipe.model.config(), weights)
+        save_target(partial_folder, recipe.model.config(), weights)
         summary = {key: value for key, value in asdict(result).items() if key not in ("folder", "cached")}
         write_finished(partial_folder, identity(recipe), summary)
     _tell(console, result)

@@ -7,14 +7,14 @@ from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_jax.placement import shardings, with_shardings
-from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.architecture import FeatureInputs, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.data.sources import BatchShapes, TokenShapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
-from param_decomp_lab.setup.toys import EVAL, TRAIN, toy_source
+from param_decomp_lab.setup.toys import EVAL, TRAIN, feature_source
 
 
 def known_target(config: RunConfig) -> KnownTarget:
@@ -48,8 +48,8 @@ def _weights(target: KnownTarget, mesh: Mesh) -> Any:
     """Shapes of the frozen weights, where a run puts them."""
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, target.dtype),
-        target.weight_shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
+        target.architecture.weight_shapes(),
+        is_leaf=is_shape,
     )
     places = shardings(mesh, target.problem.target.weight_axes(shapes), shapes)
     return with_shardings(shapes, places)
@@ -59,5 +59,5 @@ def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, me
     if isinstance(config.method, LanguageModelFile):
         return TokenShapes(rows, config.method.data.max_seq_len, mesh)
     assert isinstance(config.method, ToyFile)
-    assert not isinstance(target.architecture, LlamaConfig)
-    return toy_source(config.method, target.architecture, rows, purpose, mesh)
+    assert isinstance(target.architecture.inputs, FeatureInputs)
+    return feature_source(config.method, target.architecture.inputs, rows, purpose, mesh)

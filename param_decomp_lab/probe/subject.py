@@ -18,7 +18,7 @@ from param_decomp_jax.step import training_step
 from param_decomp_lab.checkpoints.fingerprints import fingerprint_program
 from param_decomp_lab.checkpoints.store import copy_program
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.display.descriptions import describe_architecture, describe_memory
+from param_decomp_lab.display.descriptions import describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
 from param_decomp_lab.setup.known_target import KnownTarget
@@ -89,7 +89,7 @@ def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
     C = f"C {Cs[0]:,}" if len(Cs) == 1 else f"C {Cs[0]:,} to {Cs[-1]:,}"
     axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1) or "one device"
     return {
-        "target": describe_architecture(target.architecture),
+        "target": target.architecture.describe(),
         "sites": f"{len(sites)}, {C}",
         "batch": " × ".join(f"{size:,}" for size in target.leading),
         "mesh": axes,

@@ -5,28 +5,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from param_decomp_jax.targets.base import Target
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling
-from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
-from param_decomp_jax.targets.tms import TMS, TMSConfig
+from param_decomp_jax.targets.architecture import Architecture
+from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 
 TARGET_FILE = "target.json"
-Architecture = LlamaConfig | TMSConfig | ResidMLPConfig
-_NAMES: dict[str, type[Architecture]] = {"llama": LlamaConfig, "tms": TMSConfig, "resid_mlp": ResidMLPConfig}
 
 
 def describe(architecture: Architecture) -> dict[str, Any]:
     """As JSON has it: the fields of the architecture, and which one it is."""
-    (name,) = (name for name, kind in _NAMES.items() if isinstance(architecture, kind))
-    return {"architecture": name, **asdict(architecture)}
+    return {"architecture": architecture.name, **asdict(architecture)}  # type: ignore[call-overload]
 
 
-def write_target(run_folder: Path, target: Target) -> None:
+def write_target(run_folder: Path, architecture: Architecture) -> None:
     """OSError where it cannot be written."""
-    assert isinstance(target, Llama | TMS | ResidMLP)
-    write_whole(run_folder / TARGET_FILE, json.dumps(describe(target.config), indent=2) + "\n")
+    write_whole(run_folder / TARGET_FILE, json.dumps(describe(architecture), indent=2) + "\n")
 
 
 def read_target(run_folder: Path) -> Architecture | None:
@@ -36,10 +30,7 @@ def read_target(run_folder: Path) -> Architecture | None:
         return None
     try:
         fields = json.loads(file.read_text())
-        kind = _NAMES[fields.pop("architecture")]
-        if fields.get("rope_scaling"):
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        return kind(**fields)
+        return ARCHITECTURES[fields.pop("architecture")].from_fields(fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file} is damaged or of another version ({error}); remove it, and the target's own folder is asked"

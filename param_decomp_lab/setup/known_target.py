@@ -7,24 +7,18 @@ from typing import Any
 import numpy as np
 
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets import llama, resid_mlp, tms
-from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
-from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_jax.targets.architecture import Architecture
+from param_decomp_jax.targets.registry import find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.setup.language_model import language_problem, target_folder
-from param_decomp_lab.setup.toys import toy_problem
-from param_decomp_lab.weights.hf_config import CONFIG_FILE, read_config
-from param_decomp_lab.weights.hf_llama import DTYPES, stored_dtype
-from param_decomp_lab.weights.published import PUBLISHED, PUBLISHED_DTYPE
+from param_decomp_lab.setup.language_model import target_folder
+from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.weights.dtypes import DTYPES
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
-from param_decomp_lab.weights.toys import ToyConfig, read_toy_config
-
-Architecture = LlamaConfig | TMSConfig | ResidMLPConfig
+from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_dtype
 
 
 @dataclass(frozen=True)
@@ -39,17 +33,6 @@ class KnownTarget:
     dtype: np.dtype[Any]
     missing: tuple[str, ...] = ()
 
-    @property
-    def weight_shapes(self) -> Any:
-        """Shape of every array, in the structure of the weights."""
-        match self.architecture:
-            case LlamaConfig() as config:
-                return llama.weight_shapes(config)
-            case TMSConfig() as config:
-                return tms.weight_shapes(config)
-            case ResidMLPConfig() as config:
-                return resid_mlp.weight_shapes(config)
-
 
 @dataclass(frozen=True)
 class UnknownTarget:
@@ -61,24 +44,24 @@ class UnknownTarget:
 def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
     """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
     if isinstance(config.method, LanguageModelFile):
-        return _llama(config, config.method)
+        return _language_model(config, config.method)
     return _toy(config)
 
 
-def _llama(config: RunConfig, method: LanguageModelFile) -> KnownTarget | UnknownTarget:
-    found = _llama_architecture(config, method)
+def _language_model(config: RunConfig, method: LanguageModelFile) -> KnownTarget | UnknownTarget:
+    found = _language_architecture(config, method)
     if isinstance(found, UnknownTarget):
         return found
     architecture, stored, origin, missing = found
     leading = method.pd.batch_size, method.data.max_seq_len
     wanted = method.target.weights_dtype
     dtype = stored if wanted is None else DTYPES[wanted]
-    return KnownTarget(architecture, language_problem(config, architecture), leading, origin, dtype, missing)
+    return KnownTarget(architecture, make_problem(config, architecture, origin), leading, origin, dtype, missing)
 
 
-def _llama_architecture(
+def _language_architecture(
     config: RunConfig, method: LanguageModelFile
-) -> tuple[LlamaConfig, np.dtype[Any], str, tuple[str, ...]] | UnknownTarget:
+) -> tuple[Architecture, np.dtype[Any], str, tuple[str, ...]] | UnknownTarget:
     """The architecture, the dtype its weights are stored in, where these were read, and what is missing."""
     spec = method.target.spec
     try:
@@ -86,24 +69,24 @@ def _llama_architecture(
         if folder.is_dir():
             has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
             missing = () if has_weights else (f"the target's weights: no {SINGLE_FILE} in {shown_path(folder)}",)
-            return read_config(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
-        reason = f"target.folder: {folder} is not there; give the folder of a Llama (its {CONFIG_FILE} is enough)"
+            return read_architecture(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
+        reason = f"target.folder: {folder} is not there; give the folder of a model (its {CONFIG_FILE} is enough)"
     except UserError as error:
         if isinstance(spec, HubSpec) and Path(spec.model_name).expanduser().is_dir():
             raise
         reason = str(error)
-    published = PUBLISHED.get(spec.model_name) if isinstance(spec, HubSpec) else None
+    published = find_published(spec.model_name) if isinstance(spec, HubSpec) else None
     if published is None or not isinstance(spec, HubSpec):
         return UnknownTarget(reason)
     where = "the wrapper's target.folder" if config.wrapper.target is not None else "the local Hugging Face cache"
     missing = (f"the target's weights: {spec.model_name} is not in {where}",)
-    return published, PUBLISHED_DTYPE, "its published configuration", missing
+    return published, DTYPES["bfloat16"], "its published configuration", missing
 
 
 def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
     source = config.wrapper.target
     assert source is not None
-    architecture: ToyConfig
+    architecture: Architecture
     if source.pretrain is not None:
         recipe = read_toy_recipe(source.pretrain)
         made = (
@@ -118,6 +101,6 @@ def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
             return UnknownTarget(
                 f"target.folder: {place} is not there; give the folder of a toy, or target: {{pretrain: <recipe YAML>}}"
             )
-        architecture, origin = read_toy_config(place), shown_path(place / CONFIG_FILE)
+        architecture, origin = read_architecture(place), shown_path(place / CONFIG_FILE)
     leading = (config.method.pd.batch_size,)
-    return KnownTarget(architecture, toy_problem(config, architecture, place), leading, origin, DTYPES["float32"])
+    return KnownTarget(architecture, make_problem(config, architecture, place), leading, origin, DTYPES["float32"])

@@ -1,16 +1,12 @@
 """A language model to decompose: its folder, its token data, its tokenizer."""
 
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.placement import process_batch_rows, shardings
-from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, weight_axes, weight_shapes
+from param_decomp_jax.placement import process_batch_rows
+from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelData, LanguageModelFile
@@ -21,10 +17,9 @@ from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.setup.base import Setup, build_mesh, check_site_patterns
-from param_decomp_lab.setup.sites import build_sites
-from param_decomp_lab.weights.hf_config import read_config
-from param_decomp_lab.weights.hf_llama import load_llama
+from param_decomp_lab.setup.base import Setup, build_mesh
+from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
 def set_up_language_model(config: RunConfig) -> Setup:
@@ -32,14 +27,14 @@ def set_up_language_model(config: RunConfig) -> Setup:
     method = config.method
     assert isinstance(method, LanguageModelFile)
     folder = target_folder(config)
-    architecture = read_config(folder)
-    problem = language_problem(config, architecture)
+    architecture = read_architecture(folder)
+    problem = make_problem(config, architecture, folder)
     train, held_out = _data(config)
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
-        check_rows(config, architecture, data)
+        check_rows(config, architecture.inputs, data)
     mesh = build_mesh(config)
     evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
-    _, weights = load_llama(folder, method.target.weights_dtype, weight_shardings(mesh, architecture))
+    _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, architecture))
     leading = method.pd.batch_size, train.seq_len
     return Setup(
         problem=problem,
@@ -50,16 +45,6 @@ def set_up_language_model(config: RunConfig) -> Setup:
         eval=evaluated,
         text=find_tokenizer(config, folder),
     )
-
-
-def weight_shardings(mesh: Mesh, architecture: LlamaConfig) -> Any:
-    """Where every array of a Llama's weights lies, in their structure."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        weight_shapes(architecture),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return shardings(mesh, weight_axes(architecture), shapes)
 
 
 def evaluation_source(config: RunConfig, rows: TokenRows, mesh: Mesh) -> TokenSource:
@@ -76,12 +61,13 @@ def evaluation_source(config: RunConfig, rows: TokenRows, mesh: Mesh) -> TokenSo
     return source
 
 
-def check_rows(config: RunConfig, architecture: LlamaConfig, data: TokenRows) -> None:
+def check_rows(config: RunConfig, inputs: TokenInputs | FeatureInputs, data: TokenRows) -> None:
     """UserError for rows that the target cannot take, or of another length than configured."""
     method = config.method
     assert isinstance(method, LanguageModelFile)
+    assert isinstance(inputs, TokenInputs)
     ci = decomposition(config).ci
-    data.check(architecture.vocab_size, ci.max_len if isinstance(ci, GlobalTransformer) else None)
+    data.check(inputs.vocab_size, ci.max_len if isinstance(ci, GlobalTransformer) else None)
     if data.seq_len != method.data.max_seq_len:
         raise UserError(
             f"{data.source}: rows have {data.seq_len} tokens, but data.max_seq_len is {method.data.max_seq_len}; "
@@ -106,15 +92,6 @@ def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSou
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)
     return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
-
-
-def language_problem(config: RunConfig, architecture: LlamaConfig) -> Problem:
-    """The decomposition of a Llama of this architecture."""
-    method, spec = config.method, decomposition(config)
-    sites = build_sites(method.pd, matrices(architecture))
-    if method.eval is not None:
-        check_site_patterns(method.eval, sites)
-    return Problem(spec, Llama(architecture, sites, spec.memory, jnp.dtype(spec.compute_dtype)))
 
 
 def target_folder(config: RunConfig) -> Path:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from param_decomp_jax.state import State
-from param_decomp_jax.targets.llama import Llama
+from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
@@ -262,7 +262,7 @@ class _Run:
         if self.processes.first:
             clear_end(self.folder)
             record_start(self.folder, self.config, step, changes, aside)
-            write_target(self.folder, self.setup.problem.target)
+            write_target(self.folder, self.setup.problem.target.architecture)
 
     def _starting_state(self) -> State:
         """The state before step 0."""
@@ -421,7 +421,7 @@ class _Run:
             return
         text, batches = self.setup.text, evaluation.batches(self.stop)
         statistics = evaluation.statistics(state, weights, self.stop)
-        if text is None and isinstance(problem.target, Llama):
+        if text is None and isinstance(problem.target, Decoder):
             self.console.print("no tokenizer beside the data or the target: the report has no text examples")
         elif text is not None:
             examples = find_examples(problem, state, weights, batches, statistics, self.setup.mesh)

@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
-from param_decomp_jax.targets.llama import KINDS, LlamaConfig, RopeScaling, module_name, rotary_frequencies
+from param_decomp_jax.targets.llama import (
+    DEFAULT_THETA,
+    KINDS,
+    LlamaConfig,
+    RopeScaling,
+    module_name,
+    rotary_frequencies,
+)
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.gguf_file import GgufFile
-from param_decomp_lab.weights.hf_config import DEFAULT_THETA
 
 ARCHITECTURE = "llama"
 # All that decides the network; whatever else a GGUF says under `llama.` changes it in a way that is not known here.

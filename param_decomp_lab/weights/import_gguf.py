@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
+from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.gguf_file import GgufFile, open_gguf
 from param_decomp_lab.weights.gguf_llama import Stored, read_architecture, stored_tensors
 from param_decomp_lab.weights.gguf_tokenizer import write_tokenizer
-from param_decomp_lab.weights.hf_config import CONFIG_FILE, config_json
-from param_decomp_lab.weights.hf_llama import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, save_tensors
+from param_decomp_lab.weights.target_folder import CONFIG_FILE
 
 SOURCE_FILE = "gguf.json"
 """Where a folder came from; also tells a folder of this command from any other."""
@@ -63,7 +63,7 @@ def import_gguf(
                 write_tokenizer(file, folder, config.vocab_size)
             bos, eos = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
             longest = file.count("llama.context_length")
-            settings = config_json(config, dtype=dtype, max_position_embeddings=longest, eos_token_id=eos)
+            settings = replace(config, max_positions=longest).to_config(dtype, eos)
             settings["bos_token_id"] = bos
             (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
             tensors = tuple(stored_tensors(config))

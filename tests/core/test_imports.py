@@ -14,7 +14,7 @@ LAB = ROOT / "param_decomp_lab"
 CORE = sorted([*(ROOT / "param_decomp_jax").rglob("*.py"), *(ROOT / "param_decomp_aot").rglob("*.py")])
 ALLOWED = {
     "jax", "equinox", "optax", "jaxtyping", "numpy",
-    "collections", "dataclasses", "functools", "itertools", "math", "typing",
+    "abc", "collections", "dataclasses", "functools", "itertools", "math", "typing",
 }  # fmt: skip
 ALLOWED_BESIDES = {"param_decomp_jax": set[str](), "param_decomp_aot": {"csv", "re", "time"}}
 """`param_decomp_aot` takes texts apart and times compilations."""

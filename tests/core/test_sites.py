@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from param_decomp_jax.sites import Site, Sites
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import KINDS, LlamaConfig, matrices, module_name
+from param_decomp_jax.targets.llama import KINDS, LlamaConfig, module_name
 
 CONFIG = LlamaConfig(vocab_size=5, d_model=8, n_layers=12, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6)
 
@@ -17,7 +17,7 @@ CONFIG = LlamaConfig(vocab_size=5, d_model=8, n_layers=12, n_heads=2, n_kv_heads
 def of(*layers: dict[str, int]) -> Sites:
     """Sites by layer: kind to C. An empty layer has none."""
     chosen = {module_name(n, kind): C for n, layer in enumerate(layers) for kind, C in layer.items()}
-    return choose_sites(matrices(CONFIG), chosen)
+    return choose_sites(CONFIG.matrices(), chosen)
 
 
 def spans(sites: Sites) -> list[tuple[int, int]]:
@@ -26,14 +26,14 @@ def spans(sites: Sites) -> list[tuple[int, int]]:
 
 def test_canonical_order_whatever_the_order_given() -> None:
     """Section 1: by layer number (10 after 9), then by the order of application."""
-    names = tuple(matrix.name for matrix in matrices(CONFIG))
+    names = tuple(matrix.name for matrix in CONFIG.matrices())
     assert names[:7] == (
         "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj",
         "layers.0.self_attn.o_proj", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj",
     )  # fmt: skip
     assert [int(name.split(".")[1]) for name in names] == sorted(list(range(12)) * 7)
     shuffled = np.random.default_rng(0).permutation(names)
-    sites = choose_sites(matrices(CONFIG), {str(name): 3 for name in shuffled})
+    sites = choose_sites(CONFIG.matrices(), {str(name): 3 for name in shuffled})
     assert tuple(site.name for site in sites.all) == names
 
 
@@ -108,7 +108,7 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(AssertionError, match="canonical"):
         Sites((b, a))
     with pytest.raises(AssertionError, match="not matrices"):
-        choose_sites(matrices(CONFIG), {"layers.12.mlp.up_proj": 3})
+        choose_sites(CONFIG.matrices(), {"layers.12.mlp.up_proj": 3})
 
 
 def test_unstack() -> None:

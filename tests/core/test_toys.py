@@ -150,7 +150,7 @@ CASES: dict[str, Problem] = {
 @pytest.mark.parametrize("case", CASES)
 def test_step(case: str, exact: bool) -> None:
     problem = CASES[case]
-    config = problem.target.config
+    config = problem.target.architecture
     tiny.assert_step_is_the_reference(problem, toys.weights(config), toys.features(config), exact)
 
 

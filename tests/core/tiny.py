@@ -56,7 +56,7 @@ from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
 from param_decomp_jax.step import Gradients, Problem, run_clean_pass, training_step
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, matrices, module_name, weight_shapes
+from param_decomp_jax.targets.llama import Llama, LlamaConfig, module_name
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from param_decomp_jax.targets.tms import TMS
 from tests import reference as ref
@@ -92,13 +92,13 @@ def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
         value = 1 + 0.2 * noise if "norm" in path[-1].key else noise / shape[-2] ** 0.5
         return jnp.asarray(noise if path[-1].key == "embed" else value, jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(leaf, config.weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def target(
     config: LlamaConfig = CONFIG, chosen: Mapping[str, int] = CHOSEN, memory: MemoryPolicy = PLAIN, dtype: Any = None
 ) -> Llama:
-    return Llama(config, choose_sites(matrices(config), chosen), memory, dtype or jnp.float32)
+    return Llama(config, choose_sites(config.matrices(), chosen), memory, dtype or jnp.float32)
 
 
 def decomposition(terms: tuple[Term, ...], **changes: Any) -> Decomposition:
@@ -342,7 +342,7 @@ def ref_target(of: AnyTarget, weights: Tree, inputs: np.ndarray) -> ref.Target:
             plain = ref.tms_target({"hidden_layers": [], **ref.tree_map(array, dict(weights))}, array(inputs))
         case ResidMLP():
             plain = ref.resid_mlp_target(
-                array(weights["embed"]), by_layer(weights["layers"]), array(inputs), of.config.activation
+                array(weights["embed"]), by_layer(weights["layers"]), array(inputs), of.architecture.activation
             )
     return ref.with_identity_sites(plain, [site.name for site in of.sites.all])
 
@@ -355,9 +355,9 @@ def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
 def ref_llama(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
     layers = by_layer(weights["layers"])
     embed = array(weights["embed"])
-    head = embed.T if of.config.tied else array(weights["head"])
+    head = embed.T if of.architecture.tied else array(weights["head"])
     plain = {"embed": embed, "layers": layers, "final_norm": array(weights["norm"]), "head": head}
-    config = of.config
+    config = of.architecture
     scaling = None if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
 
     def forward(linear: ref.Linear) -> ref.Num:

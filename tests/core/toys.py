@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.targets import resid_mlp, tms
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_jax.targets.tms import TMS, TMSConfig
@@ -32,8 +31,8 @@ def residual(activation: Any = "relu", *biases: str) -> ResidMLPConfig:
 
 def target(config: Config, chosen: Mapping[str, int], tied: tuple[tuple[str, str], ...] = ()) -> TMS | ResidMLP:
     if isinstance(config, TMSConfig):
-        return TMS(config, choose_sites(tms.matrices(config), chosen, tied))
-    return ResidMLP(config, choose_sites(resid_mlp.matrices(config), chosen, tied))
+        return TMS(config, choose_sites(config.matrices(), chosen, tied))
+    return ResidMLP(config, choose_sites(config.matrices(), chosen, tied))
 
 
 def with_identities(chosen: Mapping[str, int], C: int) -> dict[str, int]:
@@ -44,7 +43,7 @@ def with_identities(chosen: Mapping[str, int], C: int) -> dict[str, int]:
 def weights(config: Config, seed: int = 0) -> Any:
     """fp32 weights at which every path matters. ``linear2`` is not ``linear1`` transposed: no tie asks for it."""
     rng = np.random.default_rng(seed)
-    shapes = tms.weight_shapes(config) if isinstance(config, TMSConfig) else resid_mlp.weight_shapes(config)
+    shapes = config.weight_shapes()
 
     def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
         name, noise = path[-1].key, rng.normal(size=shape)

@@ -78,12 +78,10 @@ def place(layout: str, folder: str) -> dict[str, Any]:
 
     from param_decomp_jax.mesh import MeshShape, make_mesh, sharding, whole
     from param_decomp_jax.placement import from_process_rows, process_batch_rows, replicate
-    from param_decomp_jax.targets.llama import weight_shapes
-    from param_decomp_lab.weights.hf_config import read_config
-    from param_decomp_lab.weights.hf_llama import load_llama
+    from param_decomp_lab.weights.target_folder import load_target, read_architecture
 
     mesh = make_mesh(MeshShape(fsdp=jax.device_count()))
-    shapes = weight_shapes(read_config(folder))
+    shapes = read_architecture(folder).weight_shapes()
     shardings = jax.tree.map(
         lambda shape: (
             sharding(mesh, shape, (None, "batch")) if layout == "split" and math.prod(shape) > 1 << 16 else whole(mesh)
@@ -98,7 +96,7 @@ def place(layout: str, folder: str) -> dict[str, Any]:
 
     ours: dict[str, Any] = {}
     with watched(ours), peak_memory(ours):
-        _, weights = load_llama(folder, "float32", shardings)
+        _, weights = load_target(folder, "float32", shardings)
         size = 8 * jax.device_count()
         lo, hi = process_batch_rows(mesh, size)
         rows = from_process_rows(np.arange(lo, hi, dtype=np.int32), sharding(mesh, (size,), ("batch",)), 0, lo, size)

@@ -21,9 +21,7 @@ from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.check.plots import curve
 from param_decomp_lab.display.descriptions import describe_live_sets
 from param_decomp_lab.display.numbers import byte_size
-from param_decomp_lab.weights.hf_config import read_config
-from param_decomp_lab.weights.hf_llama import save_llama
-from param_decomp_lab.weights.published import PUBLISHED
+from param_decomp_lab.weights.target_folder import read_architecture, save_target
 from tests.core import tiny as core
 from tests.core import toys
 from tests.lab.tiny_run import ROOT, SITES, Tiny, pd_here
@@ -35,9 +33,9 @@ EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
 @pytest.fixture(autouse=True)
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights, no rows, no training of a target."""
-    for name in ("load_llama", "TokenData"):
+    for name in ("load_target", "TokenData"):
         monkeypatch.setattr(f"param_decomp_lab.setup.language_model.{name}", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr("param_decomp_lab.setup.toys.load_toy", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("param_decomp_lab.setup.toys.load_target", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr("param_decomp_lab.pretrain.toys.make_toy", mock.Mock(side_effect=AssertionError))
 
 
@@ -103,7 +101,7 @@ def test_counts_are_those_of_the_state(tiny: Tiny) -> None:
     kept = sum(C + 1 for C in SITES.values())
     assert f"sources of PersistentPGDReconLoss {16 * kept:,}" in said
     assert f"sources of PersistentPGDReconSubsetLoss {8 * 16 * kept:,}" in said
-    n_weights = sum(leaf.size for leaf in jax.tree.leaves(core.weights(read_config(tiny.folder / "target"))))
+    n_weights = sum(leaf.size for leaf in jax.tree.leaves(core.weights(read_architecture(tiny.folder / "target"))))
     assert f"target, frozen {n_weights:,} {byte_size(4 * n_weights)}".replace("\u00a0", " ") in said
 
 
@@ -114,11 +112,23 @@ def test_many_sites_stay_readable() -> None:
     assert "layers.0-31.mlp.gate_proj 32 × 4096 × 14336 49,152 29.0 B" in said
 
 
+def test_what_the_architecture_does_not_take(tiny: Tiny) -> None:
+    """A class that the folder does not hold, and rows longer than it has positions for."""
+    outcome = pd_here("check", tiny.config, "--set", "target.spec.model_class=transformers.GPT2LMHeadModel")
+    assert outcome.status == 2
+    assert "target.spec.model_class: is transformers.GPT2LMHeadModel, but" in outcome.err
+    assert "holds a Llama; say LlamaForCausalLM" in outcome.err
+    long = "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}", "data.max_seq_len=4096"
+    outcome = pd_here("check", tiny.config, *(word for assignment in long for word in ("--set", assignment)))
+    assert outcome.status == 2
+    assert "data.max_seq_len: is 4096, but the target takes at most 2048 tokens" in outcome.err
+
+
 def test_a_target_that_nobody_knows(tiny: Tiny, tmp_path: Path) -> None:
     """Everything else is said, and the status tells."""
     outcome = pd_here("check", tiny.config, "--set", f"target.folder={tmp_path / 'nowhere'}")
     assert outcome.status == 2
-    assert "nowhere is not there; give the folder of a Llama" in outcome.err
+    assert "nowhere is not there; give the folder of a model" in outcome.err
     for text in ("model.layers.*.mlp.up_proj", "1 per chunk", "Schedules over 200 steps", "CEandKLLosses"):
         assert text in outcome.out
 
@@ -129,7 +139,7 @@ def test_an_architecture_is_enough(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_published_architectures() -> None:
-    llama = PUBLISHED["meta-llama/Llama-3.1-8B"]
+    llama = LlamaConfig.published["meta-llama/Llama-3.1-8B"]
     assert (llama.n_layers, llama.d_model, llama.rope_theta, llama.tied) == (32, 4096, 500_000.0, False)
     said = check(EXAMPLE, "target.folder=/nowhere/at/all")
     assert "meta-llama/Llama-3.1-8B is not in the wrapper's target.folder" in said
@@ -212,5 +222,5 @@ def test_words_of_chunks() -> None:
 
 def test_a_llama_without_a_table_entry(tmp_path: Path, tiny: Tiny) -> None:
     config = LlamaConfig(vocab_size=256, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=12)
-    save_llama(tmp_path / "other", config, core.weights(config))
+    save_target(tmp_path / "other", config, core.weights(config))
     assert "8 × 12" in check(tiny.config, f"target.folder={tmp_path / 'other'}")

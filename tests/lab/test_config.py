@@ -420,10 +420,6 @@ REFUSED = [
     ),
     ("pd.loss_metrics.0={type: CI_L0, groups: null}", "pd.loss_metrics.0: unknown 'type' 'CI_L0'; did you mean"),
     ("pd.loss_metrics.0={type: CIMaskedAttnPatternsReconLoss, coeff: 1}", "pd.loss_metrics.0.type: 'CIMaskedAttnPatt"),
-    (
-        "target.spec.model_class=transformers.GPT2LMHeadModel",
-        "target.spec.model_class: transformers.GPT2LMHeadModel is n",
-    ),
     ("target.spec={kind: pretrained, model_class: LlamaForCausalLM, run_path: x}", "target.spec.kind: pretrained"),
     ("target.spec.kind=hub", "target.spec: unknown 'kind' 'hub'; did you mean 'hf'"),
     ("target.weights_dtype=float16", "target.weights_dtype: should be 'float32' or 'bfloat16'"),

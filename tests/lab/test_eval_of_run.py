@@ -15,7 +15,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
 from param_decomp_lab.eval.run_evaluation import evaluate_run
 from param_decomp_lab.run_folder.folder import saved_config
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.test_toy_run import CONFIG, settings
 from tests.lab.tiny_run import BATCH, LIGHT, STEPS, Tiny, pd_here, rows
@@ -178,7 +178,7 @@ def test_rows_that_were_trained_on_are_not_held_out(tiny: Tiny, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_toy(tmp_path: Path) -> None:
     config = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1)
-    save_toy(tmp_path / "target", config, toys.weights(config))
+    save_target(tmp_path / "target", config, toys.weights(config))
     assert pd_here("train", str(CONFIG), *settings(tmp_path, 1)).status == 0
     run = tmp_path / "p-00000001"
     found = evaluate_run(run, figures=tmp_path / "figures")

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.importances import chosen_logits, importance_logits
 from param_decomp_jax.masks import Stochastic, StochasticSources
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
@@ -23,7 +24,6 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
-from param_decomp_lab.eval.importance import chosen_logits, importance_logits
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
 from tests.core import tiny as core

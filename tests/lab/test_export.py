@@ -20,7 +20,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.export import export_run
 from param_decomp_lab.export.tensors import pieces
 from param_decomp_lab.opening import Run
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.core import toys
@@ -108,7 +108,7 @@ def test_every_ci_function_and_squashing(tiny: Tiny, tmp_path: Path, kind: str, 
 def test_a_toy_with_tied_sites(tmp_path: Path) -> None:
     """T4: both sites have tensors of their own."""
     config = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1)
-    save_toy(tmp_path / "target", config, toys.weights(config))
+    save_target(tmp_path / "target", config, toys.weights(config))
     outcome = pd_here("train", str(CONFIG), *settings(tmp_path, 1, "pd.tied_weights=[[linear1, linear2]]"))
     assert outcome.status == 0, outcome
     run = load_run(tmp_path / "p-00000001")

@@ -10,7 +10,7 @@ import pytest
 
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.targets.llama import language_logits
-from param_decomp_lab.weights.hf_llama import load_llama
+from param_decomp_lab.weights.target_folder import load_target
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
 
@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 @pytest.mark.parametrize("name", ["scaled", "sharded_tied"])
 def test_logits_of_transformers_are_reproduced(name, layers):
-    config, weights = load_llama(GOLDEN / name)
+    config, weights = load_target(GOLDEN / name)
     golden = np.load(GOLDEN / name / "logits.npz")
     with jax.default_matmul_precision("highest"):
         ours = language_logits(weights, config, jnp.asarray(golden["tokens"]), MemoryPolicy(layers=layers))
@@ -29,7 +29,7 @@ def test_logits_of_transformers_are_reproduced(name, layers):
 
 
 def test_the_fixtures_differ_where_they_should():
-    scaled, sharded = (load_llama(GOLDEN / name) for name in ("scaled", "sharded_tied"))
+    scaled, sharded = (load_target(GOLDEN / name) for name in ("scaled", "sharded_tied"))
     assert scaled[0].rope_scaling is not None
     assert scaled[0].n_kv_heads == 2
     assert "head" in scaled[1]
@@ -40,7 +40,7 @@ def test_the_fixtures_differ_where_they_should():
 
 def test_the_scaling_of_the_rotary_frequencies_matters_in_the_fixture():
     """Otherwise the golden logits would not test it."""
-    config, weights = load_llama(GOLDEN / "scaled")
+    config, weights = load_target(GOLDEN / "scaled")
     golden = np.load(GOLDEN / "scaled" / "logits.npz")
     plain = language_logits(weights, dataclasses.replace(config, rope_scaling=None), jnp.asarray(golden["tokens"]))
     assert np.abs(plain - golden["logits"]).max() > 0.1 * np.abs(golden["logits"]).max()

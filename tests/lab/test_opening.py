@@ -17,8 +17,7 @@ from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
-from param_decomp_lab.weights.hf_llama import load_llama, save_llama
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import load_target, save_target
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.core import toys
@@ -100,7 +99,7 @@ def test_arrays_are_those_of_the_checkpoint(run: Run, finished: Path) -> None:
 
 
 def test_matrices_are_the_target_s(run: Run, tiny: Tiny) -> None:
-    _, weights = load_llama(tiny.folder / "target")
+    _, weights = load_target(tiny.folder / "target")
     for name, site in run.sites.items():
         np.testing.assert_array_equal(run.matrix(name), weights["layers"][site.kind][site.layer])
 
@@ -205,7 +204,7 @@ def test_an_earlier_checkpoint(finished: Path) -> None:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a TMS whose two matrices are tied (T4)."""
     config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("toy")
-    save_toy(folder / "target", config, toys.weights(config))
+    save_target(folder / "target", config, toys.weights(config))
     outcome = pd_here("train", str(CONFIG), *settings(folder, 1, "pd.tied_weights=[[linear1, linear2]]"))
     assert outcome.status == 0, outcome
     return folder / "p-00000001"
@@ -260,7 +259,7 @@ def test_without_the_target(moved: Path, run: Run, tiny: Tiny) -> None:
 
 def test_with_another_target(moved: Path, tmp_path: Path) -> None:
     other = replace(ARCHITECTURE, n_heads=4, head_dim=4)
-    save_llama(tmp_path / "other", other, core.weights(other))
+    save_target(tmp_path / "other", other, core.weights(other))
     with pytest.raises(UserError, match="another target than the run decomposed: n_heads 2 -> 4, head_dim 8 -> 4"):
         load_run(moved, target=tmp_path / "other").logits(TOKENS)
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import tiny as core
 from tests.lab.several import environment_of
 from tests.lab.tiny_run import ROOT, SEQ_LEN, Tiny
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
-    save_llama(folder / "target", ARCHITECTURE, core.weights(ARCHITECTURE))
+    save_target(folder / "target", ARCHITECTURE, core.weights(ARCHITECTURE))
     wrapper = {"torch_config": str(SCHEMA), "run_name": "27 sites", "target": {"folder": "target"}}
     wrapper |= {"data": {split: str(tiny.folder / "data" / split) for split in ("train", "eval")}}
     (folder / "wrapper.yaml").write_text(yaml.safe_dump(wrapper))

@@ -12,7 +12,7 @@ from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.setup.parent import sites_from_shapes
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.test_toy_run import CONFIG
 from tests.lab.test_toy_run import settings as toy_settings
@@ -26,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the target, another one of its shapes, and a finished run: checkpoints of steps 5, 10 and 12."""
     config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("parent")
     weights = toys.weights(config)
-    save_toy(folder / "target", config, weights)
-    save_toy(folder / "other", config, {**weights, "bias": weights["bias"] + 1})
+    save_target(folder / "target", config, weights)
+    save_target(folder / "other", config, {**weights, "bias": weights["bias"] + 1})
     outcome = train(folder, PARENT)
     assert outcome.status == 0, outcome
     return folder

@@ -19,7 +19,7 @@ from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.pretrain import run_pretrain
 from param_decomp_lab.pretrain.program import cross_entropy, make_step
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
-from param_decomp_lab.weights.hf_llama import load_llama
+from param_decomp_lab.weights.target_folder import load_target
 
 RECIPE = """
 model: {architecture: llama, d_model: 16, n_layers: 2, n_heads: 2, n_kv_heads: 1, d_mlp: 32}
@@ -83,7 +83,7 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 
     other = run_pretrain(changed(recipe, out=str(tmp_path / "other")), console=console())
     assert not other.cached
-    jax.tree.map(np.testing.assert_array_equal, load_llama(other.folder)[1], load_llama(folder)[1])
+    jax.tree.map(np.testing.assert_array_equal, load_target(other.folder)[1], load_target(folder)[1])
 
     with pytest.raises(UserError, match=r"(?s)another recipe.*steps: 30 there, 31 here.*--overwrite"):
         run_pretrain(changed(recipe, steps=31), console=console())
@@ -97,7 +97,7 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
 
 def test_the_saved_model_is_the_one_evaluated(recipe):
     result = run_pretrain(changed(recipe, steps=5, layers="unroll"), console=console())
-    config, weights = load_llama(result.folder)
+    config, weights = load_target(result.folder)
     model = language_model(recipe, 32, 256)
     assert isinstance(model, LlamaModel)
     assert config == model.config

@@ -13,7 +13,6 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from param_decomp_jax.targets import resid_mlp, tms
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
@@ -24,7 +23,7 @@ from param_decomp_lab.pretrain.recipe import read_recipe
 from param_decomp_lab.pretrain.toy_models import ResidMLPToy, TMSToy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import ResidMLPRecipe, TMSRecipe, ToyRecipe
 from param_decomp_lab.pretrain.toys import Try, ensure_target, pretrain_toy
-from param_decomp_lab.weights.toys import load_toy, save_toy
+from param_decomp_lab.weights.target_folder import load_target, save_target
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -92,13 +91,13 @@ def test_it_learns_repeats_itself_and_is_cached(recipe, file, tmp_path):
     # However many steps a dispatch takes, the weights are the same to the last bit.
     other = pretrain_toy(changed(recipe, out=str(tmp_path / "other"), log_every=7), console=console())
     assert not other.cached
-    assert_equal(load_toy(other.folder)[1], load_toy(folder)[1])
+    assert_equal(load_target(other.folder)[1], load_target(folder)[1])
 
     with pytest.raises(UserError, match=r"(?s)another recipe.*steps: 600 there, 3 here.*--overwrite"):
         pretrain_toy(changed(recipe, steps=3), console=console())
     seeded = pretrain_toy(changed(recipe, seed=1), overwrite=True, console=console())
     assert seeded.seed == 1
-    assert not np.array_equal(load_toy(folder)[1]["bias"], load_toy(other.folder)[1]["bias"])
+    assert not np.array_equal(load_target(folder)[1]["bias"], load_target(other.folder)[1]["bias"])
 
 
 def test_a_tms_is_trained_as_its_recipe_says(recipe):
@@ -135,7 +134,7 @@ def test_resid_mlp_learns_and_its_embedding_stays(recipe, tmp_path):
     recipe = changed(recipe, model=RESID_MLP, data={"feature_probability": 0.1}, steps=300)
     result = pretrain_toy(recipe, console=console())
     assert result.unexplained < 0.5 * result.figures["unexplained_without_layers"]
-    config, weights = load_toy(tmp_path / "model")
+    config, weights = load_target(tmp_path / "model")
     assert config == ResidMLPConfig(8, 32, 6, 2)
     np.testing.assert_allclose(np.linalg.norm(weights["embed"], axis=1), 1, rtol=1e-6)
     assert_equal(weights["embed"], make_toy(recipe).init(toys._keys(0)[0])[1]["embed"])
@@ -146,7 +145,7 @@ def test_hidden_layers_are_not_trained(recipe, tmp_path, hidden):
     model = {**recipe.model.model_dump(), "n_features": 2, "n_hidden_layers": 2, "hidden_init": hidden, "tied": False}
     recipe = changed(recipe, model=model, steps=200)
     result = pretrain_toy(recipe, console=console())
-    _, weights = load_toy(tmp_path / "model")
+    _, weights = load_target(tmp_path / "model")
     assert_equal(weights["hidden_layers"], make_toy(recipe).init(toys._keys(result.seed)[0])[1]["hidden_layers"])
     assert np.array_equal(weights["hidden_layers"][0], np.eye(2)) == (hidden == "identity")
     assert not np.allclose(weights["linear2"], weights["linear1"].T)
@@ -296,7 +295,7 @@ def test_pd_pretrain(file, tmp_path):
     assert result.exit_code == 0, result.output
     assert "represents every feature" in result.output
     assert "cached" in CliRunner().invoke(app, ["pretrain", str(file)]).output
-    assert load_toy(tmp_path / "model")[0] == TMSConfig(5, 2)
+    assert load_target(tmp_path / "model")[0] == TMSConfig(5, 2)
 
 
 # ---- folders ----
@@ -310,7 +309,7 @@ CONFIGS = [
 
 
 def random_weights(config):
-    shapes = (tms if isinstance(config, TMSConfig) else resid_mlp).weight_shapes(config)
+    shapes = config.weight_shapes()
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda s: rng.normal(size=s).astype(np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -318,8 +317,8 @@ def random_weights(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_save_and_load(config, tmp_path):
     weights = random_weights(config)
-    save_toy(tmp_path / "toy", config, weights)
-    loaded_config, loaded = load_toy(tmp_path / "toy")
+    save_target(tmp_path / "toy", config, weights)
+    loaded_config, loaded = load_target(tmp_path / "toy")
     assert loaded_config == config
     assert jax.tree.structure(loaded) == jax.tree.structure(weights)
     assert_equal(loaded, weights)
@@ -327,14 +326,14 @@ def test_save_and_load(config, tmp_path):
 
 
 def test_names_in_the_files(tmp_path):
-    save_toy(tmp_path, TMSConfig(4, 3, 2), random_weights(TMSConfig(4, 3, 2)))
+    save_target(tmp_path, TMSConfig(4, 3, 2), random_weights(TMSConfig(4, 3, 2)))
     shapes = {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert shapes == {
         "linear1": (4, 3), "linear2": (3, 4), "bias": (4,), "hidden_layers.0": (3, 3), "hidden_layers.1": (3, 3)
     }  # fmt: skip
     assert json.loads((tmp_path / "config.json").read_text()) == {"architecture": "tms"} | asdict(TMSConfig(4, 3, 2))
     config = ResidMLPConfig(6, 4, 3, 1, in_bias=True, out_bias=True)
-    save_toy(tmp_path, config, random_weights(config))
+    save_target(tmp_path, config, random_weights(config))
     shapes = {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert shapes == {
         "W_E": (6, 4), "layers.0.mlp_in": (4, 3), "layers.0.mlp_out": (3, 4), "layers.0.in_bias": (3,),
@@ -355,12 +354,12 @@ def edit_config(folder, **changes):
 
 BROKEN = [
     (lambda f: (f / "config.json").unlink(), r"no config\.json in .*pd pretrain"),
-    (lambda f: (f / "model.safetensors").unlink(), r"no model\.safetensors in .*pd pretrain"),
+    (lambda f: (f / "model.safetensors").unlink(), r"has no model\.safetensors and no"),
     (lambda f: (f / "model.safetensors").write_bytes(b"12"), "not a whole safetensors file"),
     (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     (lambda f: (f / "config.json").write_text("[]"), "should be a mapping"),
-    (lambda f: edit_config(f, architecture="gpt"), "architecture: should be one of tms, resid_mlp, not gpt"),
-    (lambda f: edit_config(f, architecture=None), "architecture: should be one of tms, resid_mlp, not None"),
+    (lambda f: edit_config(f, architecture="gpt"), "model_type is 'gpt'; what can be loaded is .*tms, resid_mlp"),
+    (lambda f: edit_config(f, architecture=None), "model_type is None; what can be loaded"),
     (lambda f: edit_config(f, n_hidden=None), "n_hidden: is required"),
     (lambda f: edit_config(f, n_hiden=2), "unknown key 'n_hiden'"),
     (lambda f: edit_config(f, n_hidden=3), r"linear1 has shape \[5, 2\], config.json implies \[5, 3\]"),
@@ -372,7 +371,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("edit", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_broken_folders(tmp_path, edit, message):
-    save_toy(tmp_path, TMSConfig(5, 2), random_weights(TMSConfig(5, 2)))
+    save_target(tmp_path, TMSConfig(5, 2), random_weights(TMSConfig(5, 2)))
     edit(tmp_path)
     with pytest.raises(UserError, match=message):
-        load_toy(tmp_path)
+        load_target(tmp_path)

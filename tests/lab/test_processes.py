@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from param_decomp_jax.targets.llama import LlamaConfig, weight_shapes
+from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.token_data import TokenData
-from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.target_folder import save_target
 from tests.lab.several import CHILD, Ended, run
 from tests.lab.tiny_run import BATCH, Tiny, pd_here, rows, saved_arrays, saved_steps
 
@@ -83,9 +83,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(8192, 1024, 2, 8, 4, 128, 2048)
     draws = np.random.default_rng(0)
-    shapes = weight_shapes(config)
+    shapes = config.weight_shapes()
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    save_llama(
+    save_target(
         folder, config, jax.tree.map(lambda s: draws.random(s, np.float32), shapes, is_leaf=is_shape), "bfloat16"
     )
     return folder

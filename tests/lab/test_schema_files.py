@@ -16,7 +16,7 @@ from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.test_docs import models_in
 from tests.lab.tiny_run import ROOT, Outcome, Tiny, pd_here, saved_steps
@@ -36,7 +36,7 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         ("tms", TMSConfig(n_features=5, n_hidden=3, n_hidden_layers=2)),
         ("resid_mlp", ResidMLPConfig(5, 6, 4, 2, "gelu", True, True)),
     ):
-        save_toy(folder / "targets" / name, config, toys.weights(config))
+        save_target(folder / "targets" / name, config, toys.weights(config))
     (folder / "targets" / "llama").symlink_to(tiny.folder / "target")
     (folder / "data").symlink_to(tiny.folder / "data")
     with pytest.MonkeyPatch.context() as patch:

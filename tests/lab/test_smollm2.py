@@ -20,14 +20,13 @@ from tokenizers import Tokenizer
 from param_decomp_jax.recon import Reconstruction, n_forwards
 from param_decomp_jax.state import init_state
 from param_decomp_jax.step import training_step
-from param_decomp_jax.targets.llama import language_logits, weight_shapes
+from param_decomp_jax.targets.llama import language_logits
 from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.setup.language_model import language_problem
-from param_decomp_lab.weights.hf_llama import load_llama
+from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.weights.import_gguf import import_gguf
-from param_decomp_lab.weights.published import PUBLISHED
+from param_decomp_lab.weights.target_folder import load_target
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 REQUIREMENT = ROOT / "experiments" / "smollm2_wheel.txt"
@@ -47,8 +46,8 @@ def test_the_demo_can_be_checked_without_the_model(tmp_path: Path) -> None:
 
 def test_the_layers_before_the_sites_run_once_per_batch() -> None:
     """However many masked passes the losses take: in the program of a step, one scan goes over layers 0 to 27."""
-    problem = language_problem(load_config(CONFIG, []), PUBLISHED[NAME])
-    shapes = weight_shapes(PUBLISHED[NAME])
+    problem = make_problem(load_config(CONFIG, []), LlamaConfig.published[NAME], NAME)
+    shapes = LlamaConfig.published[NAME].weight_shapes()
     weights = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
@@ -93,8 +92,8 @@ def model(wheel: Path, shared_folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_logits_are_those_of_transformers(model: Path) -> None:
-    config, weights = load_llama(model)
-    assert config == PUBLISHED[NAME]
+    config, weights = load_target(model)
+    assert config == LlamaConfig.published[NAME]
     golden = np.load(GOLDEN)
     tokens = jnp.asarray(golden["tokens"])
     with jax.default_matmul_precision("highest"):

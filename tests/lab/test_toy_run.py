@@ -11,7 +11,7 @@ from rich.console import Console
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config import load_config
 from param_decomp_lab.setup import set_up
-from param_decomp_lab.weights.toys import save_toy
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.tiny_run import ROOT, Tree, pd_here, rows, saved_steps
 
@@ -31,7 +31,7 @@ SMALL = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the target is, and where the runs go."""
     config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("toy")
-    save_toy(folder / "target", config, toys.weights(config))
+    save_target(folder / "target", config, toys.weights(config))
     return folder
 
 

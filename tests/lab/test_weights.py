@@ -1,5 +1,6 @@
 """Hugging Face folders in and out: round trips, slices, layouts of config.json, and bad folders."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, weight_shapes
+from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.weights.hf_config import read_config
-from param_decomp_lab.weights.hf_llama import load_llama, save_llama
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
+from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
@@ -27,7 +27,7 @@ TIED = LlamaConfig(20, 12, 3, 2, 2, 6, 16, rms_norm_eps=1e-6, tied=True)
 
 def weights_of(config):
     rng = np.random.default_rng(0)
-    shapes = weight_shapes(config)
+    shapes = config.weight_shapes()
     return jax.tree.map(lambda s: rng.normal(size=s).astype(np.float32), shapes, is_leaf=lambda s: isinstance(s, tuple))
 
 
@@ -40,8 +40,8 @@ def golden(tmp_path):
 @pytest.mark.parametrize("config", [UNTIED, TIED])
 def test_what_is_saved_is_loaded(tmp_path, config):
     weights = weights_of(config)
-    save_llama(tmp_path, config, weights)
-    found_config, found = load_llama(tmp_path)
+    save_target(tmp_path, config, weights)
+    found_config, found = load_target(tmp_path)
     assert found_config == config
     jax.tree.map(np.testing.assert_array_equal, found, weights)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -51,8 +51,8 @@ def test_what_is_saved_is_loaded(tmp_path, config):
 def test_layout_is_the_one_of_transformers(tmp_path):
     """The same tensor names and shapes as transformers itself writes, and a config.json that it reads."""
     for name in ("scaled", "sharded_tied"):
-        config, weights = load_llama(GOLDEN / name)
-        save_llama(tmp_path, config, weights, max_position_embeddings=99, eos_token_id=0)
+        config, weights = load_target(GOLDEN / name)
+        save_target(tmp_path, dataclasses.replace(config, max_positions=99), weights, eos_token_id=0)
         ours = load_file(tmp_path / "model.safetensors")
         theirs = {k: v for file in (GOLDEN / name).glob("*.safetensors") for k, v in load_file(file).items()}
         assert ours.keys() == theirs.keys()
@@ -73,8 +73,8 @@ def test_layout_is_the_one_of_transformers(tmp_path):
 
 def test_bfloat16_in_the_file_and_on_request(tmp_path):
     weights = weights_of(UNTIED)
-    save_llama(tmp_path, UNTIED, weights, "bfloat16")
-    as_stored, as_float = load_llama(tmp_path)[1], load_llama(tmp_path, "float32")[1]
+    save_target(tmp_path, UNTIED, weights, "bfloat16")
+    as_stored, as_float = load_target(tmp_path)[1], load_target(tmp_path, "float32")[1]
     rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), weights)
     jax.tree.map(np.testing.assert_array_equal, as_stored, rounded)
     assert {x.dtype for x in jax.tree.leaves(as_stored)} == {jnp.dtype(jnp.bfloat16)}
@@ -84,14 +84,14 @@ def test_bfloat16_in_the_file_and_on_request(tmp_path):
 
 def test_each_device_reads_its_slice_and_replicas_share_one_read(tmp_path, monkeypatch):
     """Eight devices, four replicas of two halves: every element is read once, no tensor as a whole."""
-    save_llama(tmp_path, UNTIED, weights_of(UNTIED))
-    whole = load_llama(tmp_path)[1]
+    save_target(tmp_path, UNTIED, weights_of(UNTIED))
+    whole = load_target(tmp_path)[1]
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("replica", "fsdp"))
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*([None] * (x.ndim - 1)), "fsdp")), whole)
     read = []
     original = SafetensorsFolder.read
     monkeypatch.setattr(SafetensorsFolder, "read", lambda *a: read.append(out := original(*a)) or out)
-    placed = load_llama(tmp_path, shardings=shardings)[1]
+    placed = load_target(tmp_path, shardings=shardings)[1]
     jax.tree.map(np.testing.assert_array_equal, placed, whole)
     assert jax.tree.map(lambda x: x.sharding, placed) == shardings
     assert sum(part.size for part in read) == sum(x.size for x in jax.tree.leaves(whole))
@@ -106,7 +106,7 @@ def edit_config(folder, **changes):
 
 def test_both_layouts_of_the_rotary_embedding(golden):
     scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16}
-    plain, scaled = read_config(golden), {"rope_type": "llama3", **scaling}
+    plain, scaled = read_architecture(golden), {"rope_type": "llama3", **scaling}
     assert (plain.rope_theta, plain.rope_scaling) == (1000.0, None)
     for changes, theta, expected in (
         ({"rope_parameters": ..., "rope_theta": 500, "rope_scaling": None}, 500.0, None),
@@ -115,20 +115,20 @@ def test_both_layouts_of_the_rotary_embedding(golden):
         ({"rope_parameters": ...}, 10_000.0, None),
     ):
         edit_config(golden, **changes)
-        config = read_config(golden)
+        config = read_architecture(golden)
         assert (config.rope_theta, config.rope_scaling) == (theta, expected)
 
 
 def test_defaults_of_config_json(golden):
     edit_config(golden, head_dim=..., num_key_value_heads=..., rms_norm_eps=..., tie_word_embeddings=...)
-    config = read_config(golden)
+    config = read_architecture(golden)
     assert (config.head_dim, config.n_kv_heads, config.rms_norm_eps, config.tied) == (8, 3, 1e-6, False)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral'; only 'llama'"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'; what can be loaded is llama, "),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -142,34 +142,34 @@ def test_defaults_of_config_json(golden):
 def test_unsupported_configurations_are_refused_by_name(golden, changes, message):
     edit_config(golden, **changes)
     with pytest.raises(UserError, match=message):
-        load_llama(golden)
+        load_target(golden)
 
 
 def test_missing_and_broken_files(golden, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json in"):
-        load_llama(tmp_path / "nowhere")
+        load_target(tmp_path / "nowhere")
     shard = sorted(golden.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     for cut in (4, 100, len(whole) - 1):
         shard.write_bytes(whole[:cut])
         with pytest.raises(UserError, match=rf"{shard.name} is not a whole safetensors file.*download it again"):
-            load_llama(golden)
+            load_target(golden)
     shard.unlink()
     with pytest.raises(UserError, match=rf"lacks {shard.name}, which model\.safetensors\.index\.json lists"):
-        load_llama(golden)
+        load_target(golden)
     (golden / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="is not an index"):
-        load_llama(golden)
+        load_target(golden)
     (golden / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
-        load_llama(golden)
+        load_target(golden)
     (golden / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
-        load_llama(golden)
+        load_target(golden)
 
 
 def test_tensors_that_do_not_fit_the_configuration(tmp_path):
-    save_llama(tmp_path, UNTIED, weights_of(UNTIED))
+    save_target(tmp_path, UNTIED, weights_of(UNTIED))
     file, up = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     for changed, message in (
@@ -179,16 +179,25 @@ def test_tensors_that_do_not_fit_the_configuration(tmp_path):
     ):
         save_file(changed, file, metadata={"format": "pt"})
         with pytest.raises(UserError, match=message):
-            load_llama(tmp_path)
+            load_target(tmp_path)
     harmless = {
         "lm_head.weight": tensors["lm_head.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": tensors[up],
     }
     save_file(tensors | harmless, file)
-    load_llama(tmp_path)
+    load_target(tmp_path)
+
+
+def test_files_without_the_prefix(tmp_path):
+    """As transformers saves the bare model: no `model.`, and no head."""
+    weights = weights_of(TIED)
+    save_target(tmp_path, TIED, weights)
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    jax.tree.map(np.testing.assert_array_equal, load_target(tmp_path)[1], weights)
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the weights to"):
-        save_llama(tmp_path / "file" / "out", UNTIED, weights_of(UNTIED))
+        save_target(tmp_path / "file" / "out", UNTIED, weights_of(UNTIED))

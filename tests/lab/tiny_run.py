@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.cli import main
 from param_decomp_lab.data.tokenize import tokenize_files
-from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.target_folder import save_target
 from tests.core.tiny import weights
 
 ARCHITECTURE = LlamaConfig(
@@ -120,7 +120,7 @@ class Tiny:
     compiled: Path
 
     def make(self) -> None:
-        save_llama(self.folder / "target", ARCHITECTURE, weights(ARCHITECTURE))
+        save_target(self.folder / "target", ARCHITECTURE, weights(ARCHITECTURE))
         (self.folder / "text").mkdir()
         for n in range(20):
             text = "".join(f"{n} times {m} makes {n * m}.\n" for m in range(50))

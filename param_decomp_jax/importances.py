@@ -1,7 +1,7 @@
-"""What causal importances look like: per batch on the device, and as figures."""
+"""Causal importances of one batch, from the target's weights and what a run has learned (section 3)."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ImportanceReader, Logits, per_component, squashings
+from param_decomp_jax.ci import ImportanceReader, Logits, squashings
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import V_AXES, Components, with_views
 from param_decomp_jax.mesh import Axes, gather_tree, is_axes
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.sites import Stack
 from param_decomp_jax.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.targets.base import Weights
-
-BINS = 100
 
 
 def read_batch(
@@ -47,7 +45,7 @@ def importance_logits(
     return ci_outputs.by_stack
 
 
-def logits_of_sites(
+def site_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
     """`importance_logits` of some sites, by name; nothing is made of the others."""
@@ -55,14 +53,14 @@ def logits_of_sites(
     components = with_views(components, target.sites)
     _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
 
-    def of_site(stack: Stack, row: int) -> Array:
+    def logits_of_one(stack: Stack, row: int) -> Array:
         of_layer = (reader.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
         axes = reader.axes(stack), V_AXES
         head, V = gather_tree(jax.tree.map(lambda x: x[0], of_layer), axes, problem.compute_dtype)
         return reader.logits(head, V)
 
     places = zip(target.sites.all, target.sites.stack_rows, strict=True)
-    return {site.name: of_site(stack, row) for site, (stack, row) in places if site.name in names}
+    return {site.name: logits_of_one(stack, row) for site, (stack, row) in places if site.name in names}
 
 
 def _lazily(problem: Problem) -> Problem:
@@ -88,7 +86,7 @@ def chosen_logits(
     components = with_views(components, target.sites)
     _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
 
-    def of_stack(stack: Stack) -> Array:
+    def stack_logits(stack: Stack) -> Array:
         of_sites = reader.slices(stack, stack.first, stack.first + stack.n_layers)
         axes = reader.axes(stack), V_AXES
 
@@ -96,15 +94,15 @@ def chosen_logits(
             axis = of.at("component")
             return x if axis is None else jnp.take(x, numbers, axis=axis)
 
-        def of_site(site: Any) -> Array:
+        def logits_of_one(site: Any) -> Array:
             *of_layer, numbers = site
             few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
             head, V = gather_tree(few, axes, problem.compute_dtype)
             return reader.logits(head, V)
 
-        return jax.lax.map(of_site, (of_sites, components[stack.name].V, jnp.asarray(chosen[stack.name])))
+        return jax.lax.map(logits_of_one, (of_sites, components[stack.name].V, jnp.asarray(chosen[stack.name])))
 
-    return {stack.name: of_stack(stack) for stack in target.sites.stacks}
+    return {stack.name: stack_logits(stack) for stack in target.sites.stacks}
 
 
 def lower_importances(
@@ -113,55 +111,3 @@ def lower_importances(
     """λ of every site on one batch, by stack, as `importance_logits`."""
     lower, _ = squashings(problem.decomposition.squashing)
     return jax.tree.map(lower, importance_logits(problem, components, ci, weights, inputs))
-
-
-def batch_statistics(
-    problem: Problem, components: Components, reader: ImportanceReader, threshold: float
-) -> dict[str, tuple[Float[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
-    """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold."""
-
-    def of_components(logits: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
-        flat = reader.squash(logits).reshape(-1, logits.shape[-1])
-        bins = jnp.clip((flat * BINS).astype(jnp.int32), 0, BINS - 1)
-        counts = jax.vmap(lambda column: jnp.bincount(column, length=BINS), in_axes=1)(bins)
-        return counts, jnp.mean(flat, axis=0), jnp.mean(flat > threshold, axis=0)
-
-    found = per_component(reader, components, problem.target.sites, problem.target.memory, of_components)
-    # One row of an 8B has more entries than an int32 counts.
-    return {name: (jnp.sum(counts, axis=1, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
-
-
-def mean_l0(
-    problem: Problem, components: Components, reader: ImportanceReader, thresholds: Sequence[float]
-) -> list[dict[str, Float[Array, " layers"]]]:
-    """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
-
-    def alive(logits: Float[Array, "*n C"]) -> Float[Array, "C thresholds"]:
-        lower = reader.squash(logits)
-        return jnp.stack([jnp.mean(lower > t, axis=tuple(range(lower.ndim - 1))) for t in thresholds], axis=-1)
-
-    if not thresholds:
-        return []
-    found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
-    return [{name: jnp.sum(x[..., n], axis=1) for name, x in found.items()} for n in range(len(thresholds))]
-
-
-@dataclass
-class Statistics:
-    """`batch_statistics` over several batches of equal size, per site."""
-
-    counts: dict[str, np.ndarray]
-    means: dict[str, np.ndarray]
-    densities: dict[str, np.ndarray]
-
-    @classmethod
-    def over(cls, sites: Sites, batches: list[Any], n_histogram: int | None = None) -> "Statistics":
-        """From the host copies of one `batch_statistics` per batch; histograms of the first ``n_histogram`` (all)."""
-        per_batch = [sites.unstack({n: list(zip(*s, strict=True)) for n, s in batch.items()}) for batch in batches]
-        names = [site.name for site in sites.all]
-
-        def column(which: int, combine: Any, first: int | None = None) -> dict[str, np.ndarray]:
-            kept = per_batch[:first]
-            return {name: combine(np.stack([batch[name][which] for batch in kept]), axis=0) for name in names}
-
-        return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))

@@ -1,0 +1,166 @@
+"""What is known of a network from its configuration alone, and everything the rest of the program asks of a kind of it.
+
+An architecture is one file of this folder: a frozen dataclass of its sizes that is an `Architecture`, and a `Target`
+that it makes. `registry.py` lists them; nothing else names one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import jax
+
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes
+from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.targets.base import Target
+
+A = TypeVar("A")
+
+
+class UnsupportedConfig(ValueError):
+    """A configuration that an architecture cannot take; the message names the key and what would be right."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Inputs are token ids ``[B, T]`` below ``vocab_size``; T is at most ``longest`` (None: no limit is known)."""
+
+    vocab_size: int
+    longest: int | None
+
+
+@dataclass(frozen=True)
+class FeatureInputs:
+    """Inputs are sparse features ``[B, n_features]``, an active one U[``low``, 1)."""
+
+    n_features: int
+    low: float
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Where an array of the weights lies in safetensors files.
+
+    ``names``: of one tensor or, if ``stacked``, of one tensor per layer. ``transposed``: stored ``[d_out, d_in]``.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool = False
+    transposed: bool = False
+
+
+class Architecture(ABC):
+    """The sizes of a network. A subclass is a frozen dataclass; its fields are what a run's `target.json` keeps."""
+
+    name: ClassVar[str]
+    """Key of the registry; `model_type` (or, of the toys, `architecture`) in `config.json`."""
+    title: ClassVar[str]
+    """For people: ``Llama``."""
+    experiment: ClassVar[str] = "language_model"
+    """What a run that decomposes it is called in a configuration."""
+    model_classes: ClassVar[tuple[str, ...]] = ()
+    """Classes that a schema file's `target.spec.model_class` may name, without their module."""
+    published: ClassVar[Mapping[str, "Architecture"]] = {}
+    """Sizes of published models by hub id, for use where their `config.json` is not at hand; stored in bfloat16."""
+    prefix: ClassVar[str] = ""
+    """What all tensor names in a file may begin with or lack."""
+    unread_tensors: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) of tensors that files may hold beside those of `tensors`."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> TokenInputs | FeatureInputs:
+        """What the network reads."""
+
+    @abstractmethod
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Every matrix that can be a site, in canonical order."""
+
+    @abstractmethod
+    def weight_shapes(self) -> dict[str, Any]:
+        """Shape of every array, in the structure of the weights."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Any]:
+        """The `Tensors` of every array, in the structure of the weights."""
+
+    @abstractmethod
+    def target(self, sites: Sites, memory: MemoryPolicy, compute_dtype: Any) -> Target:
+        """The network with these sites; ``compute_dtype`` as in N1."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for people: kind and sizes."""
+
+    def weight_axes(self) -> dict[str, Any]:
+        """Logical axes of every array, in the structure of the weights: matrices are split by output."""
+        return axes_by_name(self.weight_shapes(), lambda name: "norm" not in name and "bias" not in name)
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Architecture":
+        """The architecture that a `config.json` describes. UnsupportedConfig for what is missing, wrong or not
+        supported, each by name. This one reads the fields of the dataclass."""
+        return read_fields(cls, {key: value for key, value in raw.items() if key not in ("model_type", "architecture")})
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        """The `config.json` from which `from_config` gives this architecture again. ``dtype``: of the stored weights;
+        ``eos_token_id``: for programs that generate text."""
+        return {"model_type": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, Any]) -> "Architecture":
+        """From the fields as JSON has them (`dataclasses.asdict`). TypeError for others."""
+        return cls(**raw)
+
+
+def is_shape(x: object) -> bool:
+    """Whether a leaf of `Architecture.weight_shapes` has been reached."""
+    return isinstance(x, tuple)
+
+
+def axes_by_name(shapes: Any, is_split: Callable[[str], bool]) -> Any:
+    """Logical axes of arrays: the last one is split where ``is_split`` says so of the array's name."""
+
+    def axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
+        return Axes((*(None,) * (len(shape) - 1), "split" if is_split(path[-1].key) else None))
+
+    return jax.tree_util.tree_map_with_path(axes, shapes, is_leaf=is_shape)
+
+
+def read_fields(cls: type[A], raw: Mapping[str, Any]) -> A:
+    """A dataclass of numbers, switches and choices from a mapping that has its fields, and no others.
+
+    Whole numbers are at least 1, or what the field's metadata gives as ``least``. Raises UnsupportedConfig.
+    """
+    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+    types = get_type_hints(cls)
+    for key in raw:
+        if key not in known:
+            raise UnsupportedConfig(f"unknown key {key!r}; the keys are {', '.join(known)}")
+    for key, field in known.items():
+        if key not in raw and field.default is MISSING:
+            raise UnsupportedConfig(f"{key}: is required")
+    return cls(**{key: _checked(key, value, types[key], known[key].metadata) for key, value in raw.items()})
+
+
+def _checked(key: str, value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise UnsupportedConfig(f"{key}: should be one of {', '.join(get_args(kind))}, not {value!r}")
+        return value
+    if kind is int:
+        least = metadata.get("least", 1)
+        if type(value) is not int or value < least:
+            raise UnsupportedConfig(f"{key}: should be a whole number of at least {least}, not {value!r}")
+        return value
+    if kind is bool:
+        if type(value) is not bool:
+            raise UnsupportedConfig(f"{key}: should be true or false, not {value!r}")
+        return value
+    assert kind is float, f"{key}: a field of type {kind}"
+    low, high = metadata.get("range", (0.0, float("inf")))
+    if type(value) not in (int, float) or not low <= value < high:
+        raise UnsupportedConfig(f"{key}: should be a number in [{low}, {high}), not {value!r}")
+    return float(value)

@@ -1,0 +1,111 @@
+"""What every decoder of text shares: the pass over its layers, the head, and the error of a masked pass.
+
+A family's own file writes `embed`, `layer` and `head`. The forward ends at the last hidden state; the head belongs to
+the error, which may then take it in blocks of tokens.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.fused_kl import Head, fused_kl
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import Axes, constrain, gather
+from param_decomp_jax.numerics import kl_divergence
+from param_decomp_jax.remat import token_blocks
+from param_decomp_jax.sites import Sites
+from param_decomp_jax.targets.base import (
+    Forward,
+    LayerLinears,
+    Linears,
+    UniformLayers,
+    Weights,
+    run_layers,
+    site_weights,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The target of sections 1 and 2, without what differs between families.
+
+    ``architecture``: has ``n_layers`` and what the family's own methods read. ``compute_dtype``: of activations and of
+    the inputs of products (N1). The weights have ``layers``: of all layers, each array with a leading layer axis.
+    """
+
+    architecture: Any
+    sites: Sites
+    memory: MemoryPolicy = PLAIN
+    compute_dtype: Any = jnp.float32
+
+    # ---- what a family writes ----
+
+    @abstractmethod
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        """What goes into the first layer."""
+
+    @abstractmethod
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        """One layer with its weights ``w``; every matrix that can be a site is applied by ``linear``."""
+
+    @abstractmethod
+    def head(self, weights: Weights, dtype: Any) -> Head:
+        """From the last hidden state to logits in fp32 (at least), final norm included, with its arrays gathered.
+
+        ``dtype``: of the product's inputs.
+        """
+
+    # ---- what they share ----
+
+    def look_up(self, table: Float[Array, "n d"], rows: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        """Rows of a table that is split by column."""
+        # Each device looks up its own columns for the whole batch; rows move, the table does not.
+        columns = constrain(table, None, "split")[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
+        return constrain(constrain(columns, None, None, "split").astype(self.compute_dtype), "batch")
+
+    def forward(
+        self, weights: Weights, inputs: Int[Array, "B T"], linears: Linears, start: tuple[int, Array] | None = None
+    ) -> Forward:
+        """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
+        first, x = start if start is not None else (0, self.embed(weights, inputs))
+        return Forward(*run_layers(self.uniform_layers(weights), x, linears, first, self.memory))
+
+    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
+        """All layers are alike."""
+        return (UniformLayers(self.layer, weights["layers"], 0, self.architecture.n_layers),)
+
+    def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Batch and positions."""
+        return inputs
+
+    def predictions(self, weights: Weights, output: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
+        """Next-token logits in fp32 (at least) from the forward's output."""
+        return self.logits(weights, output)
+
+    def logits(self, weights: Weights, hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
+        """Next-token logits in fp32 (at least) from the forward's output."""
+        return self.head(weights, hidden.dtype)(hidden)
+
+    def errors(
+        self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]
+    ) -> Float[Array, " streams"]:
+        """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
+        head = self.head(weights, clean.dtype)
+        if self.memory.recomputes("vocabulary"):
+            n_blocks = token_blocks(clean.shape[:-1], self.memory.vocabulary_block)
+            return fused_kl(head, clean, masked, n_blocks)
+        logits = head(clean)
+        return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
+
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+        """W of every site, by stack."""
+        layers = weights["layers"]
+        return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])
+
+    def weight_axes(self, weights: Weights) -> Any:
+        """Logical axes of every array, in the structure of the weights."""
+        return self.architecture.weight_axes()

@@ -1,0 +1,275 @@
+"""GPT: learned positions, LayerNorm before each block and at the end, biases everywhere, a head of its own.
+
+In a layer the MLP block comes before the attention block. Matrices are kept for multiplication from the right
+(``x @ W``) and stacked over layers; biases are frozen and always on. One layer serves `pd pretrain`, which trains such
+a model (`gpt_logits`), and the target that is decomposed (`GPT`). Files are our own: every tensor as it is used, ``x @
+W`` with W ``[d_in, d_out]``, one per layer.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from param_decomp_jax.attention import attend
+from param_decomp_jax.fused_kl import Head
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import gather
+from param_decomp_jax.numerics import matmul, matmul_wide, wide
+from param_decomp_jax.remat import named, over_layers
+from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, is_shape
+from param_decomp_jax.targets.base import LayerLinears, Weights
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.plain_linears import FROZEN
+
+Part = Literal["mlp", "attention", "block"]
+Product = Callable[[str, Array, Array], Array]
+"""How a layer applies a matrix: its kind, the activation, W."""
+Attend = Callable[[Array, Array, Array], Array]
+"""Causal attention: from queries, keys and values ``[B, T, heads, d]`` to what each position reads, alike in shape."""
+
+KINDS = ("mlp_in", "mlp_out", "q_proj", "k_proj", "v_proj", "o_proj")
+"""The six matrices of a layer, in order of application."""
+_READS = {
+    "mlp_in": "mlp_in", "mlp_out": "mlp_hidden",
+    "q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "o_proj": "attn_out",
+}  # fmt: skip
+_INTO_RESIDUAL = ("mlp_out", "o_proj")
+
+
+@dataclass(frozen=True)
+class GPTConfig(Architecture):
+    """Architecture. ``n_positions``: longest sequence. ``dropout``: share of what a block adds to the residual stream
+    that is dropped in training."""
+
+    vocab_size: int
+    n_positions: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    d_mlp: int
+    dropout: float = field(default=0.0, metadata={"range": (0.0, 1.0)})
+    norm_eps: float = 1e-5
+
+    name = "param_decomp_gpt"
+    title = "GPT"
+    model_classes = ("GPT",)
+
+    @property
+    def inputs(self) -> TokenInputs:
+        return TokenInputs(self.vocab_size, self.n_positions)
+
+    def matrix_shape(self, kind: str) -> tuple[int, int]:
+        """``(d_in, d_out)`` of one of the six matrices."""
+        d, m = self.d_model, self.d_mlp
+        return {"mlp_in": (d, m), "mlp_out": (m, d)}.get(kind, (d, d))
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(
+            Matrix(f"layers.{layer}.{kind}", layer, kind, _READS[kind], *self.matrix_shape(kind))
+            for layer in range(self.n_layers)
+            for kind in KINDS
+        )
+
+    def weight_shapes(self) -> dict[str, Any]:
+        d, n = self.d_model, self.n_layers
+        layers: dict[str, tuple[int, ...]] = {kind: (n, *self.matrix_shape(kind)) for kind in KINDS}
+        layers |= {f"{kind}_bias": (n, self.matrix_shape(kind)[1]) for kind in KINDS}
+        layers |= {name: (n, d) for norm in ("mlp_norm", "attention_norm") for name in (norm, f"{norm}_bias")}
+        return {
+            "embed": (self.vocab_size, d),
+            "positions": (self.n_positions, d),
+            "layers": layers,
+            "norm": (d,),
+            "norm_bias": (d,),
+            "head": (d, self.vocab_size),
+            "head_bias": (self.vocab_size,),
+        }
+
+    def tensors(self) -> dict[str, Any]:
+        shapes = self.weight_shapes()
+        layers = {
+            name: Tensors(tuple(f"layers.{layer}.{name}" for layer in range(self.n_layers)), stacked=True)
+            for name in shapes.pop("layers")
+        }
+        return {"layers": layers, **{name: Tensors((name,)) for name in shapes}}
+
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> "GPT":
+        return GPT(self, sites, memory, compute_dtype)
+
+    def describe(self) -> str:
+        width = f"{self.n_layers} layers of width {self.d_model:,}, MLP {self.d_mlp:,}"
+        return f"GPT, {width}, {self.n_heads} heads, {self.n_positions:,} positions, vocabulary {self.vocab_size:,}"
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a pass is computed. ``dtype``: of activations and of the inputs of matrix products. ``softmax_dtype``: of
+    attention's scores and softmax. Both change the rounding alone; LayerNorm's statistics and the logits are in fp32.
+
+    ``remat``: parts that keep their input alone and are made again in the backward, ``block`` being a whole layer.
+    ``layers``: one scanned layer, or all written out.
+    """
+
+    dtype: Any = jnp.float32
+    softmax_dtype: Any = jnp.float32
+    remat: frozenset[Part] = frozenset()
+    layers: Literal["scan", "unroll"] = "scan"
+
+
+def init_weights(key: PRNGKeyArray, config: GPTConfig, std: float) -> Weights:
+    """Random fp32 weights: N(0, std²), what writes to the residual stream times 1/√(2·n_layers); biases 0, norms 1."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
+
+    def leaf(number: int, name: str, shape: tuple[int, ...]) -> Array:
+        if "bias" in name:
+            return jnp.zeros(shape, jnp.float32)
+        if "norm" in name:
+            return jnp.ones(shape, jnp.float32)
+        scale = std / math.sqrt(2 * config.n_layers) if name in _INTO_RESIDUAL else std
+        return scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+
+    leaves = [leaf(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def gpt_logits(
+    weights: Weights,
+    config: GPTConfig,
+    tokens: Int[Array, "B T"],
+    how: Computation,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "B T vocab"]:
+    """Next-token logits in fp32. ``key``: of what dropout drops; None drops nothing."""
+    x = weights["embed"][tokens].astype(how.dtype) + weights["positions"][: tokens.shape[1]].astype(how.dtype)
+    keys = jax.random.split(key, config.n_layers) if key is not None and config.dropout else None
+
+    def recomputed(name: Part, of: Any) -> Any:
+        # With its barrier in a scan too: without, XLA recomputes the MLP while attention's backward is still to come
+        # (19.3 GB instead of 17.8 planned for the ladder's batch of 256 on an A5000).
+        return jax.checkpoint(of) if name in how.remat else of
+
+    mlp = recomputed("mlp", partial(_trained_mlp, config))
+    attention = recomputed("attention", partial(_trained_attention, config, how.softmax_dtype))
+
+    def layer(x: Array, of_layer: tuple[Mapping[str, Array], PRNGKeyArray | None]) -> tuple[Array, None]:
+        w, key = of_layer
+        of_mlp, of_attention = jax.random.split(key) if key is not None else (None, None)
+        x = x + mlp(x, w, of_mlp)
+        return x + attention(x, w, of_attention), None
+
+    x, _ = over_layers(MemoryPolicy(layers=how.layers), recomputed("block", layer), x, (weights["layers"], keys))
+    x = _layer_norm(x, weights["norm"], weights["norm_bias"], config.norm_eps)
+    return matmul_wide(x, weights["head"]) + weights["head_bias"]
+
+
+def _trained_mlp(
+    config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], key: PRNGKeyArray | None
+) -> Float[Array, "B T d"]:
+    return _dropped(_mlp(config, x, w, _product), config.dropout, key)
+
+
+def _trained_attention(
+    config: GPTConfig, softmax_dtype: Any, x: Float[Array, "B T d"], w: Mapping[str, Array], key: PRNGKeyArray | None
+) -> Float[Array, "B T d"]:
+    return _dropped(_attention(config, x, w, _product, partial(_attend, softmax_dtype)), config.dropout, key)
+
+
+def _product(kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    return matmul(x, W)
+
+
+def _attend(
+    softmax_dtype: Any, q: Float[Array, "B T h d"], k: Float[Array, "B T h d"], v: Float[Array, "B T h d"]
+) -> Float[Array, "B T h d"]:
+    T, head_dim = q.shape[1], q.shape[-1]
+    accumulated = jnp.promote_types(q.dtype, softmax_dtype)
+    scores = jnp.einsum("BQhd,BKhd->BhQK", q, k, preferred_element_type=accumulated) * head_dim**-0.5
+    past = jnp.tril(jnp.ones((T, T), bool))
+    pattern = jax.nn.softmax(jnp.where(past, scores.astype(softmax_dtype), -jnp.inf), axis=-1).astype(q.dtype)
+    return jnp.einsum("BhQK,BKhd->BQhd", pattern, v)
+
+
+def _mlp(
+    config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], product: Product
+) -> Float[Array, "B T d"]:
+    """What the MLP block adds to the residual stream."""
+    h = _layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], config.norm_eps)
+    h = jax.nn.gelu(_affine(product, h, w, "mlp_in"))
+    return _affine(product, h, w, "mlp_out")
+
+
+def _attention(
+    config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], product: Product, attend: Attend
+) -> Float[Array, "B T d"]:
+    """What the attention block adds to the residual stream."""
+    B, T, d = x.shape
+    head_dim = d // config.n_heads
+    h = _layer_norm(x, w["attention_norm"], w["attention_norm_bias"], config.norm_eps)
+    q, k, v = (
+        _affine(product, h, w, name).reshape(B, T, config.n_heads, head_dim) for name in ("q_proj", "k_proj", "v_proj")
+    )
+    return _affine(product, attend(q, k, v).reshape(B, T, d), w, "o_proj")
+
+
+def _affine(
+    product: Product, x: Float[Array, "*n d_in"], w: Mapping[str, Array], kind: str
+) -> Float[Array, "*n d_out"]:
+    return product(kind, x, w[kind]) + w[f"{kind}_bias"].astype(x.dtype)
+
+
+def _layer_norm(
+    x: Float[Array, "*n d"], scale: Float[Array, " d"], bias: Float[Array, " d"], eps: float
+) -> Float[Array, "*n d"]:
+    """``(x − mean) / √(variance + eps) · scale + bias``, in fp32; the result in the dtype of ``x``."""
+    y = wide(x)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale + bias).astype(x.dtype)
+
+
+def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*s"]:
+    """``x`` with each element 0 with probability ``rate``, else divided by what is kept; all of it without a key."""
+    if key is None:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+@dataclass(frozen=True)
+class GPT(Decoder):
+    """A GPT as a target; nothing is dropped."""
+
+    architecture: GPTConfig
+
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        positions = gather(weights["positions"], FROZEN, self.compute_dtype)[: tokens.shape[1]]
+        return self.look_up(weights["embed"], tokens) + positions
+
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        x = x + _mlp(self.architecture, x, w, linear)
+        return x + _attention(self.architecture, x, w, linear, self._attend)
+
+    def _attend(
+        self, q: Float[Array, "B T h d"], k: Float[Array, "B T h d"], v: Float[Array, "B T h d"]
+    ) -> Float[Array, "B T h d"]:
+        return named(attend(q, k, v, True, self.memory.attention), "attention")
+
+    def head(self, weights: Weights, dtype: Any) -> Head:
+        arrays = (weights[name] for name in ("head_bias", "norm", "norm_bias"))
+        return Head(self._logits, gather(weights["head"], FROZEN, dtype), *arrays)
+
+    def _logits(
+        self,
+        head: Float[Array, "d vocab"],
+        bias: Float[Array, " vocab"],
+        norm: Float[Array, " d"],
+        norm_bias: Float[Array, " d"],
+        hidden: Float[Array, "*n d"],
+    ) -> Float[Array, "*n vocab"]:
+        return matmul_wide(_layer_norm(hidden, norm, norm_bias, self.architecture.norm_eps), head) + bias

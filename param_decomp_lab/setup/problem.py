@@ -1,0 +1,61 @@
+"""What a run decomposes: its target, made from an architecture, with the sites that the configuration chooses."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import decomposition
+from param_decomp_lab.config.method_schema import EvalConfig, LanguageModelFile
+from param_decomp_lab.config.metric_schema import IdentityCIError
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.base import check_site_patterns
+from param_decomp_lab.setup.sites import build_sites
+
+
+def make_problem(config: RunConfig, architecture: Architecture, origin: str | Path) -> Problem:
+    """The decomposition of a network of this architecture. ``origin``: where that was read, for errors.
+
+    UserError for what does not fit the architecture: the kind of the experiment, rows that are too long, a pattern, a
+    tie, a metric.
+    """
+    method, spec = config.method, decomposition(config)
+    _check_kind(config, architecture, origin)
+    if isinstance(method, LanguageModelFile) and isinstance(architecture.inputs, TokenInputs):
+        longest = architecture.inputs.longest
+        if longest is not None and method.data.max_seq_len > longest:
+            raise UserError(
+                f"data.max_seq_len: is {method.data.max_seq_len}, but the target takes at most {longest} tokens "
+                f"({origin}); decompose it on shorter rows"
+            )
+    sites = build_sites(method.pd, architecture.matrices())
+    if method.eval is not None:
+        check_site_patterns(method.eval, sites)
+        if isinstance(architecture.inputs, FeatureInputs):
+            _check_features(method.eval, architecture.inputs.n_features)
+    return Problem(spec, architecture.target(sites, spec.memory, jnp.dtype(spec.compute_dtype)))
+
+
+def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:
+    """UserError where the configuration is of another kind of network."""
+    if config.experiment != architecture.experiment:
+        raise UserError(
+            f"{origin}: the target's architecture is {architecture.name}, but the experiment is {config.experiment}"
+        )
+    if isinstance(config.method, LanguageModelFile):
+        given = config.method.target.spec.model_class
+        if given.rpartition(".")[2] not in architecture.model_classes:
+            raise UserError(
+                f"target.spec.model_class: is {given}, but {origin} holds a {architecture.title}; say "
+                f"{' or '.join(architecture.model_classes)}"
+            )
+
+
+def _check_features(settings: EvalConfig, n_features: int) -> None:
+    for n, metric in enumerate(settings.metrics):
+        for i, pattern in enumerate(metric.identity_ci or () if isinstance(metric, IdentityCIError) else ()):
+            if pattern.n_features != n_features:
+                where = f"eval.metrics.{n}.identity_ci.{i}.n_features"
+                raise UserError(f"{where}: is {pattern.n_features}, but the target has {n_features} features")

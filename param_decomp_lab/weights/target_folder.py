@@ -1,0 +1,194 @@
+"""The folder of a target, ``config.json`` and safetensors: read into the layout of its architecture, and written.
+
+What is in the files, and where, the architecture says (`param_decomp_jax/targets/architecture.py`).
+"""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from param_decomp_jax.placement import from_slices, shardings
+from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
+from param_decomp_jax.targets.registry import read_config
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.weights.dtypes import DTYPES, Dtype
+from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
+
+CONFIG_FILE = "config.json"
+Weights = dict[str, Any]
+BLOCK_ELEMENTS = 1 << 23
+"""Read from a file at once, so that a cast or a transposition needs no second copy of a whole slice."""
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """The architecture in ``folder/config.json``.
+
+    Raises UserError: no such file, not JSON, an architecture that is not in the registry, or a variant of one that is
+    not supported, by name.
+    """
+    file = Path(folder) / CONFIG_FILE
+    try:
+        return read_config(_read_json(file))
+    except UnsupportedConfig as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(
+            f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
+            "`pd pretrain` made"
+        )
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{file} should be a mapping, as Hugging Face writes it; it is a {type(raw).__name__}")
+    return raw
+
+
+def weight_shardings(mesh: Mesh, architecture: Architecture) -> Any:
+    """Where every array of a target's weights lies, in their structure."""
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), architecture.weight_shapes(), is_leaf=is_shape
+    )
+    return shardings(mesh, architecture.weight_axes(), shapes)
+
+
+def load_target(
+    folder: str | Path, dtype: Dtype | None = None, shardings: Weights | None = None
+) -> tuple[Architecture, Weights]:
+    """Architecture and weights of the network in ``folder``, in the layout of ``Architecture.weight_shapes``.
+
+    ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
+    structure of the weights: each process then reads only the slices of its devices, one at a time, each straight into
+    the array that goes to the device (the host holds the largest of them and a block of some 32 MiB). None: whole
+    arrays on the default device.
+
+    Raises UserError: what ``read_architecture`` refuses, a missing or truncated file, a tensor that is missing, of the
+    wrong shape, or that the architecture does not have.
+    """
+    architecture = read_architecture(folder)
+    shapes = architecture.weight_shapes()
+    with SafetensorsFolder(folder) as files:
+        tensors = _as_stored(architecture, files.names)
+        jax.tree.map(lambda leaf, shape: _expect(files, leaf, shape), tensors, shapes, is_leaf=_is_leaf)
+        _refuse_unknown(Path(folder), files.names, architecture, tensors)
+
+        def load(leaf: Tensors, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+            to = DTYPES[dtype] if dtype is not None else files.dtype(leaf.names[0])
+            read = functools.partial(_read, files, leaf, to)
+            if sharding is None:
+                return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+            return from_slices(shape, sharding, read)
+
+        if shardings is None:
+            shardings = jax.tree.map(lambda _: None, tensors, is_leaf=_is_leaf)
+        return architecture, jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
+
+
+def stored_dtype(folder: Path) -> np.dtype[Any]:
+    """What the weights in ``folder`` are stored in; what their config.json says where the weights are not there."""
+    try:
+        with SafetensorsFolder(folder) as files:
+            leaves = jax.tree.leaves(_as_stored(read_architecture(folder), files.names), is_leaf=_is_leaf)
+            return files.dtype(leaves[0].names[0])
+    except (UserError, KeyError):
+        raw = json.loads((folder / CONFIG_FILE).read_text())
+        return np.dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+
+
+def save_target(
+    folder: str | Path,
+    architecture: Architecture,
+    weights: Weights,
+    dtype: Dtype = "float32",
+    *,
+    eos_token_id: int | None = None,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` for ``load_target``; of a Llama, for transformers too.
+
+    Each file appears only when it is complete; others in ``folder`` are left alone. Raises UserError where nothing can
+    be written.
+    """
+    folder = Path(folder)
+    settings = architecture.to_config(dtype, eos_token_id)
+    arrays = dict(_arrays(architecture, weights, DTYPES[dtype]))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{SINGLE_FILE}.partial"
+        save_tensors(arrays, partial, metadata={"format": "pt"})
+        os.replace(partial, folder / SINGLE_FILE)
+        partial = folder / f".{CONFIG_FILE}.partial"
+        partial.write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(partial, folder / CONFIG_FILE)
+    except OSError as error:
+        raise UserError(f"cannot write the weights to {folder}: {error.strerror or error}") from error
+
+
+def _as_stored(architecture: Architecture, names: frozenset[str]) -> Any:
+    """The architecture's tensors under the names of this file, which may lack the prefix."""
+    tensors, prefix = architecture.tensors(), architecture.prefix
+    if not prefix or any(name.startswith(prefix) for name in names):
+        return tensors
+
+    def without_prefix(leaf: Tensors) -> Tensors:
+        return Tensors(tuple(name.removeprefix(prefix) for name in leaf.names), leaf.stacked, leaf.transposed)
+
+    return jax.tree.map(without_prefix, tensors, is_leaf=_is_leaf)
+
+
+def _arrays(architecture: Architecture, weights: Weights, dtype: np.dtype[Any]) -> Iterator[tuple[str, np.ndarray]]:
+    pairs: list[tuple[Tensors, jax.Array]] = []
+    jax.tree.map(lambda leaf, array: pairs.append((leaf, array)), architecture.tensors(), weights, is_leaf=_is_leaf)
+    for leaf, array in pairs:
+        rows = np.asarray(array).astype(dtype)
+        for name, row in zip(leaf.names, rows if leaf.stacked else [rows], strict=True):
+            yield name, np.ascontiguousarray(row.T if leaf.transposed else row)
+
+
+def _read(files: SafetensorsFolder, leaf: Tensors, dtype: np.dtype[Any], index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of a leaf: the only array of that size that is made, filled block by block of the file."""
+    names = leaf.names[index[0]] if leaf.stacked else leaf.names
+    inner = index[1:] if leaf.stacked else index
+    out = np.empty((len(names), *(part.stop - part.start for part in inner)), dtype)
+    for row, name in zip(out, names, strict=True):
+        to = row.T if leaf.transposed else row  # as stored
+        first, *rest = reversed(inner) if leaf.transposed else inner
+        step = max(1, BLOCK_ELEMENTS // max(1, math.prod(to.shape[1:])))
+        for start in range(first.start, first.stop, step):
+            stop = min(start + step, first.stop)
+            to[start - first.start : stop - first.start] = files.read(name, (slice(start, stop), *rest))
+    return out if leaf.stacked else out[0]
+
+
+def _expect(files: SafetensorsFolder, leaf: Tensors, shape: tuple[int, ...]) -> None:
+    inner = shape[1:] if leaf.stacked else shape
+    for name in leaf.names:
+        files.expect(name, inner[::-1] if leaf.transposed else inner)
+
+
+def _refuse_unknown(folder: Path, names: frozenset[str], architecture: Architecture, tensors: Any) -> None:
+    known = {name for leaf in jax.tree.leaves(tensors, is_leaf=_is_leaf) for name in leaf.names}
+    unread = architecture.unread_tensors
+    unknown = sorted(n for n in names - known if not any(fnmatchcase(n, pattern) for pattern in unread))
+    if unknown:
+        raise UserError(
+            f"{folder}: the tensor {unknown[0]} ({len(unknown)} such) has no place in the {architecture.title} of its "
+            f"{CONFIG_FILE}; the weights and {CONFIG_FILE} do not belong together"
+        )
+
+
+def _is_leaf(x: object) -> bool:
+    return isinstance(x, Tensors)
