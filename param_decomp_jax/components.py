@@ -14,10 +14,10 @@ from param_decomp_jax.sites import Sites, Stack
 
 
 class Factors(eqx.Module):
-    """Factors of a stack of sites; component c of a layer is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+    """Factors of a site, or with a layer axis of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
 
-    V: Float[Array, "layers d_in C"]
-    U: Float[Array, "layers C d_out"]
+    V: Float[Array, "*layers d_in C"]
+    U: Float[Array, "*layers C d_out"]
 
 
 Components = dict[str, Factors]

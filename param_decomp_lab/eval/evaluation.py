@@ -18,7 +18,7 @@ from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.mesh import whole as whole_on
-from param_decomp_jax.objective import total_loss
+from param_decomp_jax.objective import Objective, term_keys
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, keeps_outputs
@@ -120,7 +120,8 @@ class Evaluation:
         components = with_views(state.components, problem.target.sites)
         clean_pass, reader = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
         of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem.decomposition, state, clean_pass, components, reader, {}, of_losses)
+        objective = Objective(spec, state.step, term_keys(spec, of_losses))
+        _, losses = objective.total_loss(clean_pass, components, reader, {})
         adversaries, errors = attack_batch(
             self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, of_losses
         )
