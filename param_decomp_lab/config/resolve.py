@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from param_decomp_lab.config.checks import torch_problems, toy_of, warnings, wrapper_problems
+from param_decomp_lab.config.checks import torch_mistakes, toy_of, warnings, wrapper_mistakes
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides, place
-from param_decomp_lab.config.strict import NO_MEANING, Place, Problem, Strict, validate
+from param_decomp_lab.config.strict import NO_MEANING, Mistake, Place, Strict, validate
 from param_decomp_lab.config.torch_schema import LanguageModelFile, TorchFile, ToyFile
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
@@ -109,8 +109,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_torch: Place) -> RunConfig:
     torch = validate(_schema(wrapper, raw, at_torch), raw, at_torch)
-    found = [at_wrapper.line(problem) for problem in wrapper_problems(wrapper, torch)]
-    found += [at_torch.line(problem) for problem in torch_problems(wrapper, torch)]
+    found = [at_wrapper.line(mistake) for mistake in wrapper_mistakes(wrapper, torch)]
+    found += [at_torch.line(mistake) for mistake in torch_mistakes(wrapper, torch)]
     if found:
         raise UserError("\n".join(found))
     ignored = tuple(key for key, given in _without_meaning(torch) if given)
@@ -125,9 +125,9 @@ def _schema(wrapper: Wrapper, raw: dict[str, Any], at_torch: Place) -> type[Lang
     if wrapper.experiment is None and toy_of(_patterns(raw.get("pd"))) is None:
         if isinstance(target, dict) and "run_path" in target:
             advice = "give the wrapper experiment: tms or resid_mlp"
-            raise at_torch.error([Problem("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")])
+            raise at_torch.error([Mistake("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")])
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
-        raise at_torch.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
+        raise at_torch.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
 
 
