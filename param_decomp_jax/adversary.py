@@ -174,13 +174,13 @@ def init_adversary(
 
 
 def kept_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
-    """As the train state keeps it: its moments in their dtype and place."""
+    """As the train state keeps it: moments in the memory policy's dtype and place."""
     mean, square = store(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 
 def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
-    """As updates compute with it."""
+    """As updates compute with it: moments on the device, in fp32."""
     mean, square = fetch(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
@@ -199,6 +199,8 @@ def ascend(
     mean, square = adversary.mean, adversary.square
     match spec.optimizer:
         case AdamAscent(_, beta1, beta2, eps):
+            # Written out: optax's Adam multiplies (1 − β₂) · (g · g), which rounds differently, and would keep another
+            # state than the checkpoints hold.
             mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
             square = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, square, gradient)
             fix1, fix2 = 1 - beta1**count, 1 - beta2**count

@@ -1,4 +1,4 @@
-"""V and U of every stack, and the masked site (F1, F2)."""
+"""V and U of every stack, and the two parts of a masked site (F2)."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.draws import draw_per_site
-from param_decomp_jax.mesh import Axes, described, scatter
-from param_decomp_jax.numerics import matmul, matmul_wide, wide
+from param_decomp_jax.mesh import Axes, replace_fields, scatter
+from param_decomp_jax.numerics import matmul_wide, wide
 from param_decomp_jax.sites import Sites, Stack
 
 
 class Factors(eqx.Module):
-    """Factors of a stack of sites; component c of a layer is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+    """Factors of a site, or with a layer axis of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
 
-    V: Float[Array, "layers d_in C"]
-    U: Float[Array, "layers C d_out"]
+    V: Float[Array, "*layers d_in C"]
+    U: Float[Array, "*layers C d_out"]
 
 
 Components = dict[str, Factors]
@@ -58,42 +58,6 @@ def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*
     return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
 
 
-def masked_site_with_delta(
-    x: Float[Array, "*n d_in"],
-    W: Float[Array, "d_in d_out"],
-    V: Float[Array, "d_in C"],
-    U: Float[Array, "C d_out"],
-    mask: Float[Array, "*n C"],
-    delta_mask: Float[Array, "*n"],
-    route: Float[Array, "*n"],
-) -> Float[Array, "*n d_out"]:
-    """F1, as the definition reads: ``r · (((xV) ⊙ m) U + δ · xΔ) + (1 − r) · xW``. Kept to hold F2 against."""
-    masked = matmul(matmul(x, V) * mask.astype(x.dtype), U)
-    unexplained = matmul(x, W - V @ U)
-    r = route[..., None].astype(x.dtype)
-    return r * (masked + delta_mask[..., None].astype(x.dtype) * unexplained) + (1 - r) * matmul(x, W)
-
-
-def masked_site(
-    x: Float[Array, "*n d_in"],
-    W: Float[Array, "d_in d_out"] | None,
-    V: Float[Array, "d_in C"],
-    U: Float[Array, "C d_out"],
-    mask: Float[Array, "*n C"],
-    delta_mask: Float[Array, "*#n"] | None,
-    route: Float[Array, "*n"] | None,
-) -> Float[Array, "*n d_out"]:
-    """F2: ``a · xW + ((xV) ⊙ g) U`` with ``g = r (m − δ)`` and ``a = 1 − r (1 − δ)``; Δ is never formed.
-
-    ``W`` None: the identity. ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1).
-    Masks and routes come in fp32; g and a are built there and cast for the products (N1). Both products are
-    accumulated and added in fp32.
-    """
-    y = through_components(x, V, U, mask, delta_mask, route)
-    rest = past_components(x, W, delta_mask, route)
-    return (y if rest is None else y + rest).astype(x.dtype)
-
-
 def through_components(
     x: Float[Array, "*n d_in"],
     V: Float[Array, "d_in C"],
@@ -102,7 +66,11 @@ def through_components(
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
 ) -> Float[Array, "*n d_out"]:
-    """The part ``((xV) ⊙ g) U`` of F2, of these components, in fp32 or wider: it is a sum over components."""
+    """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider, ``g = r (m − δ)``: a sum over components, so of any of them.
+
+    ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1). Masks and routes come in
+    fp32; g is built there and cast for the product (N1).
+    """
     g = mask if delta_mask is None else mask - delta_mask[..., None]
     if route is not None:
         g = route[..., None] * g
@@ -115,7 +83,10 @@ def past_components(
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
 ) -> Float[Array, "*n d_out"] | None:
-    """The part ``a · xW`` of F2 in fp32 or wider; None where a is 0 everywhere."""
+    """The part ``a · xW`` of F2 in fp32 or wider, ``a = 1 − r (1 − δ)``; None where a is 0 everywhere.
+
+    ``W`` None: the identity. ``delta_mask`` and ``route`` as of `through_components`.
+    """
     if delta_mask is None and route is None:
         return None
     a = delta_mask
@@ -150,7 +121,7 @@ _scaled_product.defvjp(lambda a, x, W: (_scaled_product(a, x, W), (a, x, W)), _s
 
 def components_axes(components: Components) -> Any:
     """Logical axes of every array, in the structure of ``components``: split by component."""
-    return {name: described(factors, V=V_AXES.under(), U=U_AXES.under()) for name, factors in components.items()}
+    return {name: replace_fields(factors, V=V_AXES.under(), U=U_AXES.under()) for name, factors in components.items()}
 
 
 V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", None), product=True)

@@ -6,8 +6,7 @@ counter (position, column). It is written out here because JAX's own primitive l
 0.3 ms for 1024 x 192 elements on one core), and because slicing `jax.random.uniform` is not the draw of the slice.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -58,11 +57,6 @@ def uniform(
             jax.random.key_data(key), jnp.broadcast_to(at[..., None], shape), jnp.broadcast_to(columns, shape)
         )
         return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-
-
-def keys_from(key: PRNGKeyArray) -> Iterator[PRNGKeyArray]:
-    """An endless row of independent keys, the n-th depending on ``key`` and n alone."""
-    return (jax.random.fold_in(key, n) for n in count())
 
 
 def draw_per_site(draw: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, numbers: tuple[int, ...]) -> T:

@@ -10,7 +10,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +49,6 @@ class MeshShape:
     @property
     def n_devices(self) -> int:
         return self.replica * self.fsdp * self.tensor
-
-    @property
-    def batch_parts(self) -> int:
-        """Into how many parts a batch is split."""
-        return self.replica * self.fsdp
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -215,9 +209,17 @@ def is_axes(x: Any) -> bool:
     return isinstance(x, Axes)
 
 
-def described(module: Any, **fields: Any) -> Any:
-    """``module`` with these fields replaced by their axes: the description of its arrays, in its structure."""
-    return eqx.tree_at(lambda m: [getattr(m, name) for name in fields], module, list(fields.values()))
+def replace_fields(module: Any, **fields: Any) -> Any:
+    """``module`` with other values in these fields, whatever they are: axes, shardings, shapes, nothing.
+
+    Unlike `dataclasses.replace` it does not go through the constructor, whose annotations are of arrays.
+    """
+    unknown = fields.keys() - module.__dataclass_fields__.keys()
+    assert not unknown, f"{type(module).__name__} has no {', '.join(sorted(unknown))}"
+    new = object.__new__(type(module))
+    for name in module.__dataclass_fields__:
+        object.__setattr__(new, name, fields.get(name, getattr(module, name)))
+    return new
 
 
 # --- cutting an axis into blocks, each from every device's own part ---

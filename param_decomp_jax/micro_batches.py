@@ -17,10 +17,26 @@ from param_decomp_jax.mesh import constrain, cut
 
 
 class Rows(NamedTuple):
-    """The arrays with a batch axis: the first one of ``rows``, the second one of ``layered`` (behind the layers)."""
+    """The arrays that have the batch as their first axis. ``routes``: by stream."""
 
-    rows: Any
-    layered: Any
+    inputs: Any
+    output: Any
+    at: Any
+    features: Any
+    routes: list[Array | None]
+
+
+class LayeredRows(NamedTuple):
+    """The arrays that have the batch as their second axis, behind the layers. ``bundles``: by stream."""
+
+    records: Any
+    site_inputs: Any
+    logits: Any
+    bundles: list[Bundle | None]
+
+
+BatchRows = tuple[Rows, LayeredRows]
+"""All arrays of a batch that have a batch axis; what is None has no rows of its own."""
 
 
 def sum_over_parts(
@@ -34,17 +50,18 @@ def sum_over_parts(
 
     A part has the rows of every device's own share, so nothing moves. Gradients of what the parts share add up.
     """
-    whole = _rows(clean_pass, reader, streams)
-    parts = Rows(
-        jax.tree.map(lambda x: cut(x, 0, n, "batch"), whole.rows),
-        jax.tree.map(lambda x: cut(x, 1, n, "batch"), whole.layered),
+    rows, layered = _batch_rows(clean_pass, reader, streams)
+    parts = (
+        jax.tree.map(lambda x: cut(x, 0, n, "batch"), rows),
+        jax.tree.map(lambda x: cut(x, 1, n, "batch"), layered),
     )
 
     @jax.checkpoint
-    def part_result(part: Rows) -> Any:
-        own = Rows(
-            jax.tree.map(lambda x: constrain(x, "batch"), part.rows),
-            jax.tree.map(lambda x: constrain(x, None, "batch"), part.layered),
+    def part_result(part: BatchRows) -> Any:
+        rows, layered = part
+        own = (
+            jax.tree.map(lambda x: constrain(x, "batch"), rows),
+            jax.tree.map(lambda x: constrain(x, None, "batch"), layered),
         )
         return function(*_with_rows(clean_pass, reader, streams, own))
 
@@ -54,23 +71,22 @@ def sum_over_parts(
     return total
 
 
-def _rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> Rows:
+def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> BatchRows:
     outputs = reader.outputs
-    return Rows(
-        rows=(
-            clean_pass.inputs,
-            clean_pass.forward.output,
-            clean_pass.at,
-            outputs.features if isinstance(outputs, LazyLogits) else None,
-            [stream.routes for stream in streams],
-        ),
-        layered=(
-            dict(clean_pass.forward.records),
-            clean_pass.site_inputs,
-            outputs.by_stack if isinstance(outputs, Logits) else None,
-            [_bundle_by_row(stream) for stream in streams],
-        ),
+    rows = Rows(
+        inputs=clean_pass.inputs,
+        output=clean_pass.forward.output,
+        at=clean_pass.at,
+        features=outputs.features if isinstance(outputs, LazyLogits) else None,
+        routes=[stream.routes for stream in streams],
     )
+    layered = LayeredRows(
+        records=dict(clean_pass.forward.records),
+        site_inputs=clean_pass.site_inputs,
+        logits=outputs.by_stack if isinstance(outputs, Logits) else None,
+        bundles=[_bundle_by_row(stream) for stream in streams],
+    )
+    return rows, layered
 
 
 def _bundle_by_row(stream: Stream) -> Bundle | None:
@@ -84,14 +100,17 @@ def _bundle_by_row(stream: Stream) -> Bundle | None:
 
 
 def _with_rows(
-    clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream], part: Rows
+    clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream], part: BatchRows
 ) -> tuple[CleanPass, ImportanceReader, Sequence[Stream]]:
-    inputs, output, at, features, routes = part.rows
-    records, site_inputs, logits, bundles = part.layered
-    batch = at.shape[0]
-    forward = clean_pass.forward._replace(output=output, records=records)
-    clean_pass = replace(clean_pass, inputs=inputs, forward=forward, at=at, site_inputs=site_inputs, batch=batch)
-    ci_outputs = Logits(logits) if isinstance(reader.outputs, Logits) else LazyLogits(features, reader.outputs.heads)
+    """Clean pass, reader and streams with the rows of a part in place of the whole batch's."""
+    rows, layered = part
+    batch, site_inputs = rows.at.shape[0], layered.site_inputs
+    forward = clean_pass.forward._replace(output=rows.output, records=layered.records)
+    clean_pass = replace(
+        clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs=site_inputs, batch=batch
+    )
+    outputs = reader.outputs
+    own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(rows.features, outputs.heads)
 
     def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
         sources = stream.sources
@@ -99,5 +118,5 @@ def _with_rows(
             sources = GivenSources(sources.bundle if bundle is None else bundle, batch)
         return Stream(stream.live, sources, routes)
 
-    now = [stream_part(*own) for own in zip(streams, routes, bundles, strict=True)]
-    return clean_pass, replace(reader, outputs=ci_outputs, site_inputs=site_inputs), now
+    new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
+    return clean_pass, replace(reader, outputs=own, site_inputs=site_inputs), new

@@ -65,7 +65,10 @@ def transformation(spec: Optimizer, total: int) -> optax.GradientTransformation:
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """√ of the sum of squares of all entries, in fp32."""
+    """√ of the sum of squares of all entries, in fp32.
+
+    Not `optax.tree.norm`, which adds the square of an imaginary part to every entry (0.2.8): another program.
+    """
     return jnp.sqrt(sum((jnp.sum(x**2) for x in jax.tree.leaves(tree)), start=jnp.zeros(())))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from param_decomp_jax.adversary import Adversary
 from param_decomp_jax.components import Components, components_axes
 from param_decomp_jax.masks import source_axes
-from param_decomp_jax.mesh import AnyMesh, Axes, is_axes, sharding, whole
+from param_decomp_jax.mesh import AnyMesh, Axes, is_axes, replace_fields, sharding, whole
 from param_decomp_jax.state import Decomposition, State
 
 WHOLE = Axes(())
@@ -34,7 +34,7 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
             return {name: source_axes(s, decomposition.batch_size) for name, s in sources.items()}
 
         axes: Any = jax.tree.map(lambda _: WHOLE, adversary)
-        return _replaced(
+        return replace_fields(
             axes,
             raw=bundle(adversary.raw),
             mean=adversary.mean and bundle(adversary.mean),
@@ -42,7 +42,7 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
         )
 
     axes: Any = jax.tree.map(lambda _: WHOLE, state)
-    return _replaced(
+    return replace_fields(
         axes,
         components=components,
         ci=ci,
@@ -87,14 +87,14 @@ def state_shardings(mesh: AnyMesh, decomposition: Decomposition, state: State) -
 
     for name in ("components_moments", "ci_moments"):
         if name in offloaded:
-            placed = _replaced(placed, **{name: on_host(getattr(placed, name), getattr(state, name))})
+            placed = replace_fields(placed, **{name: on_host(getattr(placed, name), getattr(state, name))})
     if "sources_moments" in offloaded:
         moved = {}
         for name, adversary in state.adversaries.items():
             own = placed.adversaries[name]
             mean, square = on_host(own.mean, adversary.mean), on_host(own.square, adversary.square)
-            moved[name] = _replaced(own, mean=mean, square=square)
-        placed = _replaced(placed, adversaries=moved)
+            moved[name] = replace_fields(own, mean=mean, square=square)
+        placed = replace_fields(placed, adversaries=moved)
     return placed
 
 
@@ -166,11 +166,3 @@ def from_slices(
 def replicate(tree: Any, mesh: AnyMesh) -> Any:
     """Every array of ``tree`` (host or device, whole in every process) on every device of the mesh."""
     return jax.tree.map(lambda x: from_host(np.asarray(x), whole(mesh)), tree)
-
-
-def _replaced(module: Any, **fields: Any) -> Any:
-    """``module`` with other fields, unchecked: what goes in describes arrays and is none."""
-    new = object.__new__(type(module))
-    for name in module.__dataclass_fields__:
-        object.__setattr__(new, name, fields.get(name, getattr(module, name)))
-    return new

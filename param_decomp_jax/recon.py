@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
 from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
+from param_decomp_jax.draws import positions
 from param_decomp_jax.masked import MaskedLinears, Stream, Summarise, split_rows, summary_record
 from param_decomp_jax.masks import (
     Bundle,
@@ -19,10 +22,12 @@ from param_decomp_jax.masks import (
     ConstantSources,
     GivenSources,
     SourceKind,
+    Sources,
     Stochastic,
     StochasticSources,
 )  # fmt: skip
 from param_decomp_jax.memory import Intermediate
+from param_decomp_jax.mesh import indices
 from param_decomp_jax.micro_batches import sum_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
@@ -205,17 +210,61 @@ def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Ar
     return total / float(elements)  # beyond int32 in a large run
 
 
-def reconstruction(
-    term: Reconstruction,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
-    key: PRNGKeyArray,
-    bundle: Bundle | None = None,
-) -> Float[Array, ""]:
-    """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
-    found = streams(term, clean_pass, components, reader, key, bundle)
-    return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
+class ForwardDraws(eqx.Module):
+    """The random numbers of one masked forward, as arrays.
+
+    ``routes``: ``[*leading, live sites]`` in canonical order; None where every position is routed. ``sources``: of the
+    stacks with a live site, in [0, 1]: stochastic sources as they enter the masks, or where a fresh attack starts;
+    None for constant and persistent sources. Rows of sites that are not live are not used.
+    """
+
+    routes: Bool[Array, "*leading live"] | None
+    sources: Bundle | None
+
+
+TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
+"""Draws of all forwards of a term: live sets outside, samples inside; or the key that they are drawn from (M4)."""
+
+
+def draw_forwards(
+    term: Reconstruction, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
+) -> list[ForwardDraws]:
+    """What `streams` draws from ``key`` for the term's forwards, as arrays.
+
+    ``leading``: global axes of an activation before its last one.
+    """
+    at = positions(leading)
+    found: list[ForwardDraws] = []
+    for live in live_sets(term.live, len(sites)):
+        for _ in range(n_samples(term)):
+            routes_key, sources_key = jax.random.split(jax.random.fold_in(key, len(found)))
+            routes = draw_routes(term.routing, routes_key, at, len(live))
+            sources: Bundle | None
+            match term.sources:
+                case Stochastic() as kind:
+                    sources = draw_stochastic(kind, sources_key, sites, live, at, use_delta)
+                case FreshAttack() as kind:
+                    sources = initial_sources(kind, sources_key, sites, live, leading, use_delta)
+                case Constant() | PersistentAttack():
+                    sources = None
+            found.append(ForwardDraws(routes, sources))
+    return found
+
+
+def draw_stochastic(
+    kind: Stochastic, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], at: UInt32[Array, "*n"], use_delta: bool
+) -> Bundle:
+    """Arrays of the stochastic sources of one forward, of the stacks with a live site (M3)."""
+    sources = StochasticSources(kind, key, use_delta)
+
+    def draw_site(site: Array, C: int) -> Sources:
+        return Sources(sources.components(site, at, indices(C)), sources.delta(site, at))
+
+    return {
+        stack.name: jax.lax.map(partial(draw_site, C=stack.C), sources.slices(stack, stack.first, stack.layers.stop))
+        for stack in sites.stacks
+        if set(live) & set(stack.sites)
+    }
 
 
 def streams(
@@ -223,42 +272,74 @@ def streams(
     clean_pass: CleanPass,
     components: Components,
     reader: ImportanceReader,
-    key: PRNGKeyArray,
+    draws: TermDraws,
     bundle: Bundle | None = None,
 ) -> list[Stream]:
     """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
+    n_sites = len(clean_pass.target.sites)
+    if isinstance(draws, Sequence):
+        wanted = n_forwards(term, n_sites)
+        assert len(draws) == wanted, f"{term.name} has {wanted} forwards, draws are given for {len(draws)}"
     found: list[Stream] = []
-    for live in live_sets(term.live, len(clean_pass.target.sites)):
+    for live in live_sets(term.live, n_sites):
         for _ in range(n_samples(term)):
-            routes_key, sources_key = jax.random.split(jax.random.fold_in(key, len(found)))
-            routes = draw_routes(term.routing, routes_key, clean_pass.at, len(live))
-            sources = _sources(term, clean_pass, live, components, reader, routes, sources_key, bundle)
-            found.append(Stream(live, sources, routes))
+            number = len(found)
+            own = draws[number] if isinstance(draws, Sequence) else jax.random.fold_in(draws, number)
+            found.append(_stream(term, clean_pass, components, reader, live, own, bundle))
     return found
 
 
-def _sources(
+def _stream(
     term: Reconstruction,
     clean_pass: CleanPass,
-    live: tuple[int, ...],
     components: Components,
     reader: ImportanceReader,
-    routes: Array | None,
-    key: PRNGKeyArray,
+    live: tuple[int, ...],
+    draws: PRNGKeyArray | ForwardDraws,
     bundle: Bundle | None,
-) -> SourceKind:
+) -> Stream:
+    """One forward of a term; ``draws``: its own, or the key for them."""
+    sites, use_delta, batch = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
+    given: Bundle | None = None
+    if isinstance(draws, ForwardDraws):
+        routes, given = draws.routes, draws.sources
+        is_random = isinstance(term.sources, Stochastic | FreshAttack)
+        assert is_random == (given is not None), f"{term.name} {'needs' if is_random else 'takes no'} given sources"
+        live_stacks = [stack.name for stack in sites.stacks if set(live) & set(stack.sites)]
+        missing = [] if given is None else [name for name in live_stacks if name not in given]
+        assert not missing, f"{term.name}: no sources are given for {', '.join(missing)}"
+    else:
+        routes_key, draws = jax.random.split(draws)
+        routes = draw_routes(term.routing, routes_key, clean_pass.at, len(live))
+    sources: SourceKind
     match term.sources:
         case Stochastic() as kind:
-            return StochasticSources(kind, key, clean_pass.use_delta)
+            sources = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, batch)
         case Constant() as kind:
-            return ConstantSources(kind)
+            sources = ConstantSources(kind)
         case PersistentAttack():
             assert bundle is not None
-            return GivenSources(bundle, clean_pass.batch)
+            sources = GivenSources(bundle, batch)
         case FreshAttack() as kind:
             error = attacked_error(clean_pass, components, reader, live, routes, term.error)
-            start = initial_sources(kind, key, clean_pass.target.sites, live, clean_pass.leading, clean_pass.use_delta)
-            return GivenSources(attack(kind, error, start), clean_pass.batch)
+            start = given
+            if start is None:
+                start = initial_sources(kind, draws, sites, live, clean_pass.leading, use_delta)
+            sources = GivenSources(attack(kind, error, start), batch)
+    return Stream(live, sources, routes)
+
+
+def reconstruction(
+    term: Reconstruction,
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    draws: TermDraws,
+    bundle: Bundle | None = None,
+) -> Float[Array, ""]:
+    """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
+    found = streams(term, clean_pass, components, reader, draws, bundle)
+    return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
 
 
 def persistent_error(

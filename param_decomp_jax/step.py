@@ -1,6 +1,6 @@
 """The training step (section 8)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from param_decomp_jax.adversary import (
     Adversary,
@@ -24,17 +24,15 @@ from param_decomp_jax.ci.inputs import site_inputs
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components, with_views
 from param_decomp_jax.draws import positions
-from param_decomp_jax.losses import (
-    faithfulness,
-)
+from param_decomp_jax.losses import faithfulness
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.mesh import constrain
-from param_decomp_jax.objective import Metrics, total_loss
+from param_decomp_jax.objective import Metrics, Objective, term_keys
 from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.recon import Reconstruction, persistent_error
+from param_decomp_jax.recon import ForwardDraws, Reconstruction, persistent_error
 from param_decomp_jax.state import Decomposition, State
-from param_decomp_jax.targets.base import Target, Weights
+from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
 
 
@@ -58,18 +56,41 @@ class Gradients(NamedTuple):
     sources: dict[str, Bundle]
 
 
+class StepOutcome(NamedTuple):
+    """Everything that a training step computes; ``gradients``: of the total loss, before any clip."""
+
+    state: State
+    metrics: Metrics
+    gradients: Gradients
+
+
+GivenDraws = Mapping[str, Sequence[ForwardDraws]]
+"""Draws of a step by the name of the reconstruction term, in place of those of its key (`inspection.py:step_draws`)."""
+
+
 def training_step(problem: Problem, state: State, weights: Weights, inputs: Array) -> tuple[State, Metrics]:
     """One step on one global batch (``[B, T]`` token ids for a language model): the new state and its metrics.
 
     Metrics, all scalars: ``loss/<term>`` without coefficient, ``loss/total``, ``grad_norms/summary/*`` before the clip,
     ``schedules/*``. Entries of a persistent term that is still off (A6) are 0.
     """
+    outcome = step_outcome(problem, state, weights, inputs)
+    return outcome.state, outcome.metrics
+
+
+def step_outcome(
+    problem: Problem, state: State, weights: Weights, inputs: Array, draws: GivenDraws | None = None
+) -> StepOutcome:
+    """`training_step` with its gradients, and with random numbers that can be given.
+
+    ``draws``: of every reconstruction term; those of seed and step if None.
+    """
     spec = problem.decomposition
-    key = jax.random.fold_in(spec.key("train"), state.step)
+    objective = make_objective(spec, state, draws)
 
     with jax.named_scope("clean_pass"):
         clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
-    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, key)
+    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, objective)
     memory = spec.memory
     with jax.named_scope("components_update"):
         components, components_moments, components_norm = descend(
@@ -99,7 +120,17 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
         metrics[f"schedules/{name}_lr"] = attack.optimizer.schedule(state.step, spec.steps)
     components_moments = store(memory, "components_moments", components_moments)
     ci_moments = store(memory, "ci_moments", ci_moments)
-    return State(components, ci, components_moments, ci_moments, adversaries, state.step + 1), metrics
+    state = State(components, ci, components_moments, ci_moments, adversaries, state.step + 1)
+    return StepOutcome(state, metrics, gradients)
+
+
+def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
+    """The terms of ``spec`` at the state's step, with draws of seed and step or with given ones."""
+    if draws is None:
+        return Objective(spec, state.step, term_keys(spec, jax.random.fold_in(spec.key("train"), state.step)))
+    missing = {term.name for term in spec.terms if isinstance(term, Reconstruction)} - draws.keys()
+    assert not missing, f"no draws are given for {', '.join(sorted(missing))}"
+    return Objective(spec, state.step, draws.__getitem__)
 
 
 def keeps_outputs(problem: Problem) -> bool:
@@ -111,6 +142,9 @@ def keeps_outputs(problem: Problem) -> bool:
 def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:
     """F4, F5: the forward with no live site, and the sites' inputs in it; ``outputs``: keeps their outputs too."""
     target = problem.target
+    groups = target.uniform_layers(weights)
+    for segment in target.sites.segments:
+        layers_of_segment(groups, segment)  # fails by assertion where one lies in two groups
     kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
     clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(target.sites, kept, outputs)))
     records = dict(clean.records)
@@ -137,18 +171,51 @@ def importance_reader(
     )
 
 
-def losses_and_ascents(
-    problem: Problem, state: State, clean_pass: CleanPass, key: PRNGKeyArray
-) -> tuple[dict[str, Adversary], Gradients, Metrics]:
-    """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward, last ascents."""
-    spec, sites = problem.decomposition, problem.target.sites
+class DifferentiableImportance(NamedTuple):
+    """The CI function's outputs on a batch, and their pullback to components and CI function."""
+
+    outputs: CIOutputs
+    pullback: Callable[[CIOutputs], tuple[Components, CIFunction]]
+
+
+def differentiable_importance(problem: Problem, state: State, clean_pass: CleanPass) -> DifferentiableImportance:
+    """Runs the CI function once; its backward pass waits for the losses' gradients with respect to its outputs."""
 
     def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
-            return causal_importance(problem, clean_pass, with_views(components, sites), ci)
+            return causal_importance(problem, clean_pass, with_views(components, problem.target.sites), ci)
 
-    # The CI function runs once; its backward pass waits for the losses' gradients with respect to its outputs.
-    ci_outputs, ci_backward = jax.vjp(importance, state.components, state.ci)
+    return DifferentiableImportance(*jax.vjp(importance, state.components, state.ci))
+
+
+def loss_gradients(
+    problem: Problem,
+    objective: Objective,
+    state: State,
+    clean_pass: CleanPass,
+    importance: DifferentiableImportance,
+    raw: dict[str, Bundle],
+) -> tuple[Gradients, Metrics]:
+    """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
+
+    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
+        reader = importance_reader(problem, state.ci, outputs, clean_pass)
+        with jax.named_scope("losses"):
+            return objective.total_loss(clean_pass, with_views(components, problem.target.sites), reader, raw)
+
+    (_, metrics), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
+        state.components, importance.outputs, raw
+    )
+    through_ci, to_ci = importance.pullback(to_outputs)  # C5: a scalar CI function reads V
+    return Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources), metrics
+
+
+def losses_and_ascents(
+    problem: Problem, state: State, clean_pass: CleanPass, objective: Objective
+) -> tuple[dict[str, Adversary], Gradients, Metrics]:
+    """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
+    spec, sites = problem.decomposition, problem.target.sites
+    importance = differentiable_importance(problem, state, clean_pass)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
@@ -163,31 +230,21 @@ def losses_and_ascents(
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
         return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
 
-    error = persistent_error(
-        clean_pass, with_views(state.components, sites), importance_reader(problem, state.ci, ci_outputs, clean_pass)
-    )
+    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass)
+    error = persistent_error(clean_pass, with_views(state.components, sites), reader)
     adversaries = {
         name: when_on(spec, attack, state, partial(warmed_up, attack), untouched, adversary)
         for name, adversary in state.adversaries.items()
         for attack in (spec.persistent[name][1],)
     }
 
-    def total(components: Components, ci_outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        reader = importance_reader(problem, state.ci, ci_outputs, clean_pass)
-        with jax.named_scope("losses"):
-            return total_loss(spec, state, clean_pass, with_views(components, sites), reader, raw, key)
-
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
-    (_, metrics), (direct, to_ci_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
-        state.components, ci_outputs, raw
-    )
-    through_ci, to_ci = ci_backward(to_ci_outputs)  # C5: a scalar CI function reads V
-    gradients = Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources)
+    gradients, metrics = loss_gradients(problem, objective, state, clean_pass, importance, raw)
 
     for name, (term, attack) in spec.persistent.items():
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
         with jax.named_scope("last_ascents"):
-            own = jax.tree.map(lambda g, c=term.coeff: g / c, to_sources[name])
+            own = jax.tree.map(lambda g, c=term.coeff: g / c, gradients.sources[name])
             then = partial(ascended, attack, own)
             adversaries[name] = when_on(spec, attack, state, then, untouched, adversaries[name])
     return adversaries, gradients, metrics

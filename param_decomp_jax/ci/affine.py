@@ -1,8 +1,8 @@
-"""Affine layers and the MLPs made of them (C4)."""
+"""Affine layers, the MLPs made of them, and the heads of global CI functions (C4)."""
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, described, gather
+from param_decomp_jax.mesh import Axes, constrain, gather, replace_fields
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -33,7 +33,7 @@ class Affine(eqx.Module):
     def axes(self, *names: str | None, columns: str | None) -> Any:
         """Description of an affine map whose leading axes have these ``names`` and whose outputs are ``columns``."""
         inputs = (None,) * (self.W.ndim - len(names) - 1)
-        return described(self, W=Axes((*names, *inputs, columns), product=True), b=Axes((*names, columns)))
+        return replace_fields(self, W=Axes((*names, *inputs, columns), product=True), b=Axes((*names, columns)))
 
 
 def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int, gain: float) -> Affine:
@@ -69,7 +69,7 @@ class JointAffine(eqx.Module):
 
     def axes(self) -> Any:
         """The rows of every site are split by output."""
-        return described(self, rows={name: _ROWS.under() for name in self.rows}, b=Axes((None,)))
+        return replace_fields(self, rows={name: _ROWS.under() for name in self.rows}, b=Axes((None,)))
 
 
 _ROWS = Axes((None, "split"), product=True)
@@ -83,6 +83,23 @@ def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffin
         return draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
 
     return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
+
+
+class GlobalCI(eqx.Module):
+    """What CI functions that read all sites at once share: an affine head for every site, on common features."""
+
+    jointly: ClassVar[bool] = True
+    heads: eqx.AbstractVar[dict[str, Affine]]
+
+    @staticmethod
+    def logits(
+        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
+    ) -> Float[Array, "*n C"]:
+        return head(features)
+
+    def heads_axes(self) -> dict[str, Any]:
+        """Logical axes of the heads: split by component."""
+        return {name: head.axes(None, columns="component") for name, head in self.heads.items()}
 
 
 def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:

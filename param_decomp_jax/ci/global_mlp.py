@@ -1,9 +1,8 @@
 """The global CI MLP (C4): one MLP reads the concatenation of every site's clean input."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -11,6 +10,7 @@ from param_decomp_jax.ci.affine import (
     HIDDEN_GAIN,
     MLP,
     Affine,
+    GlobalCI,
     JointAffine,
     gelu,
     init_affine,
@@ -19,7 +19,7 @@ from param_decomp_jax.ci.affine import (
 )  # fmt: skip
 from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import constrain, described, gather_tree
+from param_decomp_jax.mesh import constrain, gather_tree, replace_fields
 from param_decomp_jax.sites import Sites
 
 
@@ -30,10 +30,9 @@ class GlobalMLP:
     hidden: tuple[int, ...]
 
 
-class GlobalMLPCI(eqx.Module):
+class GlobalMLPCI(GlobalCI):
     """An MLP ``Σ d_in → hidden … → Σ C``, its first layer kept by stack and its last one cut into heads by site."""
 
-    jointly: ClassVar[bool] = True
     first: JointAffine
     middle: MLP
     heads: dict[str, Affine]
@@ -47,19 +46,13 @@ class GlobalMLPCI(eqx.Module):
             h = gelu(gather_tree(layer, layer.axes(columns="split"), compute_dtype)(h)).astype(compute_dtype)
         return constrain(h, "batch")
 
-    @staticmethod
-    def logits(
-        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
-        return head(features)
-
     def axes(self) -> Any:
         """Every matrix is split by output, the heads by component."""
-        return described(
+        return replace_fields(
             self,
             first=self.first.axes(),
             middle=tuple(layer.axes(columns="split") for layer in self.middle),
-            heads={name: head.axes(None, columns="component") for name, head in self.heads.items()},
+            heads=self.heads_axes(),
         )
 
 

@@ -13,7 +13,7 @@ from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import described
+from param_decomp_jax.mesh import replace_fields
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -59,7 +59,7 @@ class SharedMLP(_Layerwise):
             *hidden, last = mlp
             return (*(layer.axes(None, columns="split") for layer in hidden), last.axes(None, columns="component"))
 
-        return described(self, heads={name: mlp_axes(head) for name, head in self.heads.items()})
+        return replace_fields(self, heads={name: mlp_axes(head) for name, head in self.heads.items()})
 
 
 class ScalarMLP(_Layerwise):
@@ -87,7 +87,7 @@ class ScalarMLP(_Layerwise):
 
     def axes(self) -> Any:
         """Every component has its own."""
-        return described(self, heads=_per_component_axes(self.heads))
+        return replace_fields(self, heads=_per_component_axes(self.heads))
 
 
 class VectorMLP(_Layerwise):
@@ -102,7 +102,7 @@ class VectorMLP(_Layerwise):
 
     def axes(self) -> Any:
         """Every component has its own."""
-        return described(self, heads=_per_component_axes(self.heads))
+        return replace_fields(self, heads=_per_component_axes(self.heads))
 
 
 def _per_component_axes(heads: dict[str, MLP]) -> Any:

@@ -1,7 +1,7 @@
 """The global CI transformer (C4): one small bidirectional transformer reads every site's clean input at once."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,10 +10,19 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.attention import attend
-from param_decomp_jax.ci.affine import MLP, Affine, JointAffine, apply_mlp, init_heads, init_joint_affine, init_mlp
+from param_decomp_jax.ci.affine import (
+    MLP,
+    Affine,
+    GlobalCI,
+    JointAffine,
+    apply_mlp,
+    init_heads,
+    init_joint_affine,
+    init_mlp,
+)
 from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.memory import Attention, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, described, gather_tree
+from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
 from param_decomp_jax.numerics import matmul, rms_norm
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.rotary import frequencies, rotate
@@ -47,13 +56,12 @@ class Block(eqx.Module):
         """Of one block: every matrix is split by output."""
         matrix = Axes((None, "split"), product=True)
         mlp = tuple(layer.axes(None, columns="split") for layer in self.mlp)
-        return described(self, q=matrix, k=matrix, v=matrix, o=matrix, mlp=jax.tree.map(Axes.below, mlp))
+        return replace_fields(self, q=matrix, k=matrix, v=matrix, o=matrix, mlp=jax.tree.map(Axes.below, mlp))
 
 
-class TransformerCI(eqx.Module):
+class TransformerCI(GlobalCI):
     """``project``: from the concatenation of all sites' inputs, each RMS-normalised, to ``d_model``."""
 
-    jointly: ClassVar[bool] = True
     project: JointAffine
     blocks: Block
     heads: dict[str, Affine]
@@ -88,19 +96,13 @@ class TransformerCI(eqx.Module):
         h = h + matmul(attended.reshape(B, T, d), w.o)
         return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 
-    @staticmethod
-    def logits(
-        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
-        return head(features)
-
     def axes(self) -> Any:
         """Every matrix is split by output, the heads by component."""
-        return described(
+        return replace_fields(
             self,
             project=self.project.axes(),
             blocks=jax.tree.map(Axes.under, self.blocks.axes()),
-            heads={name: head.axes(None, columns="component") for name, head in self.heads.items()},
+            heads=self.heads_axes(),
         )
 
 

@@ -18,7 +18,7 @@ from param_decomp_lab.config.metric_schema import (
     UVPlots,
 )
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import Problem, Strict
+from param_decomp_lab.config.strict import Mistake, Strict
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
@@ -51,65 +51,65 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def wrapper_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
+def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     """Mistakes in the wrapper, given the schema file."""
     parts, devices = wrapper.memory.micro_batches, wrapper.mesh.batch_devices
     for section in (method.pd, method.eval):
         if section is not None and section.batch_size % devices == 0 and section.batch_size // devices % parts:
             on = f"{section.batch_size} rows on {devices} device{'s'[: devices > 1]}"
             key = "pd.batch_size" if section is method.pd else "eval.batch_size"
-            yield Problem("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
+            yield Mistake("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
     if isinstance(method, ToyFile):
         if wrapper.data is not None:
-            yield Problem("data", "is for language models; a toy's features are drawn as its schema file says")
+            yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
         if wrapper.target is None:
             path = method.target.run_path
             advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
-            yield Problem("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
+            yield Mistake("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
         return
     if wrapper.experiment is not None:
-        yield Problem(
+        yield Mistake(
             "experiment",
             f"is {wrapper.experiment}, but the schema file has target.spec and so is a language model's; remove it",
         )
     if wrapper.target is not None and wrapper.target.pretrain is not None:
-        yield Problem("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+        yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
 
 
-def method_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
+def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     """Mistakes in the schema file, given the wrapper."""
     yield from _unsupported(method)
-    yield from _metric_problems(method)
-    yield from _batch_problems(wrapper, method)
-    yield from _name_problems("pd.loss_metrics", method.pd.loss_metrics)
+    yield from _metric_mistakes(method)
+    yield from _batch_mistakes(wrapper, method)
+    yield from _name_mistakes("pd.loss_metrics", method.pd.loss_metrics)
     metrics = method.eval.metrics if method.eval else ()
-    yield from _name_problems("eval.metrics", metrics)
+    yield from _name_mistakes("eval.metrics", metrics)
     if isinstance(method, LanguageModelFile):
-        yield from _target_problems(wrapper, method)
-        yield from _data_problems(wrapper, method)
+        yield from _target_mistakes(wrapper, method)
+        yield from _data_mistakes(wrapper, method)
 
 
-def _unsupported(method: MethodFile) -> Iterator[Problem]:
+def _unsupported(method: MethodFile) -> Iterator[Mistake]:
     roots = [n for n, loss in enumerate(method.pd.loss_metrics) if _takes_roots(loss)]
     if method.pd.sigmoid_type == "swish_hard" and roots:
         why = "swish_hard dips below 0, where (υ + eps)^p is not a number unless p is an integer"
         where = f"pd.loss_metrics.{roots[0]}"
-        yield Problem("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+        yield Mistake("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
 
 
-def _metric_problems(method: MethodFile) -> Iterator[Problem]:
+def _metric_mistakes(method: MethodFile) -> Iterator[Mistake]:
     seen: list[Strict] = []
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         key, kind = f"eval.metrics.{n}.type", getattr(metric, "type", "")
         if any(_one_output(metric, other) for other in seen):
-            yield Problem(key, f"{kind} is asked for twice under the same keys; keep one")
+            yield Mistake(key, f"{kind} is asked for twice under the same keys; keep one")
         seen.append(metric)
         if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
-            yield Problem(key, f"{kind} needs a toy, whose features can be switched on one at a time; remove it")
+            yield Mistake(key, f"{kind} needs a toy, whose features can be switched on one at a time; remove it")
         if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
-            yield Problem(key, f"{kind} is for language models; remove it")
+            yield Mistake(key, f"{kind} is for language models; remove it")
         if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
-            yield Problem(key, f"{kind} has neither identity_ci nor dense_ci and so measures nothing; give one")
+            yield Mistake(key, f"{kind} has neither identity_ci nor dense_ci and so measures nothing; give one")
 
 
 def _takes_roots(loss: Strict) -> bool:
@@ -127,7 +127,7 @@ def _one_output(a: Strict, b: Strict) -> bool:
     return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
 
 
-def _batch_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
+def _batch_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     mesh = wrapper.mesh
     batches: list[tuple[str, int, tuple[Strict, ...]]] = [("pd", method.pd.batch_size, method.pd.loss_metrics)]
     if method.eval is not None:
@@ -135,32 +135,32 @@ def _batch_problems(wrapper: Wrapper, method: MethodFile) -> Iterator[Problem]:
     for section, size, terms in batches:
         if size % mesh.batch_devices:
             split = f"mesh.replica · mesh.fsdp = {mesh.replica} · {mesh.fsdp}"
-            yield Problem(f"{section}.batch_size", f"is {size}; it must be a multiple of {split}")
+            yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {split}")
         for term in terms:
             if not (isinstance(term, PersistentPGD) and isinstance(term.scope, RepeatAcrossBatchScope)):
                 continue
             if size % term.scope.n_sources:
                 sources = f"the n_sources of {term.type} ({term.scope.n_sources})"
-                yield Problem(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
+                yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
 
 
-def _name_problems(key: str, terms: tuple[Strict, ...]) -> Iterator[Problem]:
+def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
     numbered = [(n, term) for n, term in enumerate(terms) if isinstance(term, Loss)]
     taken: dict[str, int] = {}
     for (n, _), name in zip(numbered, term_names(tuple(term for _, term in numbered)), strict=True):
         if name in taken:
-            yield Problem(f"{key}.{n}.name", f"'{name}' is the name of {key}.{taken[name]} too; give each its own")
+            yield Mistake(f"{key}.{n}.name", f"'{name}' is the name of {key}.{taken[name]} too; give each its own")
         taken.setdefault(name, n)
 
 
-def _target_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Problem]:
+def _target_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
     spec = method.target.spec
     if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
         advice = "give the folder with its weights as target: {folder: …} of the wrapper"
-        yield Problem("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
+        yield Mistake("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
 
 
-def _data_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Problem]:
+def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
     data, ci = method.data, method.pd.ci_config
     if wrapper.data is None:
         local = {"dataset_name": "parquet", "column_name": "input_ids", "is_tokenized": True}
@@ -169,12 +169,12 @@ def _data_problems(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Prob
         if wrong:
             rule = "data must be local Parquet (dataset_name: parquet, column_name: input_ids, is_tokenized: true"
             advice = "or be replaced by data: {train: <folder>, eval: <folder>} of the wrapper (`pd data tokenize`)"
-            yield Problem("data", f"has {', '.join(wrong)}; {rule}, data_files: <glob>) {advice}")
+            yield Mistake("data", f"has {', '.join(wrong)}; {rule}, data_files: <glob>) {advice}")
     if isinstance(ci, GlobalCI) and ci.simple_transformer_ci_cfg is not None:
         longest = ci.simple_transformer_ci_cfg.attn_config.max_len
         if data.max_seq_len > longest:
             key = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
-            yield Problem("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
+            yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
 
 
 def warnings(wrapper: Wrapper, method: MethodFile) -> tuple[str, ...]:

@@ -120,26 +120,26 @@ class ImportanceMinimalityLoss(Loss):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ImportanceMinimalityLoss":
-        problems = []
+        mistakes = []
         anneals = self.p_anneal_final_p is not None and self.p_anneal_start_frac < 1
         if anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
-            problems.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
+            mistakes.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
         if self.frequency is not None and self.beta != 0:
-            problems.append(("beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"))
+            mistakes.append(("beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"))
         if self.penalty == "lp":
             if self.gamma is not None:
-                problems.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
+                mistakes.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
             final = self.p_anneal_final_p if anneals else None
             if self.eps == 0 and min(self.pnorm, final or self.pnorm) < 1:
-                problems.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
+                mistakes.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
         elif self.gamma is None:
-            problems.append(("gamma", "is required with penalty: smooth_l0"))
+            mistakes.append(("gamma", "is required with penalty: smooth_l0"))
         elif 0 in (self.gamma.start_val, self.gamma.final_val_frac) or self.gamma.warmup_pct > 0:
             rule = "start_val and final_val_frac above 0, and warmup_pct: 0"
-            problems.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
-        if problems:
-            raise broken(*problems)
+            mistakes.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
+        if mistakes:
+            raise broken(*mistakes)
         return self
 
 

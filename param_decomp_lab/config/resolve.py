@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from param_decomp_lab.config.checks import guess_toy, method_problems, warnings, wrapper_problems
+from param_decomp_lab.config.checks import guess_toy, method_mistakes, warnings, wrapper_mistakes
 from param_decomp_lab.config.method_schema import LanguageModelFile, MethodFile, ToyFile
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides, place
-from param_decomp_lab.config.strict import NO_MEANING, Place, Problem, Strict, validate
+from param_decomp_lab.config.strict import NO_MEANING, Mistake, Place, Strict, validate
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
 from param_decomp_lab.errors import UserError
@@ -109,8 +109,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_method: Place) -> RunConfig:
     method = validate(_schema(wrapper, raw, at_method), raw, at_method)
-    found = [at_wrapper.line(problem) for problem in wrapper_problems(wrapper, method)]
-    found += [at_method.line(problem) for problem in method_problems(wrapper, method)]
+    found = [at_wrapper.line(problem) for problem in wrapper_mistakes(wrapper, method)]
+    found += [at_method.line(problem) for problem in method_mistakes(wrapper, method)]
     if found:
         raise UserError("\n".join(found))
     ignored = tuple(key for key, given in _without_meaning(method) if given)
@@ -126,10 +126,10 @@ def _schema(wrapper: Wrapper, raw: dict[str, Any], at_method: Place) -> type[Lan
         if isinstance(target, dict) and "run_path" in target:
             advice = "give the wrapper experiment: tms or resid_mlp"
             raise at_method.error(
-                [Problem("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")]
+                [Mistake("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")]
             )
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
-        raise at_method.error([Problem("target.spec", f"is required for a language model; {otherwise}")])
+        raise at_method.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
 
 

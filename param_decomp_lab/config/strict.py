@@ -36,9 +36,9 @@ class Strict(BaseModel):
     @classmethod
     def _known_keys(cls, raw: Any) -> Any:
         if isinstance(raw, dict):
-            problems = [(str(key), cls._refusal(str(key))) for key in raw if key not in cls.model_fields]
-            if problems:
-                raise broken(*problems)
+            mistakes = [(str(key), cls._refusal(str(key))) for key in raw if key not in cls.model_fields]
+            if mistakes:
+                raise broken(*mistakes)
         return raw
 
     @classmethod
@@ -56,14 +56,14 @@ def nearest(wrong: str, valid: Iterable[str]) -> str:
     return f"did you mean '{best}'? (valid: {', '.join(names)})"
 
 
-def broken(*problems: tuple[str, str]) -> PydanticCustomError:
+def broken(*mistakes: tuple[str, str]) -> PydanticCustomError:
     """A validator's error: pairs of a key (below the value at hand; "" for itself) and what is wrong with it."""
-    text = "; ".join(f"{key}: {message}" if key else message for key, message in problems)
-    return PydanticCustomError("rule", "{text}", {"text": text, "problems": problems})
+    text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
+    return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
 
 
 @dataclass(frozen=True)
-class Problem:
+class Mistake:
     """One mistake: dotted path of the key, and what is wrong and what would be right."""
 
     key: str
@@ -77,16 +77,16 @@ class Place:
     file: str
     assignments: tuple[tuple[str, str], ...] = ()
 
-    def error(self, problems: Sequence[Problem]) -> UserError:
-        """All problems, one line each."""
-        return UserError("\n".join(map(self.line, problems)))
+    def error(self, mistakes: Sequence[Mistake]) -> UserError:
+        """All mistakes, one line each."""
+        return UserError("\n".join(map(self.line, mistakes)))
 
-    def line(self, problem: Problem) -> str:
+    def line(self, mistake: Mistake) -> str:
         """File, the last assignment that touches the key if there is one, key, message."""
-        texts = [text for path, text in self.assignments if _touches(path, problem.key)]
+        texts = [text for path, text in self.assignments if _touches(path, mistake.key)]
         by = f" with --set {texts[-1]}" if texts else ""
-        key = f"{problem.key}: " if problem.key else ""
-        return f"{self.file}{by}: {key}{problem.message}"
+        key = f"{mistake.key}: " if mistake.key else ""
+        return f"{self.file}{by}: {key}{mistake.message}"
 
 
 def _touches(path: str, key: str) -> bool:
@@ -101,21 +101,21 @@ def validate(model: type[Model], raw: object, place: Place) -> Model:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        found = [problem for details in error.errors() for problem in _problems(details, raw)]
+        found = [mistake for details in error.errors() for mistake in _mistakes(details, raw)]
         raise place.error(found) from None
 
 
-def _problems(details: ErrorDetails, raw: object) -> Iterator[Problem]:
+def _mistakes(details: ErrorDetails, raw: object) -> Iterator[Mistake]:
     missing = details["type"] == "missing"
     path = list(_path(details["loc"][:-1] if missing else details["loc"], raw))
     context = details.get("ctx", {})
     if details["type"] == "rule":
-        for key, message in context["problems"]:
-            yield Problem(".".join([*path, key] if key else path), message)
+        for key, message in context["mistakes"]:
+            yield Mistake(".".join([*path, key] if key else path), message)
     elif missing:
-        yield Problem(".".join([*path, str(details["loc"][-1])]), "is required")
+        yield Mistake(".".join([*path, str(details["loc"][-1])]), "is required")
     else:
-        yield Problem(".".join(path), _message(details, context))
+        yield Mistake(".".join(path), _message(details, context))
 
 
 def _path(location: tuple[int | str, ...], raw: object) -> Iterator[str]:

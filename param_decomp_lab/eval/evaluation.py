@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -18,8 +17,9 @@ from param_decomp_jax.adversary import PersistentAttack
 from param_decomp_jax.components import with_views
 from param_decomp_jax.importances import read_batch
 from param_decomp_jax.masks import Stochastic
+from param_decomp_jax.mesh import replace_fields
 from param_decomp_jax.mesh import whole as whole_on
-from param_decomp_jax.objective import total_loss
+from param_decomp_jax.objective import Objective, term_keys
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem, keeps_outputs
@@ -120,7 +120,8 @@ class Evaluation:
         components = with_views(state.components, problem.target.sites)
         clean_pass, reader = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
         of_losses, of_ce_kl = jax.random.split(key)
-        _, losses = total_loss(problem.decomposition, state, clean_pass, components, reader, {}, of_losses)
+        objective = Objective(spec, state.step, term_keys(spec, of_losses))
+        _, losses = objective.total_loss(clean_pass, components, reader, {})
         adversaries, errors = attack_batch(
             self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, of_losses
         )
@@ -148,7 +149,7 @@ class Evaluation:
         key = jax.eval_shape(lambda: self._problem.decomposition.key("eval"))
         start = jax.eval_shape(self._started, key, inputs)
         adversaries = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), start)
-        seen = replace_adversaries(state)
+        seen = evaluated_part(state)
         return {
             "evaluation": Program(self._fast, (seen, weights, inputs, key, adversaries)),
             "figures": Program(self._statistics, (state.components, state.ci, weights, inputs)),
@@ -167,7 +168,7 @@ class Evaluation:
         # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
         key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
         of_start = jax.random.fold_in(key, self._settings.n_steps)  # the numbers below are the batches'
-        partial_state = replace_adversaries(state)
+        partial_state = evaluated_part(state)
         per_batch = []
         adversaries: Adversaries | None = None
         for number, inputs in enumerate(self.batches(stop)):
@@ -192,7 +193,7 @@ class Evaluation:
         """Makes the programs that `fast`, `statistics` and `figures` will call; JAX finds them again."""
         key, inputs = self._problem.decomposition.key("eval"), self._batches(0)
         adversaries = self._start(key, inputs)
-        self._fast.lower(replace_adversaries(state), weights, inputs, key, adversaries).compile()
+        self._fast.lower(evaluated_part(state), weights, inputs, key, adversaries).compile()
         self._statistics.lower(state.components, state.ci, weights, inputs).compile()
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
@@ -221,7 +222,7 @@ class Evaluation:
         """
         drawn = self._statistics_figures(state, weights, stop)
         if self._probe is not None:
-            drawn |= self._probe.figures(replace_adversaries(state), weights)
+            drawn |= self._probe.figures(evaluated_part(state), weights)
         paths: dict[str, Path] = {}
         if folder is None:
             return paths
@@ -255,9 +256,7 @@ def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:
     return isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
 
 
-def replace_adversaries(state: State) -> State:
-    """The state without persistent sources, which no evaluation reads."""
-    # Not `replace`: it would look at the fields, and what goes in may be shapes.
-    unread = lambda s: (s.adversaries, s.components_moments, s.ci_moments)  # noqa: E731
-    seen: State = eqx.tree_at(unread, state, ({}, None, None), is_leaf=lambda x: x is None)
-    return seen
+def evaluated_part(state: State) -> State:
+    """The state without persistent sources and moments, which no evaluation reads."""
+    evaluated: State = replace_fields(state, adversaries={}, components_moments=None, ci_moments=None)
+    return evaluated

@@ -10,10 +10,10 @@ from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.config.strict import (
     Count,
     ListOf,
+    Mistake,
     Natural,
     Place,
     Positive,
-    Problem,
     Strict,
     broken,
     nearest,
@@ -220,4 +220,4 @@ def read_recipe(path: str | Path) -> PretrainRecipe | ToyRecipe:
             return validate(ToyRecipe, raw, place)
         case architecture:
             message = f"unknown architecture {architecture!r}; {nearest(str(architecture), ARCHITECTURES)}"
-    raise place.error([Problem("model.architecture", message)])
+    raise place.error([Mistake("model.architecture", message)])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import Factors, delta, init_components, masked_site, masked_site_with_delta
+from param_decomp_jax.components import Factors, delta, init_components, past_components, through_components
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
 
@@ -23,6 +23,21 @@ def arguments(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     values["mask"], values["delta"] = (rng.uniform(size=SHAPES[name]) for name in ("mask", "delta"))
     values["route"] = rng.integers(0, 2, SHAPES["route"]).astype(float)
     return {name: jnp.asarray(value, dtype) for name, value in values.items()}
+
+
+def masked_site_with_delta(x: Any, W: Any, V: Any, U: Any, mask: Any, delta_mask: Any, route: Any) -> jax.Array:
+    """F1, as the definition reads: ``r · (((xV) ⊙ m) U + δ · xΔ) + (1 − r) · xW``."""
+    masked = ((x @ V.astype(x.dtype)) * mask.astype(x.dtype)) @ U.astype(x.dtype)
+    unexplained = x @ (W - V @ U).astype(x.dtype)
+    r = route[..., None].astype(x.dtype)
+    return r * (masked + delta_mask[..., None].astype(x.dtype) * unexplained) + (1 - r) * (x @ W.astype(x.dtype))
+
+
+def masked_site(x: Any, W: Any, V: Any, U: Any, mask: Any, delta_mask: Any, route: Any) -> jax.Array:
+    """F2, the sum of its two parts."""
+    y = through_components(x, V, U, mask, delta_mask, route)
+    rest = past_components(x, W, delta_mask, route)
+    return (y if rest is None else y + rest).astype(x.dtype)
 
 
 def value_and_gradients(site: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

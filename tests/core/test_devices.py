@@ -122,7 +122,7 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
             for stack in problem.target.sites.stacks:
                 sources: Sources = bundle[stack.name]
                 assert sources.delta is not None
-                rows = shape.batch_parts if per_row else 1
+                rows = shape.replica * shape.fsdp if per_row else 1
                 columns = divided(stack.C, shape.tensor) if per_row else by_component(stack.C)
                 assert (n_parts(sources.components), n_parts(sources.delta)) == (rows * columns, rows), name
     for stack in problem.target.sites.stacks:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
-from param_decomp_jax.draws import keys_from, positions, threefry_2x32, uniform
+from param_decomp_jax.draws import positions, threefry_2x32, uniform
 from param_decomp_jax.masks import (
     Constant,
     ConstantSources,
@@ -156,13 +156,6 @@ def test_independent_across_elements_and_keys(sample: np.ndarray) -> None:
     # The output word of counter (a, b) is not that of (b, a).
     square = np.asarray(draw(KEY, (300,), 300), np.float64)
     assert_uncorrelated(square[np.triu_indices(300, 1)], square.T[np.triu_indices(300, 1)])
-
-
-def test_keys_from() -> None:
-    first, again = keys_from(KEY), keys_from(KEY)
-    keys = [next(first) for _ in range(5)]
-    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 5
-    assert all(jnp.array_equal(jax.random.key_data(key), jax.random.key_data(next(again))) for key in keys)
 
 
 # ---- stochastic sources ----

@@ -144,7 +144,7 @@ def test_another_intermediate_decides_over_other_layers() -> None:
     """The CI function's layers go by "ci"."""
 
     def kept_of(policy: MemoryPolicy, of: Intermediate) -> int:
-        forward = partial(over_layers, policy, lambda x, layer: (body(x, layer)[0], {}), of=of)
+        forward = partial(over_layers, policy, lambda x, layer: (body(x, layer)[0], {}), name=of)
         _, backward = jax.eval_shape(lambda x, xs: jax.vjp(lambda *args: forward(*args)[0], x, xs), X, XS)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import program as program_module
+from param_decomp_jax import multi_step as program_module
 from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.masks import Stochastic

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Site, Sites
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import KINDS, LlamaConfig, module_name
 
@@ -83,6 +83,16 @@ def test_other_shape_or_input_splits() -> None:
     assert len(Sites((site(0), site(1))).segments) == 1
     for other in (site(1, reads="y"), site(1, d_in=6), site(1, d_out=6)):
         assert len(Sites((site(0), other)).segments) == 2
+
+
+def test_another_group_of_layers_splits() -> None:
+    """Matrices that are alike but for the group of layers (`UniformLayers`) they are in."""
+    sites = choose_sites(
+        [Matrix(f"layers.{n}.a", n, "a", "x", 4, 5, group=n // 2) for n in range(4)],
+        {f"layers.{n}.a{end}": 3 for n in range(4) for end in ("", PRE_IDENTITY)},
+    )
+    assert spans(sites) == [(0, 2), (2, 4)]
+    assert [stack.name for stack in sites.stacks][2:] == [f"layers.2-3.a{PRE_IDENTITY}", "layers.2-3.a"]
 
 
 def test_a_stack_of_one_has_its_sites_name() -> None:

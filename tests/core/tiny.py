@@ -6,16 +6,14 @@ models themselves are in `toys.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import step as step_module
 from param_decomp_jax.adversary import (
     AdamAscent,
     Adversary,
@@ -25,7 +23,6 @@ from param_decomp_jax.adversary import (
     PersistentAttack,
     RepeatAcrossBatch,
     SingleSource,
-    initial_sources,
 )  # fmt: skip
 from param_decomp_jax.ci import (
     CIConfig,
@@ -43,18 +40,17 @@ from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.draws import positions
+from param_decomp_jax.inspection import step_draws, unstack_sites
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, indices
-from param_decomp_jax.objective import Metrics
 from param_decomp_jax.optim import AdamW
-from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
-from param_decomp_jax.routing import draw_routes
+from param_decomp_jax.recon import ForwardDraws, Reconstruction, draw_forwards, live_sets, n_samples
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
-from param_decomp_jax.step import Gradients, Problem, run_clean_pass, training_step
+from param_decomp_jax.step import Gradients, Problem, StepOutcome, run_clean_pass, step_outcome
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import Llama, LlamaConfig, module_name
 from param_decomp_jax.targets.resid_mlp import ResidMLP
@@ -206,30 +202,7 @@ def in_float64(problem: Problem) -> Problem:
     return Problem(spec, dataclasses.replace(problem.target, compute_dtype=jnp.float64))
 
 
-class Outcome(NamedTuple):
-    """What one step of the core gives; ``gradients`` of the total, before any clip."""
-
-    state: State
-    metrics: Metrics
-    gradients: Gradients
-
-
-def run_step(problem: Problem, state: State, weights: Tree, tokens: Any) -> Outcome:
-    """One training step, with the gradients that it computed on the way caught in the same trace."""
-    caught: list[Gradients] = []
-    plain = step_module.losses_and_ascents
-
-    def watched(*args: Any) -> Any:
-        out = plain(*args)
-        caught.append(out[1])
-        return out
-
-    with mock.patch.object(step_module, "losses_and_ascents", watched):
-        state, metrics = training_step(problem, state, weights, tokens)
-    return Outcome(state, metrics, caught[0])
-
-
-jit_step: Callable[..., Outcome] = jax.jit(run_step, static_argnums=0)
+jit_step: Callable[..., StepOutcome] = jax.jit(step_outcome, static_argnums=0)
 
 
 # ---- from the core's objects to the reference's ----
@@ -241,12 +214,8 @@ def array(x: Any) -> np.ndarray:
 
 def ref_components(components: Tree, sites: Sites) -> Tree:
     """By site. As in the reference's state, a site that is a view of another has no entry (T4)."""
-    rows = zip(sites.all, sites.stack_rows, strict=True)
-    return {
-        site.name: {"V": array(components[stack.name].V[row]), "U": array(components[stack.name].U[row])}
-        for site, (stack, row) in rows
-        if stack.name in components
-    }
+    by_site = unstack_sites(sites, components)
+    return {name: {"V": array(factors.V), "U": array(factors.U)} for name, factors in by_site.items()}
 
 
 def ref_ci(ci: Any, sites: Sites) -> Tree:
@@ -285,14 +254,13 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
 
 def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None) -> Tree:
     """Sources by site; of the live ones alone if ``live`` names them."""
-    out = {}
-    for n, (site, (stack, row)) in enumerate(zip(sites.all, sites.stack_rows, strict=True)):
-        if live is None or n in live:
-            source = bundle[stack.name]
-            out[site.name] = {"components": array(source.components[row])}
-            if source.delta is not None:
-                out[site.name]["delta"] = array(source.delta[row])
-    return out
+    names = None if live is None else {sites.all[n].name for n in live}
+    return {
+        name: {"components": array(source.components)}
+        | ({} if source.delta is None else {"delta": array(source.delta)})
+        for name, source in unstack_sites(sites, bundle).items()
+        if names is None or name in names
+    }
 
 
 def ref_moments(moments: Tree, convert: Callable[[Tree], Tree]) -> Tree:
@@ -484,66 +452,43 @@ def schema(problem: Problem) -> Tree:
     }
 
 
-def term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[int, ...], use_delta: bool) -> list[Tree]:
-    """The draws of every forward of a term, in the core's order: live sets outside, samples inside."""
-    draws = []
-    for live in live_sets(term.live, len(sites)):
-        for _ in range(n_samples(term)):
-            of_routes, of_sources = jax.random.split(jax.random.fold_in(key, len(draws)))
-            draw: Tree = {"sources": None}
-            routes = draw_routes(term.routing, of_routes, positions(leading), len(live))
-            draw["routes"] = None if routes is None else jnp.moveaxis(routes, -1, 0)
-            match term.sources:
-                case Stochastic() as kind:
-                    drawn = StochasticSources(kind, of_sources, use_delta)
-                    draw["sources"] = [drawn_at(drawn, n, leading, sites.all[n].C) for n in live]
-                case FreshAttack() as kind:
-                    draw["sources"] = initial_sources(kind, of_sources, sites, live, leading, use_delta)
-            draws.append(draw)
-    return draws
-
-
 def drawn_at(sources: StochasticSources, site: int, leading: tuple[int, ...], C: int) -> tuple[Any, Any]:
     """Component sources and delta of one site."""
     at, number = positions(leading), jnp.asarray(site)
     return sources.components(number, at, indices(C)), sources.delta(number, at)
 
 
-_jit_term_draws = jax.jit(term_draws, static_argnums=(0, 2, 3, 4))
+_jit_draw_forwards = jax.jit(draw_forwards, static_argnums=(0, 2, 3, 4))
 
 
 def ref_term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[int, ...], use_delta: bool) -> Tree:
-    """`term_draws` as the reference takes them: by site name; samples outside, live sets inside."""
-    lives = live_sets(term.live, len(sites))
+    """What the core draws for a term, as the reference takes it."""
+    return ref_forward_draws(term, _jit_draw_forwards(term, key, sites, leading, use_delta), sites)
+
+
+def ref_forward_draws(term: Reconstruction, draws: Sequence[ForwardDraws], sites: Sites) -> Tree:
+    """Draws of a term as the reference takes them: by site name; samples outside, live sets inside."""
+    lives, samples = live_sets(term.live, len(sites)), n_samples(term)
     by_forward = []
-    drawn = _jit_term_draws(term, key, sites, leading, use_delta)
-    for n, draw in enumerate(drawn):
-        live = lives[n // n_samples(term)]
-        names = [sites.all[site].name for site in live]
+    for n, draw in enumerate(draws):
+        live = lives[n // samples]
         entry: Tree = {}
-        if draw["routes"] is not None:
-            entry["routes"] = {name: array(route) for name, route in zip(names, draw["routes"], strict=True)}
-        if isinstance(term.sources, FreshAttack):
-            entry["sources"] = ref_bundle(draw["sources"], sites, live)
-        elif draw["sources"] is not None:
-            entry["sources"] = {
-                name: {"components": array(u)} | ({} if delta is None else {"delta": array(delta)})
-                for name, (u, delta) in zip(names, draw["sources"], strict=True)
-            }
+        if draw.routes is not None:
+            entry["routes"] = {sites.all[site].name: array(draw.routes[..., i]) for i, site in enumerate(live)}
+        if draw.sources is not None:
+            entry["sources"] = ref_bundle(draw.sources, sites, live)
         by_forward.append(entry)
-    samples = n_samples(term)
     return [by_forward[live * samples + sample] for sample in range(samples) for live in range(len(lives))]
+
+
+_jit_step_draws = jax.jit(step_draws, static_argnums=(0, 2))
 
 
 def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -> Tree:
     """All draws of a training step."""
-    spec = problem.decomposition
-    key = jax.random.fold_in(spec.key("train"), step)
-    return {
-        term.name: ref_term_draws(term, jax.random.fold_in(key, number), problem.target.sites, leading, spec.use_delta)
-        for number, term in enumerate(spec.terms)
-        if isinstance(term, Reconstruction)
-    }
+    terms = {term.name: term for term in problem.decomposition.terms}
+    draws = _jit_step_draws(problem, step, leading)
+    return {name: ref_forward_draws(terms[name], own, problem.target.sites) for name, own in draws.items()}
 
 
 def leading_axes(of: AnyTarget, inputs: Any) -> tuple[int, ...]:
@@ -590,7 +535,7 @@ def assert_alike(want: Tree, got: Tree, tolerance: float) -> float:
     return max(deviations.values())
 
 
-def assert_step(problem: Problem, got: Outcome, want: ref.StepResult, tolerance: float) -> float:
+def assert_step(problem: Problem, got: StepOutcome, want: ref.StepResult, tolerance: float) -> float:
     """Total, terms, gradients, their norms and the whole new state of one step; the largest deviation."""
     metrics = {name.removeprefix("loss/"): float(x) for name, x in got.metrics.items() if name.startswith("loss/")}
     terms = {name.replace("/frequency", "_frequency"): x for name, x in want.terms.items()}
