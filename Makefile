@@ -12,8 +12,12 @@ CODE := param_decomp_jax param_decomp_lab experiments slurm tests
 NEWEST := .venv-newest
 PYTHON_NEWEST ?= python3.14 python3.13 python3.12 python3
 PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade
+# What a new JAX breaks first: what the core imports, the jaxprs that FLOPs are counted from, the step against the
+# reference in float64 (an adversary, a CI transformer, routing), one device against eight.
+NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_step.py::test_step_in_float64 \
+	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy
 
-.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest check-jax format constraints clean
+.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest test-in-newest check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -42,11 +46,16 @@ test-slurm: $(VENV)/installed-dev
 	$(PYTEST) --numprocesses 0 -m slurm
 ## make test-newest  a little of everything with the newest JAX, in .venv-newest; needs Python 3.12
 test-newest:
-	@if python=$$(sh experiments/find_python.sh 12 $(PYTHON_NEWEST)); then \
-	    $(MAKE) --no-print-directory NEWEST_PYTHON="$$python" $(NEWEST)/tested; \
+	@if sh experiments/find_python.sh 12 $(PYTHON_NEWEST) >/dev/null; then \
+	    $(MAKE) --no-print-directory $(NEWEST)/installed test-in-newest; \
 	else \
-	    echo "SKIPPED: make test-newest, for want of a Python that the newest JAX takes"; \
+	    echo "SKIPPED: make test-newest, for want of a Python that the newest JAX runs on"; \
 	fi
+test-in-newest:
+	@$(PIP_NEWEST) jax equinox optax orbax-checkpoint
+	@$(NEWEST)/bin/python -c 'import sys, jax; print("the newest: JAX", jax.__version__, "on Python", sys.version.split()[0])'
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --durations 15 -m "not slow" $(NEWEST_TESTS)
+	@sh experiments/short_decomposition.sh $(NEWEST)/bin
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
@@ -81,4 +90,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-probe: $(VENV)/installed-dev
 	@echo "adding the compiler for GPUs"
 	@$(PIP_INSTALL) --editable '.[dev,probe]'
+	@touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	@python=$$(sh experiments/find_python.sh 12 $(PYTHON_NEWEST)) && \
+	    echo "making the environment in $(NEWEST) with $$python (about a minute)" && "$$python" -m venv --clear $(NEWEST)
+	@$(PIP_NEWEST) --editable '.[dev]'
 	@touch $@
