@@ -1,5 +1,6 @@
 # Everything runs in .venv, made on first use with the standard library's venv and pip.
-PYTHON ?= python3.11
+# The first of these that works: experiments/find_python.sh. Another one: make PYTHON=<path>
+PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -7,12 +8,24 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
 CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests
 
-.PHONY: help install demo demo-smollm2 test test-slow test-probe test-slurm check-jax format constraints clean
+# The environment of `test-newest`: the newest releases, which need a newer Python, without constraints.
+NEWEST := .venv-newest
+PYTHON_NEWEST ?= python3.14 python3.13 python3.12 python3
+PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade
+# What a new JAX breaks first: what the core imports, the jaxprs that FLOPs are counted from, the step against the
+# reference in float64 (an adversary, a CI transformer, routing), one device against eight.
+NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_step.py::test_step_in_float64 \
+	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy
+
+.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest test-in-newest check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
 ## make install      the environment in .venv, with the command `pd`
 install: $(VENV)/installed
+## make python       which Python the environment is made with
+python:
+	@sh experiments/find_python.sh 11 $(PYTHON)
 ## make demo         pretrain a small Llama, decompose it, write a report (minutes)
 demo: $(VENV)/installed
 	@sh experiments/demo.sh $(BIN)
@@ -31,6 +44,18 @@ test-probe: $(VENV)/installed-probe
 ## make test-slurm   on a real Slurm of one node; needs Debian's slurm-wlm and munge (as root: apt-get install)
 test-slurm: $(VENV)/installed-dev
 	$(PYTEST) --numprocesses 0 -m slurm
+## make test-newest  a little of everything with the newest JAX, in .venv-newest; needs Python 3.12
+test-newest:
+	@if sh experiments/find_python.sh 12 $(PYTHON_NEWEST) >/dev/null; then \
+	    $(MAKE) --no-print-directory $(NEWEST)/installed test-in-newest; \
+	else \
+	    echo "SKIPPED: make test-newest, for want of a Python that the newest JAX runs on"; \
+	fi
+test-in-newest:
+	@$(PIP_NEWEST) jax equinox optax orbax-checkpoint
+	@$(NEWEST)/bin/python -c 'import sys, jax; print("the newest: JAX", jax.__version__, "on Python", sys.version.split()[0])'
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --durations 15 -m "not slow" $(NEWEST_TESTS)
+	@sh experiments/short_decomposition.sh $(NEWEST)/bin
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
@@ -46,15 +71,14 @@ constraints: $(VENV)/installed-dev
 	@head -1 constraints.txt > constraints.new
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' | sort -f >> constraints.new
 	@mv constraints.new constraints.txt
-## make clean        remove the environment
+## make clean        remove the environments
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(NEWEST)
 
 # A stamp is written last: an environment whose making was interrupted is made anew.
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "making the environment in $(VENV) (about a minute)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python 3.11 or newer: make PYTHON=<python>"; exit 1; }
-	@$(PYTHON) -m venv --clear $(VENV)
+	@python=$$(sh experiments/find_python.sh 11 $(PYTHON)) && \
+	    echo "making the environment in $(VENV) with $$python (about a minute)" && "$$python" -m venv --clear $(VENV)
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
@@ -66,4 +90,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-probe: $(VENV)/installed-dev
 	@echo "adding the compiler for GPUs"
 	@$(PIP_INSTALL) --editable '.[dev,probe]'
+	@touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	@python=$$(sh experiments/find_python.sh 12 $(PYTHON_NEWEST)) && \
+	    echo "making the environment in $(NEWEST) with $$python (about a minute)" && "$$python" -m venv --clear $(NEWEST)
+	@$(PIP_NEWEST) --editable '.[dev]'
 	@touch $@

@@ -105,5 +105,8 @@ def gpus(target_config: str, n_gpus: int, per_node: int = 8) -> Sequence[Any]:
     try:
         described = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=topology)
     except RuntimeError as error:
-        raise MissingPlugin(f"no CUDA plugin to compile with: pip install 'param-decomp[probe]' ({error})") from error
+        raise MissingPlugin(
+            f"no CUDA plugin of JAX's version {jax.__version__} to compile with: pip install 'param-decomp[probe]', "
+            f"which brings one and the JAX that goes with it ({error})"
+        ) from error
     return described.devices

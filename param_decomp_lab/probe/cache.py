@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.probe.compiler import installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -63,13 +63,7 @@ def _code() -> str:
 
 
 def _versions() -> str:
-    def of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "none"
-
-    return " ".join(f"{package} {of(package)}" for package in PACKAGES)
+    return " ".join(f"{package} {installed(package) or 'none'}" for package in PACKAGES)
 
 
 def _settings() -> str:

@@ -18,6 +18,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.answer import Answer, Tell, ask
 from param_decomp_lab.probe.cards import Pool, card
+from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
 from param_decomp_lab.probe.subject import Subject, run_subject
@@ -37,6 +38,7 @@ def probe(
     quick: bool,
 ) -> Answer:
     """The answer for the configuration in ``path``. UserError for a question that cannot be asked."""
+    refuse_another_version()
     compile_without_gpus()
     subject = make_subject(path, overrides, batch, seq)
     where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)

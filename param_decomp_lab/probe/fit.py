@@ -15,6 +15,7 @@ from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
 from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.frontier import draw, points_table
 from param_decomp_lab.probe.search import Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
@@ -66,6 +67,7 @@ def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
 
     UserError for what cannot be asked.
     """
+    refuse_another_version()
     config, told = load_config(question.path, question.overrides), parse_vary(vary)
     every = valid_kinds(question, config, told)
     count = workers(len(every))

@@ -34,7 +34,13 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S, StopSignal
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.run_folder.ending import clear_end, record_end
-from param_decomp_lab.run_folder.folder import make_run_folder, record_start, refuse_taken, refuse_unseen, saved_config
+from param_decomp_lab.run_folder.folder import (
+    make_run_folder,
+    record_start,
+    refuse_taken,
+    refuse_unseen,
+    saved_config,
+)
 from param_decomp_lab.run_folder.lock import only_job
 from param_decomp_lab.run_folder.target_file import write_target
 from param_decomp_lab.run_folder.unwritable import explain_unwritable

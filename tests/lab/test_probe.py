@@ -1,7 +1,10 @@
 """`pd probe` and `pd fit`. What compiles for GPUs needs JAX's CUDA plugin (the extra `probe`)."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +212,24 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
     outcome = pd_here("probe", LLAMA, "--quick", "--no-cache")
     assert outcome.status == 2
+    assert f"no CUDA plugin of JAX's version {jax.__version__} to compile with" in outcome.err
     assert "pip install 'param-decomp[probe]'" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["probe", "fit --gpus 8"])
+def test_with_a_compiler_of_another_version(tmp_path: Path, command: str) -> None:
+    """Said before JAX starts, which would print a traceback and go on with half of the plugin."""
+    for part in ("plugin", "pjrt"):
+        (tmp_path / f"jax_cuda13_{part}-0.1.2.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: jax-cuda13-{part}\nVersion: 0.1.2\n"
+        (tmp_path / f"jax_cuda13_{part}-0.1.2.dist-info" / "METADATA").write_text(metadata)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-m", "param_decomp_lab", *command.split(), str(LLAMA), "--gpu", "b200"]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert f"JAX is {jax.__version__} and what is installed is jax-cuda13-plugin 0.1.2 and" in done.stderr
+    assert "pip install 'param-decomp[probe]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
