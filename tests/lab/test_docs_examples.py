@@ -223,9 +223,8 @@ def test_commands_in_sentences(page: str) -> None:
     prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     for text in re.findall(r"`(pd(?: [^`]*)?)`", prose):
         words = text.split()
-        command = " ".join(words[:2])
-        if " ".join(words[:3]) in options():
-            command = " ".join(words[:3])
+        is_group = any(known.startswith(" ".join(words[:2]) + " ") for known in options())
+        command = " ".join(words[: 3 if is_group and len(words) > 1 else 2])
         assert command in options(), f"{page}: `{text}`"
         for word in (word.partition("=")[0] for word in words if word.startswith("--")):
             assert word in options()[command] | {"--help"}, f"{page}: `{text}`"
