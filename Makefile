@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
-CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests
+CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests docs
 
 # The environment of `test-newest`: the newest releases, which need a newer Python, without constraints.
 NEWEST := .venv-newest
@@ -17,7 +17,7 @@ PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-
 NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_step.py::test_step_in_float64 \
 	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy
 
-.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest test-in-newest check-jax format constraints clean
+.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -62,12 +62,16 @@ check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
+## make docs         the documentation as a site with search and an API reference: build/docs/index.html
+docs: $(VENV)/installed-docs
+	@rm -rf build/docs docs/reference
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 ## make format       rewrite the code as `check-jax` wants it
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 ## make constraints  write the installed versions into constraints.txt
-constraints: $(VENV)/installed-dev
+constraints: $(VENV)/installed-docs
 	@head -1 constraints.txt > constraints.new
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' | sort -f >> constraints.new
 	@mv constraints.new constraints.txt
@@ -85,6 +89,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "adding what the tests need"
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-dev
+	@echo "adding what makes the site"
+	@$(PIP_INSTALL) --editable '.[dev,docs]'
 	@touch $@
 
 $(VENV)/installed-probe: $(VENV)/installed-dev

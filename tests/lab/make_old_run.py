@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 import yaml
+from param_decomp_lab.weights.hf_llama import save_llama
+from param_decomp_lab.weights.toys import save_toy
 from safetensors.numpy import load_file
 
 import tests.conftest  # noqa: F401  (devices and quick compilation as when the tests run)
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.data.tokenize import tokenize_files
-from param_decomp_lab.weights.hf_llama import save_llama
-from param_decomp_lab.weights.toys import save_toy
 from tests.core import toys
 from tests.core.tiny import weights
 from tests.lab import tiny_run

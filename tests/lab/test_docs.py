@@ -1,20 +1,20 @@
-"""The documentation says what is there: every key with its default, every link, file, function, command and rule."""
+"""The documentation says what is there: every key with its default, every link, file, function, message and rule.
+
+Its examples are run in `test_docs_examples.py`; `make docs` finds links and docstrings that the site cannot show.
+"""
 
 import ast
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from param_decomp_lab.cli import app
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import REFUSED, AnyLoss, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
@@ -188,7 +188,7 @@ def names_in(file: Path) -> frozenset[str]:
                 return [name]
         return []
 
-    tree = ast.parse(file.read_text())
+    tree = parse(file)
     found = {name for node in tree.body for name in targets(node)}
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return frozenset(found | {f"{c.name}.{member}" for c in classes for node in c.body for member in targets(node)})
@@ -203,27 +203,58 @@ def test_files_and_names_exist(page: Path) -> None:
         assert not name or any(name in names_in(place) for place in places), f"{page.name} names {path}:{name}"
 
 
-@pages
-def test_commands_and_make_targets_exist(page: Path) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    makefile = ROOT / "Makefile"
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
-    for line in re.findall(r"^(?:pd|make) .*$", blocks, re.MULTILINE):
-        program, *words = shlex.split(line.partition("&&")[0], comments=True)
-        if program == "make":
-            for target in (word for word in words if "=" not in word):
-                assert re.search(rf"^{target}:", makefile.read_text(), re.MULTILINE), f"{page.name}: {line}"
-            continue
-        if words[0].startswith("--"):
-            continue
-        command = commands[words[0]]
-        if isinstance(command, typer.core.TyperGroup):
-            command = command.commands[words[1]]
-        options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-        assert {word for word in words if word.startswith("--")} <= options, f"{page.name}: {line}"
+def test_the_package_itself_uses_what_the_method_page_names() -> None:
+    """What only tests call is not the code of a rule."""
+    page = (ROOT / "docs" / "semantics.md").read_text()
+    named = {
+        (path, name) for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", page) if not path.startswith("tests/")
+    }
+    unused = [f"{path}:{name}" for path, name in sorted(named) if name.rpartition(".")[2] not in used_in_packages()]
+    assert not unused, f"docs/semantics.md names what only tests call: {', '.join(unused)}"
 
 
-# ---- rules and examples ----
+@cache
+def used_in_packages() -> frozenset[str]:
+    """Names that code of the packages reads, those of a function within itself left out."""
+
+    def reads(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[str]:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                inside = (*inside, name)
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()) if name not in inside:
+                yield name
+        for child in ast.iter_child_nodes(node):
+            yield from reads(child, inside)
+
+    return frozenset(name for package in PACKAGES for file in package.rglob("*.py") for name in reads(parse(file)))
+
+
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """The table of messages in Getting started: of each the longest part without a value (``…``, ``'x'``, a letter)."""
+    page = (ROOT / "docs" / "getting_started.md").read_text()
+    table = page.split("| message | what to do |")[1].split("\n\n")[0]
+    texts = [text for file in PACKAGES[1].rglob("*.py") for text in strings(parse(file))]
+    for message in (message for row in table.splitlines()[2:] for message in code(row.split("|")[1])):
+        longest = max(re.split(r"…|'\w'|\b[nmF]\b|;", message), key=len).strip(" :,()")
+        assert any(longest in text for text in texts), f"no code says: {message}"
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """Every string of a module; what an f-string puts in is a ``…``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)):
+                yield text
+            case ast.JoinedStr(values=parts):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+
+
+# ---- rules and whole files ----
 
 
 def test_every_rule_and_section_that_code_cites_is_there() -> None:
@@ -236,7 +267,7 @@ def test_every_rule_and_section_that_code_cites_is_there() -> None:
 
 
 def prose(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield ast.get_docstring(node) or ""
 

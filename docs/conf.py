@@ -1,0 +1,29 @@
+"""The documentation site, built by `make docs`: the pages of this folder, and the API reference from docstrings."""
+
+import typing
+
+# jaxtyping then prints `Float[Array, "n d"]` in signatures, without the modules in which JAX keeps its classes.
+typing.GENERATING_DOCUMENTATION = "param_decomp"  # type: ignore[attr-defined]
+
+project = "param-decomp"
+html_title = project
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+exclude_patterns = ["templates"]
+templates_path = ["templates"]
+
+# Anchors of headings as the forges make them: a link to a section works there and here.
+myst_heading_anchors = 4
+
+# In docstrings ``literal`` is code; `name` links to what its module or class calls so, and is code otherwise.
+default_role = "py:obj"
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+maximum_signature_line_length = 100
+
+# No fonts, scripts or images from other hosts; all is served from the site's own folder, or opened as files.
+html_theme = "furo"
+html_copy_source = False
+html_show_copyright = False
