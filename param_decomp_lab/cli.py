@@ -391,7 +391,7 @@ def pretrain(
 ) -> None:
     """Train a network to decompose: a small Llama on tokenized text, saved as a Hugging Face folder, or a toy.
 
-    A GPT too (`architecture: gpt`), to measure memory with; it cannot be decomposed.
+    Or a GPT (`architecture: gpt`), saved in a layout of our own.
     The toys are TMS and ResidMLP (`architecture: tms`, `resid_mlp`). Training one checks that it represents every
     feature, and tries the next seed if it does not. A model that the same recipe made before is left as it is.
 

@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from param_decomp_lab.weights.hf_llama import save_llama
-from param_decomp_lab.weights.toys import save_toy
 from safetensors.numpy import load_file
 
 import tests.conftest  # noqa: F401  (devices and quick compilation as when the tests run)
@@ -208,6 +206,7 @@ def observe(folder: Path) -> Tree:
 def make_llama(folder: Path) -> None:
     """Target, data, and the run, which a signal stops."""
     from param_decomp_lab.recorder import Recorder
+    from param_decomp_lab.weights.hf_llama import save_llama  # of that commit
 
     save_llama(folder / "target", ARCHITECTURE, weights(ARCHITECTURE))
     (folder / "text").mkdir()
@@ -240,6 +239,8 @@ def make_llama(folder: Path) -> None:
 
 def make_toy(folder: Path) -> None:
     config = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=0)
+    from param_decomp_lab.weights.toys import save_toy  # of that commit
+
     save_toy(folder / "target", config, toys.weights(config))
     given = (f"target={{folder: {folder / 'target'}}}", f"out_dir={folder}", f"run_id={TOY.name}", *TOY_SETTINGS)
     configs = folder / "configs"

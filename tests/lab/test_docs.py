@@ -238,7 +238,7 @@ def test_messages_are_those_of_the_code() -> None:
     """The table of messages in Getting started: of each the longest part without a value (``…``, ``'x'``, a letter)."""
     page = (ROOT / "docs" / "getting_started.md").read_text()
     table = page.split("| message | what to do |")[1].split("\n\n")[0]
-    texts = [text for file in PACKAGES[1].rglob("*.py") for text in strings(parse(file))]
+    texts = [text for package in PACKAGES for file in package.rglob("*.py") for text in strings(parse(file))]
     for message in (message for row in table.splitlines()[2:] for message in code(row.split("|")[1])):
         longest = max(re.split(r"…|'\w'|\b[nmF]\b|;", message), key=len).strip(" :,()")
         assert any(longest in text for text in texts), f"no code says: {message}"

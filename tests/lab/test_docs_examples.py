@@ -17,8 +17,8 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import AnyLoss
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.opening.target import problem_of
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
+from param_decomp_lab.setup.problem import make_problem
 from tests.lab.tiny_run import pd_here
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_the_printed_run_is_the_demos() -> None:
     config, recipe = load_config(DEMO / "decompose.yaml"), read_recipe(DEMO / "pretrain.yaml")
     assert isinstance(recipe, PretrainRecipe)
     architecture: Any = recipe.model.config(256)
-    problem: Any = problem_of(config, architecture, DEMO)
+    problem: Any = make_problem(config, architecture, DEMO)
     shown: Any = Run(Path(RUN), config, config.torch.pd.steps, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
     assert printed.rstrip("\n") == repr(shown)
 

@@ -1,0 +1,165 @@
+"""docs/development.md, "A new target", followed to the letter: an architecture that is not part of the project, and the
+GPT of `pd pretrain`, are registered, checked, decomposed, opened and exported through the same commands as a Llama."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.fused_kl import Head
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import gather
+from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, is_shape
+from param_decomp_jax.targets.base import LayerLinears, Weights
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.gpt import GPTConfig
+from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
+from param_decomp_jax.targets.registry import ARCHITECTURES
+from param_decomp_lab import load_run
+from param_decomp_lab.weights.target_folder import load_target, save_target
+from tests.lab.tiny_run import LIGHT, SEQ_LEN, Tiny, pd_here, rows
+
+# --8<-- the file that somebody adds to `targets/`
+
+
+@dataclass(frozen=True)
+class AveragesConfig(Architecture):
+    """Each layer adds a ReLU layer of the mean of the tokens so far."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_positions: int
+
+    name = "averages"
+    title = "Averages"
+    model_classes = ("AveragesModel",)
+
+    @property
+    def inputs(self) -> TokenInputs:
+        return TokenInputs(self.vocab_size, self.n_positions)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        d, layers = self.d_model, range(self.n_layers)
+        kinds = (("inward", "mean", d, 2 * d), ("outward", "hidden", 2 * d, d))
+        return tuple(Matrix(f"h.{i}.{kind}", i, kind, reads, *shape) for i in layers for kind, reads, *shape in kinds)
+
+    def weight_shapes(self) -> dict[str, Any]:
+        d, n = self.d_model, self.n_layers
+        return {"embed": (self.vocab_size, d), "layers": {"inward": (n, d, 2 * d), "outward": (n, 2 * d, d)}}
+
+    def tensors(self) -> dict[str, Any]:
+        def stacked(kind: str) -> Tensors:
+            return Tensors(tuple(f"h.{i}.{kind}.weight" for i in range(self.n_layers)), stacked=True, transposed=True)
+
+        return {"embed": Tensors(("wte",)), "layers": {kind: stacked(kind) for kind in ("inward", "outward")}}
+
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> "Averages":
+        return Averages(self, sites, memory, compute_dtype)
+
+    def describe(self) -> str:
+        return f"Averages, {self.n_layers} layers of width {self.d_model}"
+
+
+@dataclass(frozen=True)
+class Averages(Decoder):
+    architecture: AveragesConfig
+
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        return self.look_up(weights["embed"], tokens)
+
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        mean = jnp.cumsum(x, axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+        return x + linear("outward", jax.nn.relu(linear("inward", mean, w["inward"])), w["outward"])
+
+    def head(self, weights: Weights, dtype: Any) -> Head:
+        return Head(_product, gather(weights["embed"], FROZEN, dtype).T)
+
+
+def _product(table: Float[Array, "d vocab"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
+    return matmul_wide(hidden, table)
+
+
+# --8<-- the end of that file
+
+AVERAGES = AveragesConfig(vocab_size=256, d_model=12, n_layers=2, n_positions=64)
+GPT = GPTConfig(vocab_size=256, n_positions=64, d_model=12, n_layers=2, n_heads=2, d_mlp=20)
+CASES = {
+    "averages": (AVERAGES, "somewhere.AveragesModel", "h.*.inward", "h.1.outward"),
+    "gpt": (GPT, "GPT", "layers.*.mlp_in", "layers.1.o_proj"),
+}
+
+
+def random_weights(architecture: Architecture) -> Weights:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(0, 0.4, shape), jnp.float32),
+        architecture.weight_shapes(),
+        is_leaf=is_shape,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_a_folder_to_an_export(case: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, model_class, pattern, other = CASES[case]
+    monkeypatch.setitem(ARCHITECTURES, architecture.name, type(architecture))
+    weights = random_weights(architecture)
+    save_target(tmp_path / "target", architecture, weights)
+    assert load_target(tmp_path / "target")[0] == architecture
+    targets = f"[{{module_pattern: '{pattern}', C: 16}}, {{module_pattern: '{other}', C: 8}}]"
+    settings = (
+        *LIGHT,
+        "pd.steps=2",
+        f"target.folder={tmp_path / 'target'}",
+        f"target.spec.model_class={model_class}",
+        f"pd.decomposition_targets={targets}",
+        f"out_dir={tmp_path}",
+        "run_id=p-00000001",
+    )
+    arguments = (tiny.config, *(word for setting in settings for word in ("--set", setting)))
+    checked = pd_here("check", *arguments)
+    assert checked.status == 0, checked.err
+    assert architecture.describe().split(",")[0] in checked.out
+
+    trained = pd_here("train", *arguments)
+    assert trained.status == 0, trained.err
+    assert len(rows(tmp_path / "p-00000001")) == 2
+
+    run = load_run(tmp_path / "p-00000001")
+    assert architecture.describe() in repr(run)
+    tokens = np.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN)
+    model = architecture.target(Sites(()), PLAIN, jnp.float32)
+    expected = model.predictions(weights, model.forward(weights, jnp.asarray(tokens), UNTOUCHED).output)
+    np.testing.assert_allclose(run.output(tokens), expected, atol=1e-4)
+    # Every component on, and what they leave unexplained: the clean network again, through every site (F1).
+    everything = {site.name: np.ones(site.C, np.float32) for site in run.sites.values()}
+    np.testing.assert_allclose(run.output(tokens, everything, delta=1.0), expected, atol=1e-3)
+    assert np.abs(np.asarray(run.output(tokens, everything)) - expected).max() > 1e-2
+    assert {name: x.shape for name, x in run.causal_importances(tokens).items()} == {
+        site.name: (2, SEQ_LEN, site.C) for site in run.sites.values()
+    }
+
+    exported = pd_here("export", run.folder, "--out", tmp_path / "exported")
+    assert exported.status == 0, exported.err
+    assert (tmp_path / "exported" / "README.md").is_file()
+
+
+def test_rows_longer_than_the_positions(tiny: Tiny, tmp_path: Path) -> None:
+    architecture = GPTConfig(vocab_size=256, n_positions=8, d_model=4, n_layers=1, n_heads=1, d_mlp=4)
+    save_target(tmp_path, architecture, random_weights(architecture))
+    settings = (
+        f"target.folder={tmp_path}",
+        "target.spec.model_class=GPT",
+        "pd.decomposition_targets=[{module_pattern: '*mlp_in', C: 4}]",
+    )
+    outcome = pd_here("check", tiny.config, *(word for setting in settings for word in ("--set", setting)))
+    assert outcome.status == 2
+    assert f"data.max_seq_len: is {SEQ_LEN}, but the target takes at most 8 tokens" in outcome.err
