@@ -23,8 +23,8 @@ def replica_groups(attributes: str, n_devices: int) -> Groups:
 
     XLA has three ways of writing it: ``{{0,1},{2,3}}``; ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, the numbers from 0
     in an array, transposed, cut into rows; ``mesh['a'=2,'b'=2] {'b'}``, along axes of a mesh or parts of axes
-    (``'b':(2)4`` is the factor 4 that comes after a factor 2), the last of them innermost, of a mesh whose devices, where
-    they are not in order, are named as ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed.
+    (``'b':(2)4`` is the factor 4 that comes after a factor 2), the last of them innermost, of a mesh whose devices,
+    where they are not in order, are named as ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed.
     Raises ValueError at another.
     """
     found = _GROUPS.search(attributes)
