@@ -23,8 +23,9 @@ def replica_groups(attributes: str, n_devices: int) -> Groups:
 
     XLA has three ways of writing it: ``{{0,1},{2,3}}``; ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, the numbers from 0
     in an array, transposed, cut into rows; ``mesh['a'=2,'b'=2] {'b'}``, along axes of a mesh or parts of axes
-    (``'b':(2)4`` is the factor 4 that comes after a factor 2), whose devices, where they are not in order, are named as
-    ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed. Raises ValueError at another.
+    (``'b':(2)4`` is the factor 4 that comes after a factor 2), the last of them innermost, of a mesh whose devices,
+    where they are not in order, are named as ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed.
+    Raises ValueError at another.
     """
     found = _GROUPS.search(attributes)
     if found is None:
@@ -52,16 +53,18 @@ def _listed(written: str) -> Groups:
 def _along(mesh: re.Match[str]) -> Groups:
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
     ids = _ids(mesh[2] or "", int(np.prod(list(sizes.values()))))
-    # Every axis as its factors before, in and after the part that is meant.
-    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in _PART.findall(mesh[3])}
+    parts = [(name, int(before or 1), int(part or sizes[name])) for name, before, part in _PART.findall(mesh[3])]
+    # Every axis as its factors: those that are meant, and what is before, between and after them.
     shape: list[int] = []
-    inside: list[int] = []
+    place: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
-        before, part = parts.get(name, (1, 1))
-        part = part or size
-        if name in parts:
-            inside.append(len(shape) + 1)
-        shape += [before, part, size // (before * part)]
+        done = 1
+        for before, part in sorted((before, part) for axis, before, part in parts if axis == name):
+            place[name, before] = len(shape) + 1
+            shape += [before // done, part]
+            done = before * part
+        shape.append(size // done)
+    inside = [place[name, before] for name, before, _ in parts]
     ids = np.moveaxis(ids.reshape(shape), inside, range(-len(inside), 0))
     return _rows(ids.reshape(-1, int(np.prod([shape[i] for i in inside]))))
 
