@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from param_decomp_aot import JAX_VERSION
 from param_decomp_lab.errors import UserError
 
 PARTS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
@@ -18,7 +19,7 @@ def refuse_another_version() -> None:
     if others:
         raise UserError(
             f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, but JAX is {jax} and what is "
-            f"installed is {' and '.join(others)}; a pair that goes together: pip install 'param-decomp[probe]'"
+            f"installed is {' and '.join(others)}; to have both in {JAX_VERSION}: pip install 'param-decomp[probe]'"
         )
 
 

@@ -3,11 +3,14 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from param_decomp_aot import JAX_VERSION
 
 ROOT = Path(__file__).parents[2]
 LAB = ROOT / "param_decomp_lab"
@@ -74,6 +77,13 @@ def test_packages_of_the_laboratory_import_in_one_direction() -> None:
 
 def test_the_root_of_the_laboratory_is_small() -> None:
     assert len(list(LAB.glob("*.py"))) <= 6
+
+
+def test_the_compiler_for_gpus_has_one_version() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["probe"]
+    assert {part for part in extra if part.startswith("jax")} == {
+        f"{part}=={JAX_VERSION}" for part in ("jax", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+    }
 
 
 def modules_after(statement: str) -> set[str]:
