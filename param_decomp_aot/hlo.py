@@ -100,6 +100,8 @@ def module(program: str) -> Module:
     for line in program.splitlines():
         if found := INSTRUCTION.match(line):
             is_root, defined = found[1], instruction(found[2], found[3])
+            for operand in defined.operands:
+                _add_part(instructions, operand)
             instructions[defined.name] = defined
             if is_root:
                 computations[name] = Computation(instructions, defined)
@@ -109,6 +111,30 @@ def module(program: str) -> Module:
     if entry not in computations:
         raise ValueError("not the text of a program: it has no entry computation")
     return Module(computations, entry, int(partitions[1]) if partitions else 1)
+
+
+def _add_part(instructions: dict[str, Instruction], name: str) -> None:
+    """``%x#1`` is how XLA, since JAX 0.11, writes an operand that is part 1 of the tuple ``%x``: the instruction that it
+    stands for, if it is not there yet."""
+    whole, _, number = name.rpartition("#")
+    if not whole or name in instructions:
+        return
+    _add_part(instructions, whole)
+    shape = parts_of(instructions[whole].shape)[int(number)]
+    instructions[name] = Instruction(name, shape, "get-tuple-element", f"%{whole}", f", index={number}")
+
+
+def parts_of(shape: str) -> tuple[str, ...]:
+    """The shapes of a tuple's parts: ``f32[8,4]{1,0}`` and ``s8[16]{0}`` of ``(f32[8,4]{1,0}, s8[16]{0})``."""
+    # In a shape commas have a space behind them only between the parts of a tuple; remarks say every fifth part's number.
+    parts, depth = [""], 0
+    for piece in re.split(r"(, |[()])", re.sub(r"/\*.*?\*/", "", shape)[1:-1]):
+        depth += {"(": 1, ")": -1}.get(piece, 0)
+        if piece == ", " and not depth:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return tuple(parts)
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:

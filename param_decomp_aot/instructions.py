@@ -83,7 +83,8 @@ class Instructions:
             called = [self._root_of[c] for c in _CALLED.findall(definition) if c in self._root_of]
             # What follows the operands (a loop's body, control dependencies) is no origin.
             read = instruction(looked_at, definition).operands if definition else ()
-            for other in (*called, *read):
+            # Of a part of a tuple, %x#1, the tuple.
+            for other in (*called, *(operand.partition("#")[0] for operand in read)):
                 if other not in seen:
                     seen.add(other)
                     nearest.append(other)
