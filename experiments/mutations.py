@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -175,7 +174,8 @@ def cover_file(code: Path, file: str, out: Path, marks: str) -> None:
         if not (folder / "tests.json").exists():
             raise SystemExit(f"pytest {file} did not come to its end: see {log}")
         tests = json.loads((folder / "tests.json").read_text())
-        whole = coverage.Coverage(data_file=str(folder / "whole"), config_file=False)
+        # It combines files whose names begin with that of its own.
+        whole = coverage.Coverage(data_file=str(folder / "coverage"), config_file=False)
         if any((folder / "data").iterdir()):
             whole.combine([str(folder / "data")])
         data, lines = whole.get_data(), {}
@@ -353,12 +353,16 @@ def _in_copies(tree: Path, workers: int, work: Iterable[_Item], one: Callable[[P
             threads = [threading.Thread(target=worker, args=(code,)) for code in copies]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.join()
+            except KeyboardInterrupt as interruption:  # what is being judged comes to its end; nothing else is begun
+                failures.append(interruption)
+                for thread in threads:
+                    thread.join()
         finally:
             for code in copies:
-                shutil.rmtree(code, ignore_errors=True)
-            subprocess.run([*git, "worktree", "prune"], check=True)
+                subprocess.run([*git, "worktree", "remove", "--force", str(code)], check=False)
     if failures:
         raise failures[0]
 

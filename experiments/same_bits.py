@@ -168,15 +168,29 @@ def given_to(subject: Subject, inputs: Path) -> tuple[str, ...]:
 
 def pd(code: Path, devices: int, *arguments: str) -> None:
     """`pd` of the code in the folder ``code``. SystemExit with what it said if it fails."""
+    run_python(code, devices, "-m", "param_decomp_lab", *arguments)
+
+
+def refuse_another(code: Path) -> None:
+    """SystemExit when Python started in the folder ``code`` imports the laboratory from elsewhere."""
+    found = run_python(code, 1, "-c", "import param_decomp_lab; print(param_decomp_lab.__file__)").strip()
+    if not Path(found).resolve().is_relative_to(code.resolve()):
+        sys.exit(f"in {code}, another installation is imported: {found}")
+
+
+def run_python(code: Path, devices: int, *arguments: str) -> str:
+    """What Python prints that is started in the folder ``code`` with so many simulated devices."""
     dropped = ("PYTHONPATH", "PYTHONSAFEPATH", "XLA_FLAGS", "NPROC", "JAX_COMPILATION_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"WANDB_MODE": "disabled", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     if devices > 1:
         environment["NPROC"] = "16"  # threads for all devices to meet in a collective
-    command = [sys.executable, "-m", "param_decomp_lab", *arguments]
-    done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=code, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        sys.exit(f"in {code}: pd {' '.join(arguments)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")
+        sys.exit(f"in {code}: python {' '.join(arguments)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
 
 
 def digests_of(subject: Subject, code: Path, inputs: Path) -> Digests:
@@ -185,9 +199,6 @@ def digests_of(subject: Subject, code: Path, inputs: Path) -> Digests:
         settings = (*COMMON, *subject.settings, *given_to(subject, inputs), f"out_dir={folder}", "run_id=p-00000001")
         pd(code, subject.devices, "train", subject.config, *(word for key in settings for word in ("--set", key)))
         run = Path(folder) / "p-00000001"
-        ran, wanted = json.loads((run / "environment.json").read_text())["git_commit"], commit_of("HEAD", code)
-        if ran != wanted:
-            sys.exit(f"{code} is at {wanted}, but the code that ran at {ran}: another installation was imported")
         return metrics_digest(run), state_digest(run)
 
 
@@ -281,6 +292,7 @@ def main() -> None:
         write_inputs(Path(folder))
 
         def measure(code: Path, commit: str) -> None:
+            refuse_another(code)
             for subject in SUBJECTS:
                 if given.only is None or subject.name in given.only:
                     digests = digests_of(subject, code, Path(folder))

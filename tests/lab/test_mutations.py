@@ -13,6 +13,7 @@ from experiments.mutations import (
     Cover,
     JudgingTest,
     Result,
+    cover_file,
     judge_one,
     read_results,
     table,
@@ -221,6 +222,27 @@ def test_which_tests_judge(old: tuple[Tree, list[Fault]], tmp_path: Path) -> Non
     assert chosen(100) == [direct, ("beside", ["t/a.py::beside"]), ("processes", ["t/c.py::pd"])]
     assert chosen(13) == [direct, ("beside", ["t/a.py::beside"])]
     assert chosen(5) == [("executes it", ["t/a.py::quick"])]
+
+
+def test_what_tests_execute(tmp_path: Path) -> None:
+    """Here and in processes that they start; a test that fails is known to."""
+    pytest.importorskip("coverage")
+    version(tmp_path, **{"param_decomp_jax/m": "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return -x\n"})
+    process = "subprocess.run([sys.executable, '-c', 'from param_decomp_jax.m import g; g(1)'], check=True)"
+    (tmp_path / "test_m.py").write_text(
+        "import subprocess, sys\nfrom param_decomp_jax.m import f\n\ndef test_here():\n    f(1)\n\n"
+        f"def test_process():\n    {process}\n\ndef test_fails():\n    assert f(1) == 3\n"
+    )
+    out = tmp_path / "cover" / "m.json"
+    out.parent.mkdir()
+    cover_file(tmp_path, "test_m.py", out, "not slow")
+    cover = Cover.read(out.parent)
+    assert {i.partition("::")[2]: test.starts_processes for i, test in cover.tests.items()} == {
+        "test_here": False, "test_process": True,
+    }  # fmt: skip
+    file = "param_decomp_jax/m.py"
+    assert cover.lines[file, 2] == {"test_m.py::test_here"}
+    assert cover.lines[file, 6] == {"test_m.py::test_process"}
 
 
 @pytest.mark.parametrize(
