@@ -214,11 +214,11 @@ def replace_fields(module: Any, **fields: Any) -> Any:
 
     Unlike `dataclasses.replace` it does not go through the constructor, whose annotations are of arrays.
     """
-    unknown = fields.keys() - module.__dataclass_fields__.keys()
+    unknown = fields.keys() - vars(module).keys()
     assert not unknown, f"{type(module).__name__} has no {', '.join(sorted(unknown))}"
     new = object.__new__(type(module))
-    for name in module.__dataclass_fields__:
-        object.__setattr__(new, name, fields.get(name, getattr(module, name)))
+    for name, value in {**vars(module), **fields}.items():
+        object.__setattr__(new, name, value)
     return new
 
 
