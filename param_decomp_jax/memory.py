@@ -29,7 +29,7 @@ OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs", "
 Attention = Literal["plain", "blocked", "flash"]
 """``plain``: all scores at once, kept for the backward.
 
-``blocked``: the scores of one block of queries at a time, made again in the backward.
+``blocked``: the scores of one block of queries at a time, recomputed in the backward pass.
 
 ``flash``: cuDNN's kernel where the program is lowered for an NVIDIA GPU and the kernel takes such heads (bf16 or fp16;
 8, 16, … 128 dimensions), blocked otherwise.
@@ -81,7 +81,7 @@ class MemoryPolicy:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """What XLA is to be told when the step is compiled."""
+        """Options for XLA when the step is compiled."""
         return {} if self.xla_remat else {"xla_disable_hlo_passes": "rematerialization"}
 
     def recomputes(self, name: Intermediate) -> bool:

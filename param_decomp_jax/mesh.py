@@ -4,7 +4,6 @@ Code elsewhere names logical axes. Inside a jitted function the mesh is the one 
 along mesh axes of size 1, everything here does nothing.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,12 +214,11 @@ def replace_fields(module: Any, **fields: Any) -> Any:
 
     Unlike `dataclasses.replace` it does not go through the constructor, whose annotations are of arrays.
     """
-    names = [field.name for field in dataclasses.fields(module)]
-    unknown = fields.keys() - set(names)
+    unknown = fields.keys() - vars(module).keys()
     assert not unknown, f"{type(module).__name__} has no {', '.join(sorted(unknown))}"
     new = object.__new__(type(module))
-    for name in names:
-        object.__setattr__(new, name, fields.get(name, getattr(module, name)))
+    for name, value in {**vars(module), **fields}.items():
+        object.__setattr__(new, name, value)
     return new
 
 

@@ -1,4 +1,4 @@
-"""Carrying out a memory policy in a forward pass: what is kept for the backward, and what is made again in blocks."""
+"""Carrying out a memory policy in a forward pass: what is kept for the backward pass, what is recomputed in blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from param_decomp_jax.mesh import fitting_blocks
 
 
 def named(x: Array, name: Intermediate) -> Array:
-    """Marks an intermediate for the policy."""
+    """Names an intermediate for the policy."""
     return checkpoint_name(x, name)
 
 

@@ -1,4 +1,4 @@
-"""Routing (R3): at which positions a live site is masked, and at which it multiplies by W as ever."""
+"""Routing (R3): at which positions a live site is masked, and at which it multiplies by W."""
 
 from dataclasses import dataclass
 

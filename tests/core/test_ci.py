@@ -84,7 +84,7 @@ def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryP
     assert isinstance(ci_outputs, Logits) == (memory is PLAIN)
     if isinstance(ci_outputs, Logits):
         return ci_outputs.by_stack
-    reader = ImportanceReader.from_ci(ci, ci_outputs, jnp.zeros_like, inputs, len(leading), dtype)
+    reader = ImportanceReader.from_ci_function(ci, ci_outputs, jnp.zeros_like, inputs, len(leading), dtype)
     found = per_component(reader, components, SITES, memory, lambda z: jnp.moveaxis(z, -1, 0))
     return {name: jnp.moveaxis(z, 1, -1) for name, z in found.items()}
 
