@@ -9,6 +9,8 @@ from rich.markup import escape
 
 from param_decomp_lab.cli import data, weights
 from param_decomp_lab.cli.check import check
+from param_decomp_lab.cli.configs import configs
+from param_decomp_lab.cli.demo import demo
 from param_decomp_lab.cli.eval import evaluate
 from param_decomp_lab.cli.export import export
 from param_decomp_lab.cli.fit import fit
@@ -26,6 +28,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
     help="Parameter decomposition: take a trained network's matrices apart into rank-one components.",
 )  # fmt: skip
+app.command()(demo)
+app.command()(configs)
 app.command()(train)
 app.command()(launch)
 app.command()(check)

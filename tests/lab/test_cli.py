@@ -71,7 +71,7 @@ for command in ["", *words]:
         main()
     except SystemExit as ended:
         assert ended.code == 0, command
-heavy = {"jax", "numpy", "equinox", "pydantic", "yaml", "matplotlib", "transformers", "pyarrow", "wandb"}
+heavy = {"jax", "numpy", "equinox", "yaml", "matplotlib", "transformers", "pyarrow", "wandb"}
 sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)
 """
     commands = [" ".join(command) for command in HELP]
