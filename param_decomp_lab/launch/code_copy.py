@@ -14,6 +14,8 @@ from param_decomp_lab.run_folder.folder import COMMIT_FILE
 ROOT = Path(__file__).parents[2]
 PARTS = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "slurm", "pyproject.toml")
 """What is copied, and what must not have changed since the commit. A configuration may: the run's folder has it."""
+NOT_COPIED = ":(exclude)param_decomp_lab/configs"
+"""A link to `configs/`, which would lead nowhere in the copy."""
 CODE, PATCH = "code", "changes.patch"
 
 
@@ -31,11 +33,15 @@ class Code:
         try:
             top = _git(root, "rev-parse", "--show-toplevel").strip()
         except (UserError, FileNotFoundError) as error:
-            raise UserError(f"{root} is not a git checkout; a run is launched from one: {error}") from error
+            raise UserError(
+                f"{root} is not a git checkout; a run is launched from one, since it keeps a copy of the code. Clone the "
+                f"repository, install it with `pip install --editable .` and launch from there. ({error})"
+            ) from error
         if Path(top).resolve() != root.resolve():
             raise UserError(
-                f"{root} is not a git checkout of its own (it lies in {top}); a run is launched from one, with the "
-                "packages installed by `pip install --editable`"
+                f"{root} is not a git checkout of its own (it lies in {top}); a run is launched from one, since it "
+                "keeps a copy of the code. Clone the repository, install it with `pip install --editable .` and launch "
+                "from there"
             )
         status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS)
         return cls(root, _git(root, "rev-parse", "HEAD").strip(), tuple(status.splitlines()))
@@ -72,7 +78,7 @@ class Code:
                 patch = f"--output={folder / PATCH}"
                 _git(self.root, "diff", "--binary", patch, self.commit, tree, "--", *PARTS, environment=environment)
             archive = Path(scratch) / "code.tar"
-            _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, environment=environment)
+            _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, NOT_COPIED, environment=environment)
             shutil.unpack_archive(archive, folder, "tar")
         said = f", with {PATCH}" if self.changes else ""
         (folder / COMMIT_FILE).write_text(f"{self.commit}{said}\n")

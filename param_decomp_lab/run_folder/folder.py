@@ -104,10 +104,16 @@ def _commit() -> str | None:
     copied = Path(__file__).parents[1] / COMMIT_FILE
     if copied.is_file():  # and a checkout that it may lie in is another one
         return copied.read_text().strip()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return commit.stdout.strip() or None
+    root = Path(__file__).parents[2]
+    try:
+        told = subprocess.run(
+            ["git", "rev-parse", "--show-toplevel", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git here
+        return None
+    # An installed package may lie in somebody else's checkout.
+    top, _, commit = told.stdout.strip().partition("\n")
+    return commit if told.returncode == 0 and Path(top).resolve() == root.resolve() else None
 
 
 def _environment() -> dict[str, Any]:

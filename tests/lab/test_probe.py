@@ -422,7 +422,7 @@ def test_what_is_said_is_not_varied() -> None:
 
 def documented(command: str) -> list[list[str]]:
     """Calls of the command in the docs and in its own help, as words."""
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "param_decomp_lab" / "cli.py"]
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "param_decomp_lab" / "cli").glob("*.py")]
     lines = [line.strip().strip("`") for page in pages for line in page.read_text().splitlines()]
     return [shlex.split(line.partition("`")[0]) for line in lines if line.startswith(f"{command} ")]
 

@@ -1,0 +1,56 @@
+"""`pd configs`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def configs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="What to copy: names from the list, or a folder of them."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write the copies to.")] = Path("configs"),
+    overwrite: Annotated[bool, typer.Option(help="Replace files that have other contents.")] = False,
+) -> None:
+    """List the configurations that come with the package, or write copies of some to start from.
+
+    With a wrapper come its schema file and, for a toy, the recipe of its target. Paths of data and models in them are
+    those of the repository: with the default folder they lead to `data/` and `runs/` of the folder you are in.
+
+    Examples:
+
+        pd configs
+
+        pd configs toys/tms_5-2
+
+        pd configs demo toys --out mine/configs
+
+        pd configs llama8b_l18 --overwrite
+    """
+    from rich.markup import escape
+
+    from param_decomp_lab.config.shipped import find, shipped, write_copies
+    from param_decomp_lab.display.tables import plain_table
+
+    console = Console()
+    if not names:
+        every = shipped()
+        for title, command in (("runs, for `pd train`", "train"), ("networks to train, for `pd pretrain`", "pretrain")):
+            table = plain_table(title, ("name", "left"), ("what it is", "wrap"))
+            for one in every:
+                if one.command == command:
+                    table.add_row(escape(one.name), escape(one.about))
+            console.print(table)
+        console.print("`pd configs NAME` writes a copy of one.", soft_wrap=True, highlight=False)
+        return
+    chosen = find(names)
+    for path, written in write_copies(chosen, out, overwrite=overwrite).items():
+        console.print(
+            f"{path}{'' if written else ' (there already)'}", soft_wrap=True, highlight=False, markup=False
+        )
+    first = chosen[0]
+    use = "check" if first.command == "train" else first.command
+    console.print(f"next: pd {use} {out / first.name}.yaml", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,91 @@
+"""`pd demo`."""
+
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.cli.options import Overrides
+from param_decomp_lab.errors import UserError
+
+TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
+PRETRAIN = ("pretrain", "configs/demo/pretrain.yaml")
+TRAIN = ("train", "configs/demo/decompose.yaml")
+SAME_CODE = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+sys.argv[0] = "pd"
+from param_decomp_lab.cli import main
+main()
+"""
+"""`pd` of this very package, also where it is not installed; nothing is imported from the folder it runs in."""
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(help="Folder for everything: `configs/`, `data/`, `runs/`. Made if it does not exist.")
+    ] = Path("."),
+    overrides: Overrides = None,
+) -> None:
+    """Pretrain a small Llama, decompose six of its matrices, and write a report: four minutes on two cores.
+
+    Runs other commands of `pd` and shows them, so that you can repeat and vary each. What is there already, such as the
+    data and the model, is used as it is. `--set` changes the decomposition.
+
+    Examples:
+
+        pd demo
+
+        pd demo --out /tmp/demo --set pd.steps=200
+    """
+    from param_decomp_lab.config.shipped import find, write_copies
+
+    console = Console()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be made ({error.strerror})") from error
+    if out != Path("."):
+        _show(console, ("cd", str(out)))
+    if not all((out / file).is_file() for _, file in (PRETRAIN, TRAIN)):
+        _show(console, ("pd", "configs", "demo"))
+        write_copies(find(["demo"]), out / "configs")
+    sets = [word for assignment in overrides or () for word in ("--set", assignment)]
+    tokenize = () if (out / "data" / "demo" / "meta.json").is_file() else (TOKENIZE,)
+    for words in (*tokenize, PRETRAIN, (*TRAIN, *sets)):
+        _show(console, ("pd", *words))
+        status = _run(words, out)
+        if status:
+            raise typer.Exit(status)
+
+
+def _show(console: Console, words: tuple[str, ...]) -> None:
+    line = f"\n$ {shlex.join(words)}"
+    console.print(line, style="bold", soft_wrap=True, highlight=False, markup=False)
+
+
+def _run(words: tuple[str, ...], folder: Path) -> int:
+    """`pd` in a process of its own; its exit status. It may take its time to save when it is told to stop."""
+    process = subprocess.Popen([sys.executable, "-P", "-c", SAME_CODE, *words], cwd=folder)
+    told: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if number == signal.SIGTERM:  # Ctrl-C reaches the process from the terminal
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status < 0:  # ended by a signal, for which shells have 128 and more
+        return 128 - status
+    return status or (128 + told[0] if told else 0)

@@ -1,0 +1,60 @@
+"""`pd eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.cli.options import Overrides, RunFolder, Step
+
+
+def evaluate(
+    run: RunFolder,
+    step: Step = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="A metric by its type, or as a YAML mapping; may be repeated."),
+    ] = None,
+    metrics: Annotated[Path | None, typer.Option(help="YAML file with a list of metrics.", show_default=False)] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Instead of eval.n_steps.", show_default=False)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead of eval.batch_size.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate a run afterwards: any metric, on any of its checkpoints, on as many batches as wanted.
+
+    Without --metric and --metrics, the run's own. A TYPE is taken as the run evaluates it, else as it trains on it,
+    else with its usual keys; a metric with other keys is passed as a mapping. Numbers are printed and written as JSON,
+    figures into a folder beside it. The run may still be going on; its `metrics.jsonl` stays as it is.
+
+    `--set` changes keys that begin with eval, data or memory.
+
+    Examples:
+
+        pd eval runs/p-1a2b3c4d
+
+        pd eval runs/p-1a2b3c4d --step 20000 --metric CI_L0 --metric PGDReconLoss --batches 8
+
+        pd eval runs/p-1a2b3c4d --metric '{type: PGDReconLoss, init: random, step_size: 0.05, n_steps: 100,
+        mask_scope: unique_per_datapoint}' --out attack.json
+
+        pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
+    """
+    from param_decomp_lab.eval.command import evaluate as measure
+    from param_decomp_lab.eval.request import EvaluationRequest, metrics_in
+
+    chosen = [*(metric or ()), *(metrics_in(metrics) if metrics is not None else ())]
+    asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
+    measure(run, asked, step, out, devices, target, Console())

@@ -1,0 +1,31 @@
+"""Options and arguments that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path, typer.Argument(help="Wrapper YAML of a run.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, e.g. `--set pd.steps=100`; may be repeated."),
+]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.", show_default=False)]
+
+# ---- several processes ----
+
+Coordinator = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where process 0 of several listens.", show_default=False)
+]
+ProcessCount = Annotated[
+    int | None, typer.Option(min=1, help="Number of processes; 1 even in a Slurm job.", show_default=False)
+]
+ProcessNumber = Annotated[
+    int | None, typer.Option(min=0, help="Which of them this one is, from 0.", show_default=False)
+]
+
+# ---- GPUs that are not here ----
+
+Gpu = Annotated[str, typer.Option(help="b200, h200, h100, a100_80, a6000 or a5000.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")]

@@ -1,0 +1,17 @@
+"""`pd report`."""
+
+from rich.console import Console
+
+from param_decomp_lab.cli.options import RunFolder
+
+
+def report(run: RunFolder) -> None:
+    """Write `report.html` of a run again, from the files in its folder.
+
+    Example:
+
+        pd report runs/p-1a2b3c4d
+    """
+    from param_decomp_lab.report import write_report
+
+    Console().print(str(write_report(run)), soft_wrap=True)

@@ -1,0 +1,90 @@
+"""`pd train`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.cli.options import Coordinator, Overrides, ProcessCount, ProcessNumber
+from param_decomp_lab.errors import UserError
+
+if TYPE_CHECKING:
+    from param_decomp_lab.processes.group import Processes
+    from param_decomp_lab.processes.stop_signal import StopSignal
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="Wrapper YAML of the run.", show_default=False)] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to resume.", show_default=False)] = None,
+    overrides: Overrides = None,
+    coordinator: Coordinator = None,
+    processes: ProcessCount = None,
+    process_id: ProcessNumber = None,
+) -> None:
+    """Decompose a network, or resume a run that was stopped.
+
+    A run resumes from its newest good checkpoint, with its own configuration; `--set` may then change only what no
+    number depends on, such as the mesh.
+
+    A run can be spread over several processes, on one machine or many: start the same command for each of them. Under
+    `srun` they find each other; otherwise pass the last three options to all of them.
+
+    Examples:
+
+        pd train configs/demo/decompose.yaml
+
+        pd train configs/demo/decompose.yaml --set pd.steps=200 --set out_dir=/tmp/runs
+
+        pd train --resume runs/p-1a2b3c4d
+
+        pd train --resume runs/p-1a2b3c4d --set mesh.fsdp=4
+
+        pd train configs/demo/decompose.yaml --set init_from=runs/p-1a2b3c4d@400
+
+        srun --ntasks=8 pd train configs/demo/decompose.yaml --set mesh.fsdp=8
+
+        pd train configs/demo/decompose.yaml --coordinator node01:29400 --processes 2 --process-id 0
+    """
+    from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
+
+    if config is None and resume is None:
+        raise UserError("pass a configuration (`pd train CONFIG`) or a run to resume (`pd train --resume RUN`)")
+    # Before what takes seconds to import: from now on a process that is told to stop exits with a status that says so.
+    with StopSignal().listening() as stop:
+        from param_decomp_lab.processes.joining import joined
+        from param_decomp_lab.training import run
+
+        with joined(coordinator, processes, process_id) as all_processes:
+            console = Console(quiet=not all_processes.first)
+            try:
+                with stop.among(all_processes):
+                    _train(config, resume, overrides or (), console, all_processes, stop)
+            except run.Preempted as stopped:
+                console.print(str(stopped), soft_wrap=True)
+            else:
+                return
+    raise typer.Exit(STOPPED)
+
+
+def _train(
+    config: Path | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    processes: "Processes",
+    stop: "StopSignal",
+) -> None:
+    from param_decomp_lab.config import load_config
+    from param_decomp_lab.display.notes import print_notes
+    from param_decomp_lab.training import run
+
+    with processes.together():
+        loaded = None if config is None else load_config(config, overrides)
+    if loaded is not None:
+        print_notes(loaded.notes, console)
+    if resume is not None:
+        run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
+    elif loaded is not None:
+        run.train(loaded, console, processes, stop)

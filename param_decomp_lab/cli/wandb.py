@@ -1,0 +1,24 @@
+"""`pd wandb`."""
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.cli.options import RunFolder
+
+
+def send(run: RunFolder) -> None:
+    """Send to wandb what it lacks of a run: one that could not reach it, or was killed before all was sent.
+
+    Project, id and group are those of the run; rows that wandb already has are not sent again. Not for a run that is
+    still going on: that sends its rows by itself. The status is 1 when wandb cannot be reached.
+
+    Examples:
+
+        pd wandb runs/p-1a2b3c4d
+
+        WANDB_BASE_URL=https://wandb.example.org pd wandb runs/p-1a2b3c4d
+    """
+    from param_decomp_lab.metrics.wandb_sink import send_to_wandb
+
+    if not send_to_wandb(run, Console()):
+        raise typer.Exit(1)

