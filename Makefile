@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+FAST := not slow and not acceptance and not slurm
 CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests
 
-.PHONY: help install demo demo-smollm2 test test-slow test-probe test-slurm check-jax format constraints clean
+.PHONY: help install demo demo-smollm2 test test-slow test-full test-probe test-slurm check-jax format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -21,10 +22,15 @@ demo-smollm2: $(VENV)/installed
 	@sh experiments/demo_smollm2.sh $(BIN)
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow and not slurm"
-## make test-slow    the rest
+	$(PYTEST) -m "$(FAST)"
+## make test-slow    those that take longer; with PART=2/4 the second of four parts, as CI does by turns
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -m slow
+	@echo "the slow tests: $(if $(PART),part $(PART),all)"
+	$(PYTEST) -m slow $(if $(PART),--part $(PART))
+## make test-full    every test there is: acceptance runs as well, and those on Slurm (an hour and more)
+test-full: $(VENV)/installed-dev
+	$(PYTEST) -m "not slurm"
+	@$(MAKE) test-slurm
 ## make test-probe   what compiles for GPUs that are not here; adds JAX's CUDA compiler (2 GB) to the environment
 test-probe: $(VENV)/installed-probe
 	$(PYTEST) -m plugin
@@ -36,7 +42,7 @@ check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	$(PYTEST) -m "not slow" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
+	$(PYTEST) -m "$(FAST)" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
 ## make format       rewrite the code as `check-jax` wants it
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CODE)
