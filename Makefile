@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+FAST := not slow and not acceptance and not slurm
 CODE := param_decomp_jax param_decomp_aot param_decomp_lab experiments slurm tests docs
 
 # The environment of `test-newest`: the newest releases, which need a newer Python, without constraints.
@@ -17,7 +18,7 @@ PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-
 NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_step.py::test_step_in_float64 \
 	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy tests/core/test_traffic.py::test_groups_as_xla_writes_them
 
-.PHONY: help install python demo demo-smollm2 test test-slow test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean
+.PHONY: help install python demo demo-smollm2 test test-slow test-full test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -34,10 +35,15 @@ demo-smollm2: $(VENV)/installed
 	@sh experiments/demo_smollm2.sh $(BIN)
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow and not slurm"
-## make test-slow    the rest
+	$(PYTEST) -m "$(FAST)"
+## make test-slow    those that take longer; with PART=2/4 the second of four parts, as CI does by turns
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -m slow
+	@echo "the slow tests: $(if $(PART),part $(PART),all)"
+	$(PYTEST) -m slow $(if $(PART),--part $(PART))
+## make test-full    every test there is: acceptance runs as well, and those on Slurm (an hour and more)
+test-full: $(VENV)/installed-dev
+	$(PYTEST) -m "not slurm"
+	@$(MAKE) test-slurm
 ## make test-probe   what compiles for GPUs that are not here; adds JAX's CUDA compiler (2 GB) to the environment
 test-probe: $(VENV)/installed-probe
 	$(PYTEST) -m plugin
@@ -54,14 +60,14 @@ test-newest:
 test-in-newest:
 	@$(PIP_NEWEST) jax equinox optax orbax-checkpoint
 	@$(NEWEST)/bin/python -c 'import sys, jax; print("the newest: JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --durations 15 -m "not slow" $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --durations 15 -m "$(FAST)" $(NEWEST_TESTS)
 	@sh experiments/short_decomposition.sh $(NEWEST)/bin
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	$(PYTEST) -m "not slow" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
+	$(PYTEST) -m "$(FAST)" tests/core/test_squash.py tests/core/test_components.py tests/core/test_schedules.py tests/core/test_imports.py tests/lab/test_config.py
 ## make docs         the documentation as a site with search and an API reference: build/docs/index.html
 docs: $(VENV)/installed-docs
 	@rm -rf build/docs docs/reference

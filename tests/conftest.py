@@ -39,3 +39,21 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("param_decomp_jax", "beartype.beartype")
+
+import pytest  # noqa: E402
+
+from tests.parts import Part, in_part  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="the K-th (from 1) of N parts of the tests, and those marked always")
+
+
+# After the selection by markers, so that what is left is dealt evenly.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part is None:
+        return
+    chosen = in_part(Part.parse(config.option.part), items)
+    config.hook.pytest_deselected(items=[item for item, is_in in zip(items, chosen, strict=True) if not is_in])
+    items[:] = [item for item, is_in in zip(items, chosen, strict=True) if is_in]

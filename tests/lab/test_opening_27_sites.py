@@ -40,7 +40,7 @@ SETTINGS = (
 )
 MB = 1e6
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_part]
 
 
 @pytest.fixture(scope="module")

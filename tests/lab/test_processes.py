@@ -190,6 +190,7 @@ def assert_rows_shared(tiny: Tiny, log: Path, first: int, stop: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.always
 def test_run_of_two_processes_stopped_and_resumed(tiny: Tiny, tmp_path: Path) -> None:
     """D3: two processes of two devices each, of which one gets SIGTERM on the way, make the run of one device."""
     two, log = tmp_path / "p-00000001", tmp_path / "rows"

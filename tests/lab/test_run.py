@@ -55,6 +55,7 @@ def kill_after(tiny: Tiny, arguments: list[str | Path], run: Path, checkpoint: i
 
 
 @pytest.mark.slow
+@pytest.mark.always
 def test_killed_and_stopped_run_is_identical(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
     """kill -9, resume, SIGTERM, resume: the last one is the resumption of a resumed run."""
     start = tiny.train(tmp_path, 1)
@@ -230,6 +231,7 @@ def test_not_finite_in_the_warm_up(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.always
 def test_eight_devices(tiny: Tiny, finished: Path, tmp_path: Path) -> None:
     """D3: ten steps and an evaluation with the batch split over eight devices are those of one device."""
     run = tmp_path / "p-00000001"

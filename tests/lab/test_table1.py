@@ -115,7 +115,7 @@ def test_an_unknown_experiment_is_named() -> None:
     assert "tms_6-2 unknown; choose from tms_5-2," in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_tms_5_2_is_recovered(tmp_path: Path) -> None:
     """The published configuration, one seed; stopped on the way, it goes on, and what is finished is not run again."""
     page = tmp_path / "table1.md"
