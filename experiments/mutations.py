@@ -40,6 +40,8 @@ from experiments.mutation_places import Fault, Placed, Tree, draw, packages_of, 
 MARKS = "not slow and not slurm and not plugin"
 BUDGET_S = 300.0
 """Of tests, by the time that they take without a fault, for one fault."""
+PYTEST = ("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "ci")
+"""Hypothesis' profile `ci` has no deadlines, which slow machines and tracing miss, and draws the same every time."""
 PATIENCE = 3.0
 START_S = 90.0
 """A stage may take PATIENCE times as long as without a fault, and START_S for processes to start."""
@@ -166,13 +168,14 @@ def cover_file(code: Path, file: str, out: Path, marks: str) -> None:
         (folder / "rc").write_text(RC.format(folder=folder, source=source))
         (folder / "rc_child").write_text(RC.format(folder=folder, source=source) + "context = ${PYTEST_CURRENT_TEST}\n")
         environment = {**os.environ, "PYTHONPATH": name, "MUTATION_COVER": name}
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-p", "mutation_cover"]
-        command += ["-m", marks, "--basetemp", str(folder / "tmp"), file]
+        command = [sys.executable, *PYTEST, "-v", "-p", "mutation_cover", "-m", marks]
+        command += ["--basetemp", str(folder / "tmp"), file]
         log = out.with_suffix(".log")
         with log.open("w") as output:
-            subprocess.run(command, cwd=code, env=environment, stdout=output, stderr=output, check=False)
+            ended = subprocess.run(command, cwd=code, env=environment, stdout=output, stderr=output, check=False)
         if not (folder / "tests.json").exists():
-            raise SystemExit(f"pytest {file} did not come to its end: see {log}")
+            print(f"{file}: pytest did not come to its end, status {ended.returncode}; nothing is kept: see {log}")
+            return
         tests = json.loads((folder / "tests.json").read_text())
         # It combines files whose names begin with that of its own.
         whole = coverage.Coverage(data_file=str(folder / "coverage"), config_file=False)
@@ -272,8 +275,8 @@ def run_tests(code: Path, ids: Sequence[str], limit: float) -> tuple[int | None,
     with tempfile.TemporaryDirectory(prefix="param-decomp-mutant-") as folder:
         wanted = Path(folder) / "ids"
         wanted.write_text("\n".join(ids))
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "--tb", "no"]
-        command += ["-rfE", "--basetemp", f"{folder}/tmp", f"@{wanted}"]
+        command = [sys.executable, *PYTEST, "-x", "--tb", "no", "-rfE"]
+        command += ["--basetemp", f"{folder}/tmp", f"@{wanted}"]
         with (Path(folder) / "said").open("w+") as output:
             process = subprocess.Popen(command, cwd=code, stdout=output, stderr=output, start_new_session=True)
             try:
