@@ -114,8 +114,8 @@ def module(program: str) -> Module:
 
 
 def _add_part(instructions: dict[str, Instruction], name: str) -> None:
-    """``%x#1`` is how XLA, since JAX 0.11, writes an operand that is part 1 of the tuple ``%x``: the instruction that it
-    stands for, if it is not there yet."""
+    """``%x#1`` is how XLA, since JAX 0.11, writes an operand that is part 1 of the tuple ``%x``; adds the instruction
+    that it stands for."""
     whole, _, number = name.rpartition("#")
     if not whole or name in instructions:
         return
@@ -126,7 +126,7 @@ def _add_part(instructions: dict[str, Instruction], name: str) -> None:
 
 def parts_of(shape: str) -> tuple[str, ...]:
     """The shapes of a tuple's parts: ``f32[8,4]{1,0}`` and ``s8[16]{0}`` of ``(f32[8,4]{1,0}, s8[16]{0})``."""
-    # In a shape commas have a space behind them only between the parts of a tuple; remarks say every fifth part's number.
+    # Commas have a space behind them only between the parts of a tuple. Every fifth part's number is said in a remark.
     parts, depth = [""], 0
     for piece in re.split(r"(, |[()])", re.sub(r"/\*.*?\*/", "", shape)[1:-1]):
         depth += {"(": 1, ")": -1}.get(piece, 0)
