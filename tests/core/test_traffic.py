@@ -143,7 +143,7 @@ def test_the_loops_of_the_dump() -> None:
 
 def test_operands_that_are_parts_of_tuples() -> None:
     """JAX 0.11's XLA writes ``%p#1`` and defines no such instruction."""
-    given = "%p = (f32[4]{0:T(8,128)}, (s8[2]{0}, u32[]), /*index=2*/f32[8]{0}) parameter(0)\n"
+    given = "%main () -> f32[8]\n%p = (f32[4]{0:T(8,128)}, (s8[2]{0}, u32[]), /*index=2*/f32[8]{0}) parameter(0)\n"
     found = module(program(given + "%part = u32[] copy(%p#1#1)\nROOT %x = f32[8]{0} negate(%p#2)\n"))
     entry = found.computations[found.entry]
     assert [i.shape for i in entry.instructions.values() if i.opcode == "get-tuple-element"] == [

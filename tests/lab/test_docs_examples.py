@@ -98,7 +98,7 @@ def test_the_printed_run_is_the_demos() -> None:
     assert isinstance(recipe, PretrainRecipe)
     architecture: Any = recipe.model.config(256)
     problem: Any = make_problem(config, architecture, DEMO)
-    shown: Any = Run(Path(RUN), config, config.torch.pd.steps, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
+    shown: Any = Run(Path(RUN), config, config.method.pd.steps, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
     assert printed.rstrip("\n") == repr(shown)
 
 
