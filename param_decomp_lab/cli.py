@@ -116,7 +116,7 @@ def _train(
     from param_decomp_lab.display.notes import print_notes
     from param_decomp_lab.training import run
 
-    with processes.together():
+    with processes.sharing_errors():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
         print_notes(loaded.notes, console)
@@ -329,7 +329,7 @@ def profile(
     from param_decomp_lab.profile import profile as profile_run
 
     with joined(coordinator, processes, process_id) as all_processes:
-        with all_processes.together():
+        with all_processes.sharing_errors():
             loaded = load_config(config, overrides or ())
         profile_run(loaded, Console(quiet=not all_processes.first), steps, warmup, out, all_processes)
 
@@ -587,9 +587,9 @@ def evaluate(
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
     from param_decomp_lab.eval.command import evaluate as measure
-    from param_decomp_lab.eval.request import EvaluationRequest, metrics_in
+    from param_decomp_lab.eval.request import EvaluationRequest, read_metric_file
 
-    chosen = [*(metric or ()), *(metrics_in(metrics) if metrics is not None else ())]
+    chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, Console())
 

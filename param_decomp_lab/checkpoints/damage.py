@@ -17,7 +17,7 @@ DESCRIPTION = "_CHECKPOINT_METADATA"
 ARRAYS = "_METADATA"
 """orbax's file in an item: its arrays with their shapes."""
 
-ASIDE = "damaged-"
+DAMAGED_PREFIX = "damaged-"
 """Before the step, in the name of a checkpoint that was found damaged."""
 
 
@@ -35,7 +35,7 @@ def record_files(checkpoint: Path, items: Iterable[str]) -> None:
     write_whole(checkpoint / FILES, json.dumps(found, indent=1) + "\n")
 
 
-def wrong_on_disk(checkpoint: Path, items: Iterable[str]) -> str:
+def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
     """What is wrong with the files of these items of a checkpoint, in words; "" if nothing is.
 
     One without a list of its files (the save was killed between the two) is judged by what it holds, on restoring.
@@ -92,7 +92,7 @@ def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
 
 def set_aside(checkpoint: Path) -> Path:
     """Renames a checkpoint to `damaged-<step>`, so that the step can be saved again; nothing is deleted."""
-    name = f"{ASIDE}{checkpoint.name}"
+    name = f"{DAMAGED_PREFIX}{checkpoint.name}"
     taken = sum(1 for path in checkpoint.parent.glob(f"{name}*"))
     aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
     try:

@@ -31,7 +31,7 @@ def fingerprint(array: jax.Array) -> str:
     return _digits(fingerprint_program(array)(array))
 
 
-class OfParts:
+class PartwiseFingerprint:
     """`fingerprint` of an array of this ``shape`` of which the host never holds more than a part."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -50,7 +50,7 @@ def _digits(total: Any) -> str:
     return f"{int(np.asarray(total)):08x}"
 
 
-def together(found: Mapping[str, str]) -> str:
+def combine_fingerprints(found: Mapping[str, str]) -> str:
     """One fingerprint of many, by name: 16 hex digits."""
     lines = "".join(f"{name} {value}\n" for name, value in sorted(found.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
@@ -62,23 +62,23 @@ def fingerprint_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
     # Whole on every device, so that every process can read it.
     whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
     waits = getattr(where, "memory_kind", None) == "pinned_host"
-    return jax.jit(_from_host if waits else sum_of_entries, out_shardings=whole)
+    return jax.jit(_from_host if waits else sum_entries, out_shardings=whole)
 
 
 def _from_host(x: Array) -> UInt32[Array, ""]:
-    return sum_of_entries(jax.device_put(x, jax.memory.Space.Device))
+    return sum_entries(jax.device_put(x, jax.memory.Space.Device))
 
 
-def sum_of_entries(x: Array) -> UInt32[Array, ""]:
+def sum_entries(x: Array) -> UInt32[Array, ""]:
     """Σ mix(bits(x_i) xor mix(i)) mod 2³², with i the place in the whole array.
 
     ``mix`` is one-to-one, so another value in one entry always shows; any other damage does but for one case in 2³².
     """
-    return _sum_of_part(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
+    return _sum_part(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
 
 
-def _sum_of_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]) -> UInt32[Array, ""]:
-    """`sum_of_entries` over a part alone, which begins at ``start`` of an array of the shape ``whole``."""
+def _sum_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]) -> UInt32[Array, ""]:
+    """`sum_entries` over a part alone, which begins at ``start`` of an array of the shape ``whole``."""
     words = _words(x)
     of_entry = words.shape[x.ndim :]
     place = jnp.full(words.shape, GOLDEN, jnp.uint32)
@@ -91,7 +91,7 @@ def _sum_of_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]
     return jnp.sum(_mixed(words ^ _mixed(place)), dtype=jnp.uint32)
 
 
-_part_program = partial(jax.jit, static_argnums=2)(_sum_of_part)
+_part_program = partial(jax.jit, static_argnums=2)(_sum_part)
 
 
 def _words(x: Array) -> Array:

@@ -26,13 +26,13 @@ from param_decomp_jax.ci import CIFunction
 from param_decomp_jax.components import Components
 from param_decomp_jax.state import State
 from param_decomp_lab.checkpoints.damage import (
-    ASIDE,
+    DAMAGED_PREFIX,
     Damaged,
     described,
+    find_file_damage,
     read_description,
     record_files,
     set_aside,
-    wrong_on_disk,
 )
 from param_decomp_lab.checkpoints.fingerprints import fingerprint, fingerprints
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -41,9 +41,9 @@ from param_decomp_lab.run_folder.folder import CHECKPOINTS, checkpoint_steps
 from param_decomp_lab.run_folder.unwritable import why_not_written
 
 LEARNED = ("components", "ci")
-HALF_MADE = ".orbax-checkpoint-tmp"
+TEMPORARY = ".orbax-checkpoint-tmp"
 """In the names of folders that orbax has not finished."""
-AGAIN_S = 2.0
+RETRY_AFTER_S = 2.0
 """Between two looks at a checkpoint that seems damaged."""
 
 
@@ -134,7 +134,7 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Removes what saves that were killed have left half-made. For the run itself, in one process."""
-        for half_made in self._folder.glob(f"*{HALF_MADE}*"):
+        for half_made in self._folder.glob(f"*{TEMPORARY}*"):
             shutil.rmtree(half_made, ignore_errors=True)
 
     def path(self, step: int) -> Path:
@@ -146,7 +146,7 @@ class Checkpoints:
 
     def set_aside(self) -> list[str]:
         """Names of the folders of checkpoints that were found damaged earlier."""
-        return sorted(path.name for path in self._folder.glob(f"{ASIDE}*"))
+        return sorted(path.name for path in self._folder.glob(f"{DAMAGED_PREFIX}*"))
 
     def configuration(self, step: int) -> str:
         """The configuration that the checkpoint was made with. `Damaged` when it cannot be read."""
@@ -174,12 +174,12 @@ class Checkpoints:
         """The arrays of ``items``, by name. What one process finds wrong is raised in all of them."""
         arrays: dict[str, jax.Array] = {}
         try:
-            with self._agreeing():
+            with self._sharing_errors():
                 prints = read_description(self.path(step))["fingerprints"]
                 for item, wanted in items.items():
                     self._read_item(step, item, wanted, arrays)
             # Not before: a fingerprint takes all processes, so in here none may find what the others do not.
-            with self._agreeing():
+            with self._sharing_errors():
                 for item, wanted in items.items():
                     for name, expected in prints.get(item, {}).items():
                         if name in wanted and fingerprint(arrays[name]) != expected:
@@ -194,7 +194,7 @@ class Checkpoints:
         """Adds what an item holds to ``arrays``. No word to other processes: orbax's manager would leave them waiting
         for one that fails."""
         checkpoint = self.path(step)
-        wrong = wrong_on_disk(checkpoint, [item])
+        wrong = find_file_damage(checkpoint, [item])
         if wrong:
             raise Damaged(f"{checkpoint}: {wrong}")
         handler = ocp.StandardCheckpointHandler()
@@ -212,7 +212,7 @@ class Checkpoints:
             arrays[name] = own(array)
 
     @contextmanager
-    def _agreeing(self) -> Iterator[None]:
+    def _sharing_errors(self) -> Iterator[None]:
         """A block in which every process may find something wrong; all raise what the first of them has found."""
         found: UserError | None = None
         try:
@@ -239,7 +239,7 @@ class Checkpoints:
         wrong: dict[int, str] = {}
         steps = [int(step) for step in self._processes.from_first(" ".join(map(str, self.steps()))).split()]
         for step in reversed(steps):
-            found = self._twice(step, template, fits)
+            found = self._try_twice(step, template, fits)
             if not isinstance(found, str):
                 return step, found, wrong
             wrong[step] = found
@@ -254,21 +254,21 @@ class Checkpoints:
             )
         return None
 
-    def _twice(self, step: int, template: State, fits: Callable[[int], None]) -> State | str:
+    def _try_twice(self, step: int, template: State, fits: Callable[[int], None]) -> State | str:
         """The state of ``step``, or what is wrong with it. A shared file system may fail for a moment, so nothing is
         called damaged at the first look."""
         wrong = ""
-        for wait in (0.0, AGAIN_S):
+        for wait in (0.0, RETRY_AFTER_S):
             time.sleep(wait)
             try:
-                with self._agreeing():
+                with self._sharing_errors():
                     fits(step)
                 return self.restore(step, template)
             except Damaged as error:
                 wrong = str(error)
         return wrong
 
-    def put_aside(self, steps: Iterable[int]) -> list[str]:
+    def rename_damaged(self, steps: Iterable[int]) -> list[str]:
         """Gives damaged checkpoints other names, so that their steps can be saved again. For process 0."""
         return [set_aside(self.path(step)).name for step in steps]
 

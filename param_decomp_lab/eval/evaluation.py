@@ -47,7 +47,7 @@ from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_
 from param_decomp_lab.setup.programs import Program
 
 
-class Abandoned(Exception):
+class EvaluationStopped(Exception):
     """Somebody asked the run to stop while it was evaluating."""
 
 
@@ -197,10 +197,10 @@ class Evaluation:
         self._statistics.lower(state.components, state.ci, weights, inputs).compile()
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
-        """The batches of an evaluation. Raises `Abandoned` when told to stop, before each of them."""
+        """The batches of an evaluation. Raises `EvaluationStopped` when told to stop, before each of them."""
         for number in range(self._settings.n_steps):
             if stop():
-                raise Abandoned
+                raise EvaluationStopped
             yield self._batches(number)
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:

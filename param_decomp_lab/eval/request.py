@@ -36,7 +36,7 @@ class EvaluationRequest:
     overrides: Sequence[str] = ()
 
 
-def evaluated_config(config: RunConfig, asked: EvaluationRequest, where: str) -> RunConfig:
+def evaluation_config(config: RunConfig, asked: EvaluationRequest, where: str) -> RunConfig:
     """``config`` with the evaluation that is asked for. UserError for what is no metric, or would measure something
     else than the run. ``where``: for errors."""
     assignments = parse_overrides(asked.overrides)
@@ -70,7 +70,7 @@ def evaluated_config(config: RunConfig, asked: EvaluationRequest, where: str) ->
     return replace(found, ignored=config.ignored)
 
 
-def metrics_in(file: Path) -> list[Mapping[str, Any]]:
+def read_metric_file(file: Path) -> list[Mapping[str, Any]]:
     """The metrics in a YAML file: a list, or a mapping that has it under `metrics` or `eval.metrics`."""
     try:
         found = parse_yaml(file.read_text(encoding="utf-8"), str(file))

@@ -14,7 +14,7 @@ from param_decomp_lab.config.method_schema import EvalConfig, ToyFile
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
+from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.setup.language_model import check_rows, evaluation_source, held_out_rows
 from param_decomp_lab.setup.problem import make_problem
@@ -50,7 +50,7 @@ def evaluate_run(
     """
     asked = asked or EvaluationRequest()
     run = load_run(folder, step, devices=devices, target=target)
-    config = evaluated_config(run.config, asked, f"{folder}: the evaluation")
+    config = evaluation_config(run.config, asked, f"{folder}: the evaluation")
     settings = config.method.eval
     assert settings is not None
     _refuse_uneven(settings, config, run)

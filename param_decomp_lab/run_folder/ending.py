@@ -34,7 +34,7 @@ def record_end(run_folder: Path, stopped: type[Exception], processes: Processes 
     def by_force(status: int) -> None:
         note("stopped" if status == STOPPED else "failed", f"ended with status {status}")
 
-    processes.last_acts.append(by_force)
+    processes.exit_hooks.append(by_force)
     try:
         yield
     except UserError as error:
@@ -47,7 +47,7 @@ def record_end(run_folder: Path, stopped: type[Exception], processes: Processes 
     else:
         note("finished", "")
     finally:
-        processes.last_acts.remove(by_force)
+        processes.exit_hooks.remove(by_force)
 
 
 def clear_end(run_folder: Path) -> None:

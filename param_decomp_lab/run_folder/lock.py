@@ -135,22 +135,22 @@ def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> It
                 if displaced_by(folder) is None:
                     os.ftruncate(file, 0)
 
-    def still_ours() -> None:
-        with processes.together():
+    def check_lock() -> None:
+        with processes.sharing_errors():
             other = displaced_by(folder) if processes.first else None
             if other is not None:
                 raise UserError(
                     f"another job has {folder} now: {other}. This one, believed to be dead, saves nothing more"
                 )
 
-    processes.last_acts.append(sign_off)
+    processes.exit_hooks.append(sign_off)
     try:
-        with processes.together():
+        with processes.sharing_errors():
             if processes.first:
                 file = _take(folder, console)
-        yield still_ours
+        yield check_lock
     finally:
-        processes.last_acts.remove(sign_off)
+        processes.exit_hooks.remove(sign_off)
         sign_off()
         if file is not None:
             os.close(file)

@@ -215,13 +215,13 @@ def test_on_a_cluster_the_name_is_looked_at_again(tmp_path: Path, monkeypatch: p
 
 
 def test_one_that_was_believed_dead_does_not_sign_off_for_another(tmp_path: Path) -> None:
-    with only_job(tmp_path, Console(quiet=True)) as still_ours:
-        still_ours()
+    with only_job(tmp_path, Console(quiet=True)) as check_lock:
+        check_lock()
         (tmp_path / LOCK_FILE).unlink()  # somebody has followed the message, and nobody else came
-        still_ours()
+        check_lock()
         write(tmp_path, ELSEWHERE)
         with pytest.raises(UserError, match=r"another job has .* now: process 4242 on node07"):
-            still_ours()
+            check_lock()
     assert holder(tmp_path) == ELSEWHERE
 
 
