@@ -325,7 +325,7 @@ def test_none_is_good(tmp_path: Path, small: State) -> None:
         assert saved_steps(tmp_path) == [3, 4]
     for step in (3, 4):
         (tmp_path / "ckpts" / str(step)).rename(tmp_path / "ckpts" / f"damaged-{step}")
-    with pytest.raises(UserError, match=r"no checkpoint but damaged ones \(damaged-3, damaged-4\)"):
+    with pytest.raises(UserError, match=r"only damaged checkpoints \(damaged-3, damaged-4\)"):
         Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert Checkpoints(tmp_path / "new").restore_newest(jax.eval_shape(lambda: small), fits) is None
 

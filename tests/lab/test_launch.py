@@ -314,7 +314,7 @@ def test_what_is_in_the_folder(tiny: Tiny, slurm: Path, tmp_path: Path, monkeypa
     assert "CPU_BIND" not in (slurm / "environment").read_text()
     again = launch(tiny, tmp_path / "runs", "--gpu", "none", settings=["run_id=p-00000001"])
     assert again.status == 2
-    assert f"{run} is there already" in again.err
+    assert f"{run} exists already" in again.err
 
 
 def test_recipe_of_a_toy_is_kept(slurm: Path, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
         assert all("error" not in process.text for process in found[1:])
 
     (tmp_path / "p-00000001").mkdir()
-    refused(*tiny.train(tmp_path, 1, TWO), says="p-00000001 is there already")
+    refused(*tiny.train(tmp_path, 1, TWO), says="p-00000001 exists already")
     refused(*tiny.train(tmp_path, 2, "mesh={fsdp: 4}"), says="needs 4 devices, 2 processes have 2 together (cpu)")
     refused(
         *tiny.train(tmp_path, 2), says="mesh: takes 1 devices, those of 1 processes, but 2 processes have 2 together"
