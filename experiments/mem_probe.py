@@ -149,7 +149,7 @@ def as_text(line: dict[str, Any]) -> str:
 def probe(options: argparse.Namespace) -> None:
     """One measurement, printed by process 0. UserError as `load_config`."""
     with joined(options.coordinator, options.processes, options.process_id) as processes:
-        with processes.together():
+        with processes.sharing_errors():
             sets = list(assignments(options, load_config(options.config), jax.device_count()))
             config = load_config(options.config, sets)
             outline = outline_on(config, known_target(config), build_mesh(config))

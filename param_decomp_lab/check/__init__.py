@@ -23,7 +23,7 @@ from param_decomp_lab.display.numbers import exact
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.run_folder.folder import refuse_taken
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
-from param_decomp_lab.setup.parent import Parent, find_parent, refuse_unlike
+from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch
 
 __all__ = ["check"]
 
@@ -44,7 +44,7 @@ def check(config: RunConfig, console: Console) -> None:
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
         state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))
-        refuse_unlike(parent, Learned(state.components, state.ci))
+        refuse_mismatch(parent, Learned(state.components, state.ci))
     console.print(_overview(config, spec, target, parent))
     n_sites = None
     if isinstance(target, KnownTarget):

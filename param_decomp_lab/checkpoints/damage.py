@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with a checkpoint without reading its arrays, and getting it out of the way."""
+"""Detects damage to a checkpoint without reading its arrays, and renames damaged checkpoints."""
 
 import hashlib
 import json
@@ -11,34 +11,34 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 
 FILES = "files.json"
-"""In a checkpoint's folder: the size of every file in it, written when all of them were there."""
+"""In a checkpoint's folder: the size of every file in it, written after all of them."""
 DESCRIPTION = "_CHECKPOINT_METADATA"
-"""orbax's file beside the items; what we gave it is under `custom_metadata`."""
+"""orbax's file next to the items; our description is under `custom_metadata`."""
 ARRAYS = "_METADATA"
 """orbax's file in an item: its arrays with their shapes."""
 
-ASIDE = "damaged-"
-"""Before the step, in the name of a checkpoint that was found damaged."""
+DAMAGED_PREFIX = "damaged-"
+"""Prefix of the step in the folder name of a checkpoint that was found damaged."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was saved: says which, and what is wrong with it."""
+    """A checkpoint that is not what was saved. The message names it and what is wrong with it."""
 
 
 def record_files(checkpoint: Path, items: Iterable[str]) -> None:
-    """Writes down what lies in a checkpoint that was just saved. OSError, `Damaged` when something is missing."""
+    """Records the file sizes of a checkpoint just saved. Raises OSError, or `Damaged` if a file is missing."""
     found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
     needed = [DESCRIPTION, *(f"{item}/{name}" for item in items for name in (ARRAYS, "manifest.ocdbt"))]
     lost = [name for name in needed if not found.get(name)]
     if lost:
-        raise Damaged(f"{checkpoint}: {lost[0]} is not there after saving")
+        raise Damaged(f"{checkpoint}: {lost[0]} is missing after saving")
     write_whole(checkpoint / FILES, json.dumps(found, indent=1) + "\n")
 
 
-def wrong_on_disk(checkpoint: Path, items: Iterable[str]) -> str:
-    """What is wrong with the files of these items of a checkpoint, in words; "" if nothing is.
+def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
+    """What is wrong with the files of these items of a checkpoint; "" if nothing is.
 
-    One without a list of its files (the save was killed between the two) is judged by what it holds, on restoring.
+    A checkpoint without recorded sizes (the save was killed just before) is checked only on restoring.
     """
     try:
         sizes = json.loads((checkpoint / FILES).read_text())
@@ -46,9 +46,9 @@ def wrong_on_disk(checkpoint: Path, items: Iterable[str]) -> str:
         return ""
     except (OSError, ValueError) as error:
         return f"{FILES} cannot be read ({error})"
-    of_items = tuple(f"{item}/" for item in items)
+    prefixes = tuple(f"{item}/" for item in items)
     for name, size in sizes.items():
-        if "/" in name and not name.startswith(of_items):
+        if "/" in name and not name.startswith(prefixes):
             continue
         try:
             now = os.stat(checkpoint / name).st_size
@@ -59,27 +59,29 @@ def wrong_on_disk(checkpoint: Path, items: Iterable[str]) -> str:
     return ""
 
 
-def described(configuration: str, prints: Mapping[str, Mapping[str, str]], inputs: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint is saved with, with a digest of itself."""
-    told = {"configuration": configuration, "fingerprints": prints, "inputs": dict(inputs)}
-    return {**told, "digest": _digest(told)}
+def make_description(
+    configuration: str, prints: Mapping[str, Mapping[str, str]], inputs: Mapping[str, str]
+) -> dict[str, Any]:
+    """The description saved with a checkpoint, with a digest of its own."""
+    description = {"configuration": configuration, "fingerprints": prints, "inputs": dict(inputs)}
+    return {**description, "digest": _digest(description)}
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint was saved with: the `configuration`, `fingerprints` of its arrays by item, and those of the
-    run's `inputs` (both empty in old ones). `Damaged` when it cannot be read."""
+    """The description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of the
+    run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads((checkpoint / DESCRIPTION).read_text())["custom_metadata"]
         digest = found.pop("digest", None)
         if digest not in (None, _digest(found)):
-            raise ValueError("it does not say what it said when it was written")
+            raise ValueError("its digest does not match")
         return {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
 
 
 def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
-    """The arrays of an item of a checkpoint, by name, from its description alone. `Damaged` when it cannot be read."""
+    """The arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if unreadable."""
     try:
         tree = json.loads((item / ARRAYS).read_text())["tree_metadata"].values()
         return {
@@ -92,18 +94,18 @@ def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
 
 def set_aside(checkpoint: Path) -> Path:
     """Renames a checkpoint to `damaged-<step>`, so that the step can be saved again; nothing is deleted."""
-    name = f"{ASIDE}{checkpoint.name}"
+    name = f"{DAMAGED_PREFIX}{checkpoint.name}"
     taken = sum(1 for path in checkpoint.parent.glob(f"{name}*"))
-    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    renamed = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
     try:
-        checkpoint.rename(aside)
+        checkpoint.rename(renamed)
     except OSError as error:
-        raise UserError(f"{checkpoint} is damaged and cannot be renamed to {aside.name}: {error.strerror}") from error
-    return aside
+        raise UserError(f"{checkpoint} is damaged and cannot be renamed to {renamed.name}: {error.strerror}") from error
+    return renamed
 
 
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+def _digest(description: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,8 +1,7 @@
-"""What an array holds, in 32 bits: the same wherever it lies, however it is split, and on any number of processes.
+"""32-bit fingerprints of arrays, independent of their devices, their sharding and the number of processes.
 
-Integer arithmetic only, so no order of summation matters. Computed where the array lies, as one reduction: on a GPU
-nothing of the array's size is made (XLA's plan for 151 MB in H100's memory: 18 KB beside them; on a CPU it makes the
-words once).
+Integer arithmetic only, so the order of summation does not matter. Computed on the array's devices, as one reduction:
+on a GPU without a temporary of the array's size (XLA plans 18 KB for 151 MB on an H100); on a CPU with one.
 """
 
 import hashlib
@@ -17,28 +16,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 GOLDEN = 0x9E3779B9
-"""2³² over the golden ratio: keeps the first entry's place from being the 0 that `_mixed` leaves alone."""
+"""2³² over the golden ratio, added to positions, since `_mixed` maps 0 to 0."""
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """`fingerprint` of each, one after the other: what waits in host memory is on its device for that moment alone."""
+    """`fingerprint` of each array, one at a time: arrays in host memory are copied to the device only for that time."""
     return {name: fingerprint(array) for name, array in arrays.items()}
 
 
 def fingerprint(array: jax.Array) -> str:
-    """8 hex digits. To be asked in all processes that hold a part of ``array``."""
+    """Fingerprint of an array: 8 hex digits. Must be called in all processes that hold a part of it."""
     return _digits(fingerprint_program(array)(array))
 
 
-class OfParts:
-    """`fingerprint` of an array of this ``shape`` of which the host never holds more than a part."""
+class PartwiseFingerprint:
+    """Computes the `fingerprint` of an array of this ``shape`` from parts, so that the host never holds all of it."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape, self._sum = shape, np.uint32(0)
 
     def add(self, part: Sequence[slice], values: np.ndarray) -> None:
-        """Every entry is to be in one part. ``part``: where ``values`` belongs."""
+        """Adds a part; every entry must be in exactly one. ``part``: the position of ``values`` in the array."""
         start = np.array([axis.start for axis in part], np.uint32)
         self._sum = np.add(self._sum, np.asarray(_part_program(values, start, self._shape)))
 
@@ -50,40 +49,40 @@ def _digits(total: Any) -> str:
     return f"{int(np.asarray(total)):08x}"
 
 
-def together(found: Mapping[str, str]) -> str:
-    """One fingerprint of many, by name: 16 hex digits."""
+def combine_fingerprints(found: Mapping[str, str]) -> str:
+    """Combines fingerprints by name into one of 16 hex digits."""
     lines = "".join(f"{name} {value}\n" for name, value in sorted(found.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def fingerprint_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    """What `fingerprint` runs, from `jax.jit`."""
+    """The jitted function that `fingerprint` calls."""
     where = array.sharding
     # Whole on every device, so that every process can read it.
     whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
     waits = getattr(where, "memory_kind", None) == "pinned_host"
-    return jax.jit(_from_host if waits else sum_of_entries, out_shardings=whole)
+    return jax.jit(_from_host if waits else sum_entries, out_shardings=whole)
 
 
 def _from_host(x: Array) -> UInt32[Array, ""]:
-    return sum_of_entries(jax.device_put(x, jax.memory.Space.Device))
+    return sum_entries(jax.device_put(x, jax.memory.Space.Device))
 
 
-def sum_of_entries(x: Array) -> UInt32[Array, ""]:
-    """Σ mix(bits(x_i) xor mix(i)) mod 2³², with i the place in the whole array.
+def sum_entries(x: Array) -> UInt32[Array, ""]:
+    """Σ mix(bits(x_i) xor mix(i)) mod 2³², with i the position in the whole array.
 
-    ``mix`` is one-to-one, so another value in one entry always shows; any other damage does but for one case in 2³².
+    ``mix`` is one-to-one, so a change of one entry is always detected; any other damage is missed once in 2³².
     """
-    return _sum_of_part(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
+    return _sum_part(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
 
 
-def _sum_of_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]) -> UInt32[Array, ""]:
-    """`sum_of_entries` over a part alone, which begins at ``start`` of an array of the shape ``whole``."""
+def _sum_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]) -> UInt32[Array, ""]:
+    """`sum_entries` over a part that begins at index ``start`` of an array of shape ``whole``."""
     words = _words(x)
-    of_entry = words.shape[x.ndim :]
+    entry_axes = words.shape[x.ndim :]
     place = jnp.full(words.shape, GOLDEN, jnp.uint32)
     stride = 1
-    for axis, size in reversed(list(enumerate((*whole, *of_entry)))):
+    for axis, size in reversed(list(enumerate((*whole, *entry_axes)))):
         first = start[axis] if axis < x.ndim else jnp.uint32(0)
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place += (first + along) * jnp.uint32(stride % (1 << 32))
@@ -91,18 +90,18 @@ def _sum_of_part(x: Array, start: UInt32[Array, " axes"], whole: tuple[int, ...]
     return jnp.sum(_mixed(words ^ _mixed(place)), dtype=jnp.uint32)
 
 
-_part_program = partial(jax.jit, static_argnums=2)(_sum_of_part)
+_part_program = partial(jax.jit, static_argnums=2)(_sum_part)
 
 
 def _words(x: Array) -> Array:
-    """The bits of every entry as uint32; an entry of 64 bits becomes two, on an axis of their own."""
+    """The bits of every entry as uint32; a 64-bit entry becomes two, on a new axis."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32)
 
 
 def _mixed(h: Array) -> Array:
-    """The last step of MurmurHash3: one-to-one, and every bit of ``h`` moves about half of the result's."""
+    """The last step of MurmurHash3: one-to-one, and every bit of ``h`` flips about half of the result's bits."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)

@@ -1,8 +1,8 @@
 """Checkpoints of a run: ``ckpts/<step>/`` with the items ``learned`` and ``training`` (T5).
 
-``learned`` is what a reader of the decomposition wants (components, CI function), ``training`` the rest of the
-trajectory, so that looking at V and U need not read moments and sources. Arrays are stored under their path in the
-state, so that a file can be read without our classes.
+``learned`` holds the components and the CI function, ``training`` the rest of the train state, so that reading V and U
+need not read moments and sources. Arrays are stored under their paths in the state, so that a file can be read without
+the classes of this package.
 """
 
 import logging
@@ -26,13 +26,13 @@ from param_decomp_jax.ci import CIFunction
 from param_decomp_jax.components import Components
 from param_decomp_jax.state import State
 from param_decomp_lab.checkpoints.damage import (
-    ASIDE,
+    DAMAGED_PREFIX,
     Damaged,
-    described,
+    find_file_damage,
+    make_description,
     read_description,
     record_files,
     set_aside,
-    wrong_on_disk,
 )
 from param_decomp_lab.checkpoints.fingerprints import fingerprint, fingerprints
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -41,10 +41,10 @@ from param_decomp_lab.run_folder.folder import CHECKPOINTS, checkpoint_steps
 from param_decomp_lab.run_folder.unwritable import why_not_written
 
 LEARNED = ("components", "ci")
-HALF_MADE = ".orbax-checkpoint-tmp"
+TEMPORARY = ".orbax-checkpoint-tmp"
 """In the names of folders that orbax has not finished."""
-AGAIN_S = 2.0
-"""Between two looks at a checkpoint that seems damaged."""
+RETRY_AFTER_S = 2.0
+"""Wait before a checkpoint that seems damaged is read again."""
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _items(state: Any) -> dict[str, dict[str, Any]]:
 
 
 class Learned(NamedTuple):
-    """What a reader of a decomposition wants: the item ``learned``, with the names that it has in a `State`."""
+    """The trained part of a decomposition: the item ``learned``, with the field names of `State`."""
 
     components: Components
     ci: CIFunction
@@ -74,10 +74,9 @@ class Learned(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run folder, oldest first by their steps.
 
-    ``keep_last``: how many of the newest stay (None: all); ``is_milestone``: steps that stay whatever comes after.
-    Saves are atomic: orbax fills a temporary folder and renames it. With every array goes its fingerprint, by which it
-    is judged when it is read. Nothing is made, swept or deleted before the first save, so a run that goes on meanwhile
-    can be read.
+    ``keep_last``: how many of the newest to keep (None: all). ``is_milestone``: steps whose checkpoints are all kept.
+    Saves are atomic: orbax fills a temporary folder and renames it. A fingerprint of every array is saved, and checked
+    on reading. Nothing is created or deleted before the first save, so the checkpoints of a running run can be read.
     """
 
     def __init__(
@@ -110,16 +109,16 @@ class Checkpoints:
     def save(
         self, step: int, state: State, configuration: str, inputs: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Writes the state after ``step`` steps, with the configuration that made it; a second save is no save.
+        """Saves the state after ``step`` steps with its configuration; does nothing if that step is saved already.
 
-        ``inputs``: fingerprints of what the run was given besides. CannotWrite where the folder does not take it: what
-        was saved before is still there, and nothing half-made counts.
+        ``inputs``: fingerprints of the target's weights and the data. Raises CannotWrite if the folder cannot be
+        written; earlier checkpoints are intact then, and the incomplete one is ignored.
         """
         if self._processes.from_first("saved" if step in self.steps() else ""):
             return
         items = _items(state)
         prints = {name: fingerprints(leaves) for name, leaves in items.items()}
-        about = described(configuration, prints, inputs)
+        about = make_description(configuration, prints, inputs)
         arguments = {name: ocp.args.StandardSave(leaves) for name, leaves in items.items()}
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), custom_metadata=about)
@@ -133,33 +132,33 @@ class Checkpoints:
             raise CannotWrite(f"the checkpoint of step {step} could not be saved: {why}") from error
 
     def sweep(self) -> None:
-        """Removes what saves that were killed have left half-made. For the run itself, in one process."""
-        for half_made in self._folder.glob(f"*{HALF_MADE}*"):
+        """Removes temporary folders of saves that were killed. To be called by the run itself, in one process."""
+        for half_made in self._folder.glob(f"*{TEMPORARY}*"):
             shutil.rmtree(half_made, ignore_errors=True)
 
     def path(self, step: int) -> Path:
         return self._folder / str(step)
 
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, good or damaged."""
+        """Steps of complete checkpoints, damaged ones included."""
         return checkpoint_steps(self._run_folder)
 
-    def set_aside(self) -> list[str]:
+    def renamed(self) -> list[str]:
         """Names of the folders of checkpoints that were found damaged earlier."""
-        return sorted(path.name for path in self._folder.glob(f"{ASIDE}*"))
+        return sorted(path.name for path in self._folder.glob(f"{DAMAGED_PREFIX}*"))
 
     def configuration(self, step: int) -> str:
-        """The configuration that the checkpoint was made with. `Damaged` when it cannot be read."""
+        """The configuration saved in the checkpoint. Raises `Damaged` if it cannot be read."""
         return str(read_description(self.path(step))["configuration"])
 
     def inputs(self, step: int) -> dict[str, str]:
-        """As `save` was given them. `Damaged` when they cannot be read."""
+        """The fingerprints of inputs passed to `save`. Raises `Damaged` if they cannot be read."""
         return dict(read_description(self.path(step))["inputs"])
 
     def restore(self, step: int, template: State) -> State:
         """The whole state of ``step``, placed as ``template`` says (shapes, shardings); its buffers can be donated.
 
-        `Damaged` when it cannot be read or is not what was saved.
+        Raises `Damaged` if it cannot be read or is not what was saved.
         """
         leaves = self._read(step, _items(template))
         state: State = unflatten(template, leaves)
@@ -171,15 +170,15 @@ class Checkpoints:
         return learned
 
     def _read(self, step: int, items: Mapping[str, dict[str, Any]]) -> dict[str, jax.Array]:
-        """The arrays of ``items``, by name. What one process finds wrong is raised in all of them."""
+        """The arrays of ``items``, by name. An error found by one process is raised in all of them."""
         arrays: dict[str, jax.Array] = {}
         try:
-            with self._agreeing():
+            with self._sharing_errors():
                 prints = read_description(self.path(step))["fingerprints"]
                 for item, wanted in items.items():
                     self._read_item(step, item, wanted, arrays)
-            # Not before: a fingerprint takes all processes, so in here none may find what the others do not.
-            with self._agreeing():
+            # Separately: fingerprints are computed by all processes, so all must have read the arrays without error.
+            with self._sharing_errors():
                 for item, wanted in items.items():
                     for name, expected in prints.get(item, {}).items():
                         if name in wanted and fingerprint(arrays[name]) != expected:
@@ -191,10 +190,10 @@ class Checkpoints:
         return arrays
 
     def _read_item(self, step: int, item: str, wanted: dict[str, Any], arrays: dict[str, jax.Array]) -> None:
-        """Adds what an item holds to ``arrays``. No word to other processes: orbax's manager would leave them waiting
-        for one that fails."""
+        """Adds the arrays of an item to ``arrays``, without communication: orbax's manager would leave other processes
+        waiting for one that fails."""
         checkpoint = self.path(step)
-        wrong = wrong_on_disk(checkpoint, [item])
+        wrong = find_file_damage(checkpoint, [item])
         if wrong:
             raise Damaged(f"{checkpoint}: {wrong}")
         handler = ocp.StandardCheckpointHandler()
@@ -209,19 +208,19 @@ class Checkpoints:
         finally:
             handler.close()
         for name, array in read.items():
-            arrays[name] = own(array)
+            arrays[name] = copy_restored(array)
 
     @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """A block in which every process may find something wrong; all raise what the first of them has found."""
+    def _sharing_errors(self) -> Iterator[None]:
+        """A block in which any process may raise UserError; all raise the error of the first process that did."""
         found: UserError | None = None
         try:
             yield
         except UserError as error:
             found = error
         kind = "damaged" if isinstance(found, Damaged) else "refused"
-        said = self._processes.gather("" if found is None else f"{kind} {found}")
-        first = next((words for words in said if words), "")
+        messages = self._processes.gather("" if found is None else f"{kind} {found}")
+        first = next((words for words in messages if words), "")
         if first:
             kind, _, text = first.partition(" ")
             try:
@@ -230,46 +229,45 @@ class Checkpoints:
                 found = None  # it holds this frame, which would hold it
 
     def restore_newest(self, template: State, fits: Callable[[int], None]) -> tuple[int, State, dict[int, str]] | None:
-        """The newest checkpoint that is good, its step, and what is wrong with the newer ones; None if there is none
-        at all. The same one in all processes.
+        """The step and state of the newest undamaged checkpoint, the same in all processes, and what is wrong with
+        newer ones, by step. None if the run has no checkpoint.
 
-        ``fits``: is asked of each step before its arrays are read, and raises UserError where it is another run's.
-        UserError when all are damaged; they stay where they are.
+        ``fits``: called with each step before its arrays are read; raises UserError if the checkpoint is another
+        run's. Raises UserError if all checkpoints are damaged, and leaves them in place.
         """
         wrong: dict[int, str] = {}
         steps = [int(step) for step in self._processes.from_first(" ".join(map(str, self.steps()))).split()]
         for step in reversed(steps):
-            found = self._twice(step, template, fits)
+            found = self._try_twice(step, template, fits)
             if not isinstance(found, str):
                 return step, found, wrong
             wrong[step] = found
         if wrong:
             lines = "\n  ".join(wrong.values())
-            raise UserError(f"no checkpoint of this run is good; nothing was changed:\n  {lines}")
-        aside = self.set_aside()
-        if aside:
+            raise UserError(f"every checkpoint of this run is damaged; nothing was changed:\n  {lines}")
+        renamed = self.renamed()
+        if renamed:
             raise UserError(
-                f"{self._folder} has no checkpoint but damaged ones ({', '.join(aside)}); to begin again, start "
+                f"{self._folder} has only damaged checkpoints ({', '.join(renamed)}); to start over, train "
                 "another run with the same configuration"
             )
         return None
 
-    def _twice(self, step: int, template: State, fits: Callable[[int], None]) -> State | str:
-        """The state of ``step``, or what is wrong with it. A shared file system may fail for a moment, so nothing is
-        called damaged at the first look."""
+    def _try_twice(self, step: int, template: State, fits: Callable[[int], None]) -> State | str:
+        """The state of ``step``, or what is wrong with it. Tries twice: a shared file system may fail briefly."""
         wrong = ""
-        for wait in (0.0, AGAIN_S):
+        for wait in (0.0, RETRY_AFTER_S):
             time.sleep(wait)
             try:
-                with self._agreeing():
+                with self._sharing_errors():
                     fits(step)
                 return self.restore(step, template)
             except Damaged as error:
                 wrong = str(error)
         return wrong
 
-    def put_aside(self, steps: Iterable[int]) -> list[str]:
-        """Gives damaged checkpoints other names, so that their steps can be saved again. For process 0."""
+    def rename_damaged(self, steps: Iterable[int]) -> list[str]:
+        """Renames damaged checkpoints, so that their steps can be saved again; returns the new names. For process 0."""
         return [set_aside(self.path(step)).name for step in steps]
 
     def close(self) -> None:
@@ -277,10 +275,11 @@ class Checkpoints:
             self._manager.close()
 
 
-def own(restored: jax.Array) -> jax.Array:
-    """A restored array in a buffer of ours, where it lies; the buffer it came in, which may be the reader's, is let go.
+def copy_restored(restored: jax.Array) -> jax.Array:
+    """Copies a restored array on its devices and deletes the original, whose buffer may belong to the reader.
 
-    Donating a buffer of the reader's would copy in silence. One array after the other: never the whole state twice.
+    Donating a buffer of the reader would copy it silently. To be called for one array at a time, so that the state is
+    never held twice.
     """
     copied: jax.Array = copy_program(restored)(restored).block_until_ready()
     restored.delete()
@@ -288,7 +287,7 @@ def own(restored: jax.Array) -> jax.Array:
 
 
 def copy_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    """What `own` runs, from `jax.jit`."""
+    """The jitted function that `copy_restored` calls."""
     return jax.jit(jnp.copy, out_shardings=array.sharding)
 
 

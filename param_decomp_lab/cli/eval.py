@@ -53,8 +53,8 @@ def evaluate(
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
     from param_decomp_lab.eval.command import evaluate as measure
-    from param_decomp_lab.eval.request import EvaluationRequest, metrics_in
+    from param_decomp_lab.eval.request import EvaluationRequest, read_metric_file
 
-    chosen = [*(metric or ()), *(metrics_in(metrics) if metrics is not None else ())]
+    chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, Console())

@@ -39,6 +39,6 @@ def profile(
     from param_decomp_lab.profile import profile as profile_run
 
     with joined(coordinator, processes, process_id) as all_processes:
-        with all_processes.together():
+        with all_processes.sharing_errors():
             loaded = load_config(config, overrides or ())
         profile_run(loaded, Console(quiet=not all_processes.first), steps, warmup, out, all_processes)

@@ -80,7 +80,7 @@ def _train(
     from param_decomp_lab.display.notes import print_notes
     from param_decomp_lab.training import run
 
-    with processes.together():
+    with processes.sharing_errors():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
         print_notes(loaded.notes, console)

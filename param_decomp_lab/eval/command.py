@@ -15,35 +15,35 @@ from param_decomp_lab.eval.run_evaluation import Evaluated, as_json, evaluate_ru
 from param_decomp_lab.folders import write_whole
 
 FOLDER = "evals"
-"""Of a run folder: what `pd eval` has measured."""
+"""Subfolder of a run folder with the results of `pd eval`."""
 
 
 def evaluate(
     run: Path,
-    asked: EvaluationRequest,
+    request: EvaluationRequest,
     step: int | None,
     out: Path | None,
     devices: int | None,
     target: Path | None,
-    say: Console,
+    console: Console,
 ) -> None:
-    """Figures go into a folder beside ``out``, the JSON file. None: a new file in the run's folder."""
+    """Evaluates a run and writes ``out``, a JSON file (None: a new file in the run folder); figures go next to it."""
     file = out or run / FOLDER / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
     if file.is_dir():
         raise UserError(f"--out {file} is a folder; give the JSON file to write")
     _refuse_unwritable(file.parent)
-    found = evaluate_run(run, asked, step=step, figures=file.with_suffix(""), devices=devices, target=target)
+    found = evaluate_run(run, request, step=step, figures=file.with_suffix(""), devices=devices, target=target)
     try:
         write_whole(file, json.dumps(as_json(found, run), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
-    _show(found, say)
+    _show(found, console)
     for path in (file, *found.figures.values()):
-        say.print(str(path), soft_wrap=True)
+        console.print(str(path), soft_wrap=True)
 
 
 def _refuse_unwritable(folder: Path) -> None:
-    """Before the work, not after it."""
+    """Raises UserError if ``folder`` cannot be written, before the evaluation rather than after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -53,10 +53,10 @@ def _refuse_unwritable(folder: Path) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another place with --out") from error
 
 
-def _show(found: Evaluated, say: Console) -> None:
+def _show(found: Evaluated, console: Console) -> None:
     settings = found.settings
     title = f"Step {found.step:,}, {settings.n_steps} batches of {settings.batch_size} from {found.data}"
     table = plain_table(title, ("metric", "left"), ("value", "right"))
     for name, value in found.row.items():
         table.add_row(name.removeprefix("eval/"), number(value))
-    say.print(table if found.row else title)
+    console.print(table if found.row else title)

@@ -1,4 +1,4 @@
-"""The evaluation of a run: fast numbers often, figures now and then, always on the same held-out batches."""
+"""Evaluation of a run: metrics often, figures less often, always on the same held-out batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -47,8 +47,8 @@ from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_
 from param_decomp_lab.setup.programs import Program
 
 
-class Abandoned(Exception):
-    """Somebody asked the run to stop while it was evaluating."""
+class EvaluationStopped(Exception):
+    """The run was asked to stop during an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Metrics:
     density: ComponentActivationDensity | None
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Metrics":
+    def from_config(cls, config: RunConfig) -> "Metrics":
         metrics = () if config.method.eval is None else config.method.eval.metrics
 
         def first(kind: type) -> Any:
@@ -84,16 +84,17 @@ class Metrics:
 
 
 class Evaluation:
-    """``batches``: the evaluation's batches, already on the devices' ``mesh``, by number; the same ones every time.
+    """Evaluates states of a run on the same held-out batches every time.
 
-    Every process of a run takes part in all of it and gets the same numbers.
+    ``batches``: gives a batch on the mesh by its number. Every process must call every method, and gets the same
+    numbers.
     """
 
     def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array], mesh: Mesh) -> None:
         assert config.method.eval is not None
         # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
         self._whole = whole = whole_on(mesh)
-        self._settings, self._metrics, self._batches = config.method.eval, Metrics.of(config), batches
+        self._settings, self._metrics, self._batches = config.method.eval, Metrics.from_config(config), batches
         pd = config.method.pd
         terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
         self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
@@ -119,37 +120,37 @@ class Evaluation:
         spec = problem.decomposition
         components = with_views(state.components, problem.target.sites)
         clean_pass, reader = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
-        of_losses, of_ce_kl = jax.random.split(key)
-        objective = Objective(spec, state.step, term_keys(spec, of_losses))
+        losses_key, ce_kl_key = jax.random.split(key)
+        objective = Objective(spec, state.step, term_keys(spec, losses_key))
         _, losses = objective.total_loss(clean_pass, components, reader, {})
         adversaries, errors = attack_batch(
-            self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, of_losses
+            self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, losses_key
         )
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Decoder), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, of_ce_kl, self._sampling, threshold)
+            measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, ce_kl_key, self._sampling, threshold)
         measured["l0"] = mean_l0(problem, components, reader, [l0.ci_alive_threshold for l0 in metrics.l0])
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
         if not self._persistent:
             return {}
-        return jax.jit(partial(self._started, key, inputs), out_shardings=self._whole)()
+        return jax.jit(partial(self._initial_adversaries, key, inputs), out_shardings=self._whole)()
 
-    def _started(self, key: PRNGKeyArray, inputs: Array | jax.ShapeDtypeStruct) -> Adversaries:
-        """Attacks of one evaluation, for batches like ``inputs``."""
+    def _initial_adversaries(self, key: PRNGKeyArray, inputs: Array | jax.ShapeDtypeStruct) -> Adversaries:
+        """The adversaries at the start of an evaluation, for batches like ``inputs``."""
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
         leading = self._problem.target.activation_axes(inputs.shape)
         return fresh_adversaries(self._persistent, key, sites, leading, use_delta)
 
     def programs(self, state: State, weights: Any, inputs: jax.ShapeDtypeStruct) -> dict[str, Program]:
-        """What an evaluation compiles, by name; arguments are shapes with shardings."""
+        """The programs of an evaluation, by name; arguments are shapes with shardings."""
         key = jax.eval_shape(lambda: self._problem.decomposition.key("eval"))
-        start = jax.eval_shape(self._started, key, inputs)
+        start = jax.eval_shape(self._initial_adversaries, key, inputs)
         adversaries = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), start)
-        seen = evaluated_part(state)
+        seen = without_training_state(state)
         return {
             "evaluation": Program(self._fast, (seen, weights, inputs, key, adversaries)),
             "figures": Program(self._statistics, (state.components, state.ci, weights, inputs)),
@@ -164,17 +165,20 @@ class Evaluation:
         return step % self._settings.slow_every == 0 or step == total
 
     def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> dict[str, float]:
-        """`eval/*` of the state after ``step`` steps, means over the batches. Raises `Abandoned` when told to stop."""
+        """`eval/*` metrics of the state after ``step`` steps, as means over the batches.
+
+        Raises EvaluationStopped if ``stop`` returns True.
+        """
         # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
         key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
-        of_start = jax.random.fold_in(key, self._settings.n_steps)  # the numbers below are the batches'
-        partial_state = evaluated_part(state)
+        start_key = jax.random.fold_in(key, self._settings.n_steps)  # the numbers below are the batches'
+        partial_state = without_training_state(state)
         per_batch = []
         adversaries: Adversaries | None = None
         for number, inputs in enumerate(self.batches(stop)):
-            adversaries = self._start(of_start, inputs) if adversaries is None else adversaries
-            of_batch = jax.random.fold_in(key, number)
-            adversaries, measured = self._fast(partial_state, weights, inputs, of_batch, adversaries)
+            adversaries = self._start(start_key, inputs) if adversaries is None else adversaries
+            batch_key = jax.random.fold_in(key, number)
+            adversaries, measured = self._fast(partial_state, weights, inputs, batch_key, adversaries)
             per_batch.append(jax.device_get(measured))
         means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
         row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
@@ -190,17 +194,17 @@ class Evaluation:
         return row if self._probe is None else row | self._probe.numbers(partial_state, weights)
 
     def compile(self, state: State, weights: Weights) -> None:
-        """Makes the programs that `fast`, `statistics` and `figures` will call; JAX finds them again."""
+        """Compiles the programs that `fast`, `statistics` and `figures` call; JAX caches them."""
         key, inputs = self._problem.decomposition.key("eval"), self._batches(0)
         adversaries = self._start(key, inputs)
-        self._fast.lower(evaluated_part(state), weights, inputs, key, adversaries).compile()
+        self._fast.lower(without_training_state(state), weights, inputs, key, adversaries).compile()
         self._statistics.lower(state.components, state.ci, weights, inputs).compile()
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
-        """The batches of an evaluation. Raises `Abandoned` when told to stop, before each of them."""
+        """The batches of an evaluation. Checks ``stop`` before each; raises EvaluationStopped."""
         for number in range(self._settings.n_steps):
             if stop():
-                raise Abandoned
+                raise EvaluationStopped
             yield self._batches(number)
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
@@ -215,14 +219,14 @@ class Evaluation:
     def figures(
         self, state: State, weights: Weights, step: int, folder: Path | None, stop: Callable[[], bool]
     ) -> dict[str, Path]:
-        """Draws what the configuration asks for into ``folder``; paths by `slow_eval/figures/<name>`.
+        """Draws the configured figures into ``folder``; returns their paths by `slow_eval/figures/<name>`.
 
-        ``folder`` None: this process computes its part of what others draw. A figure that cannot be written is told
-        and left out: no step is to be lost for it.
+        ``folder``: None if another process writes the figures and this one only takes part in the computation. A figure
+        that cannot be written is reported and skipped, so that the run does not fail.
         """
         drawn = self._statistics_figures(state, weights, stop)
         if self._probe is not None:
-            drawn |= self._probe.figures(evaluated_part(state), weights)
+            drawn |= self._probe.figures(without_training_state(state), weights)
         paths: dict[str, Path] = {}
         if folder is None:
             return paths
@@ -256,7 +260,7 @@ def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:
     return isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
 
 
-def evaluated_part(state: State) -> State:
+def without_training_state(state: State) -> State:
     """The state without persistent sources and moments, which no evaluation reads."""
     evaluated: State = replace_fields(state, adversaries={}, components_moments=None, ci_moments=None)
     return evaluated

@@ -1,4 +1,4 @@
-"""What an evaluation after the fact is asked for: the run's own metrics, or others, on other batches."""
+"""A request for a post-hoc evaluation: which metrics, on which batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 
 SETTABLE = ("eval", "data", "memory")
-"""First keys that `--set` may change: no others leave the decomposition what it is."""
+"""Top-level keys that `--set` may change; others would change the decomposition."""
 
 _ATTACK = {"init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
 USUAL: dict[str, dict[str, Any]] = {
@@ -22,13 +22,16 @@ USUAL: dict[str, dict[str, Any]] = {
     "PGDReconLoss": _ATTACK,
     "PGDReconLayerwiseLoss": _ATTACK,
 }
-"""Keys of metrics that are given by their type alone, where the run does not say otherwise."""
+"""Default keys of metrics given by type only, if the run does not configure them."""
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """``metrics``: types, YAML mappings as text, or mappings; None: the run's own. ``batches``, ``batch_size``: None as
-    the run has it. ``overrides``: assignments such as `eval.n_steps=4`."""
+    """What to evaluate.
+
+    ``metrics``: types, YAML mappings as text, or mappings; None for the run's own. ``batches``, ``batch_size``: None
+    for the run's own. ``overrides``: assignments such as `eval.n_steps=4`.
+    """
 
     metrics: Sequence[str | Mapping[str, Any]] | None = None
     batches: int | None = None
@@ -36,14 +39,16 @@ class EvaluationRequest:
     overrides: Sequence[str] = ()
 
 
-def evaluated_config(config: RunConfig, asked: EvaluationRequest, where: str) -> RunConfig:
-    """``config`` with the evaluation that is asked for. UserError for what is no metric, or would measure something
-    else than the run. ``where``: for errors."""
-    assignments = parse_overrides(asked.overrides)
+def evaluation_config(config: RunConfig, request: EvaluationRequest, where: str) -> RunConfig:
+    """``config`` with the requested evaluation. ``where``: prefix of errors.
+
+    Raises UserError for an unknown metric, or an override that would change the decomposition.
+    """
+    assignments = parse_overrides(request.overrides)
     for override in assignments:
         if override.path[0] not in SETTABLE:
             raise UserError(
-                f"--set {override.text}: an evaluation leaves the run what it is; what can be set begins with "
+                f"--set {override.text}: an evaluation cannot change the run; keys that can be set begin with "
                 f"{', '.join(SETTABLE)}"
             )
     wrapper, method = config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json")
@@ -58,20 +63,20 @@ def evaluated_config(config: RunConfig, asked: EvaluationRequest, where: str) ->
     if not isinstance(method["eval"], dict):
         raise UserError("--set eval: should be a section; there is nothing to evaluate without it")
     settings = dict(method["eval"])
-    if asked.metrics is not None:
-        settings["metrics"] = [_metric(metric, config) for metric in asked.metrics]
-    if asked.batches is not None:
-        settings["n_steps"] = asked.batches
-    if asked.batch_size is not None:
-        settings["batch_size"] = asked.batch_size
+    if request.metrics is not None:
+        settings["metrics"] = [_metric(metric, config) for metric in request.metrics]
+    if request.batches is not None:
+        settings["n_steps"] = request.batches
+    if request.batch_size is not None:
+        settings["batch_size"] = request.batch_size
     if not settings.get("metrics"):
         raise UserError(f"{where} has no eval.metrics: say which, e.g. --metric CI_L0 --metric CEandKLLosses")
     found = RunConfig.from_mapping({"wrapper": wrapper, "torch": {**method, "eval": settings}}, where)
     return replace(found, ignored=config.ignored)
 
 
-def metrics_in(file: Path) -> list[Mapping[str, Any]]:
-    """The metrics in a YAML file: a list, or a mapping that has it under `metrics` or `eval.metrics`."""
+def read_metric_file(file: Path) -> list[Mapping[str, Any]]:
+    """Reads metrics from a YAML file: a list, or a mapping with the list under `metrics` or `eval.metrics`."""
     try:
         found = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
@@ -85,7 +90,7 @@ def metrics_in(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _metric(metric: str | Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """A metric given by its type is as the run evaluates it, or trains on it, or as it usually is."""
+    """The metric as a mapping. One given by type is taken from the run's evaluation, its losses, or `USUAL`."""
     if isinstance(metric, str) and metric.lstrip().startswith("{"):
         metric = parse_yaml(metric, f"--metric {metric}")
     if isinstance(metric, Mapping):

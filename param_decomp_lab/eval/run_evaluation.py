@@ -1,4 +1,4 @@
-"""The evaluation of a run that is there already, on any of its checkpoints; `metrics.jsonl` stays as it is."""
+"""Post-hoc evaluation of any checkpoint of a run; `metrics.jsonl` is not changed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from param_decomp_lab.config.method_schema import EvalConfig, ToyFile
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
+from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.setup.language_model import check_rows, evaluation_source, held_out_rows
 from param_decomp_lab.setup.problem import make_problem
@@ -23,8 +23,11 @@ from param_decomp_lab.setup.toys import EVAL, feature_source
 
 @dataclass(frozen=True)
 class Evaluated:
-    """``row``: the numbers, as the run would have written them at ``step``. ``figures``: files by name. ``data``: where
-    the batches come from."""
+    """The results of a post-hoc evaluation.
+
+    ``row``: the metrics, as the run would have written them at ``step``. ``figures``: files by name. ``data``: the
+    source of the batches.
+    """
 
     step: int
     row: dict[str, float]
@@ -35,27 +38,27 @@ class Evaluated:
 
 def evaluate_run(
     folder: Path,
-    asked: EvaluationRequest | None = None,
+    request: EvaluationRequest | None = None,
     *,
     step: int | None = None,
     figures: Path | None = None,
     devices: int | None = None,
     target: Path | None = None,
 ) -> Evaluated:
-    """Opens a run as `load_run` does and evaluates it. ``asked`` None: as the run itself did.
+    """Opens a run as `load_run` does and evaluates it. ``request``: None for the run's own evaluation.
 
-    ``figures``: folder for those of the metrics that are figures; None: they are left out. A persistent attack needs
-    nothing of the training state: as in training's own evaluations it starts sources of its own. UserError: as
-    `load_run`, and for what cannot be evaluated.
+    ``figures``: folder for metrics that are figures; None omits them. Persistent attacks start with new sources, as in
+    the evaluations during training, so no training state is needed. Raises UserError like `load_run`, and for a request
+    that cannot be evaluated.
     """
-    asked = asked or EvaluationRequest()
+    request = request or EvaluationRequest()
     run = load_run(folder, step, devices=devices, target=target)
-    config = evaluated_config(run.config, asked, f"{folder}: the evaluation")
+    config = evaluation_config(run.config, request, f"{folder}: the evaluation")
     settings = config.method.eval
     assert settings is not None
     _refuse_uneven(settings, config, run)
     problem = make_problem(config, run.architecture, folder)
-    batches, data = _batches(run, config, asked)
+    batches, data = _batches(run, config, request)
     learned, weights = run.learned, run.weights
     state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
     drawn: dict[str, Path] = {}
@@ -76,22 +79,22 @@ def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:
         )
 
 
-def _batches(run: Run, config: RunConfig, asked: EvaluationRequest) -> tuple[BatchSource, str]:
-    """The evaluation's batches, and what they are of."""
+def _batches(run: Run, config: RunConfig, request: EvaluationRequest) -> tuple[BatchSource, str]:
+    """The evaluation's batches, and a description of their source."""
     method, inputs = config.method, run.architecture.inputs
     assert method.eval is not None
     if isinstance(method, ToyFile):
         assert isinstance(inputs, FeatureInputs)
         return feature_source(method, inputs, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
-    # What the run held out, not what this evaluation would have: the rest was trained on.
-    others = any(text.startswith("data") for text in asked.overrides)
+    # The rows that the run held out, not those this evaluation would: the run trained on all others.
+    others = any(text.startswith("data") for text in request.overrides)
     rows = held_out_rows(config if others else run.config)
     check_rows(config, inputs, rows)
     return evaluation_source(config, rows, run.mesh), rows.source
 
 
 def as_json(found: Evaluated, folder: Path) -> dict[str, Any]:
-    """What `pd eval` writes."""
+    """The results as `pd eval` writes them."""
     return {
         "run": folder.name,
         "step": found.step,

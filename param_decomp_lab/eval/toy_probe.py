@@ -66,8 +66,8 @@ class Probe:
         """`eval/identity_ci_error/<site>` as configured; of a TMS whose `linear1` is a site, `eval/tms/*` too."""
         row: dict[str, float] = {}
         if self._errors:
-            importances = self._of_sites(state, weights)
-            for site, value in self._errors_of(importances).items():
+            importances = self._site_importances(state, weights)
+            for site, value in self._count_errors(importances).items():
                 row[f"eval/identity_ci_error/{site}"] = value
         first = self._first(state, weights)
         if first is not None:
@@ -79,9 +79,9 @@ class Probe:
         drawn: dict[str, Figure] = {}
         if self._heat_maps is None and self._matrices is None:
             return drawn
-        importances = self._of_sites(state, weights)
+        importances = self._site_importances(state, weights)
         if self._heat_maps is not None:
-            errors = self._errors_of(importances)
+            errors = self._count_errors(importances)
             details = {site: f"{errors[site]} errors" for site in errors}
             drawn["permuted_ci"] = permuted_ci(importances, self._orders(importances, self._heat_maps), details)
         if self._matrices is not None:
@@ -94,10 +94,10 @@ class Probe:
             drawn["tms_geometry"] = tms_geometry(first.W, first.V, first.U)
         return drawn
 
-    def _of_sites(self, state: State, weights: Weights) -> dict[str, Float[np.ndarray, "features C"]]:
+    def _site_importances(self, state: State, weights: Weights) -> dict[str, Float[np.ndarray, "features C"]]:
         return self._target.sites.unstack(jax.device_get(self._importances(state, weights)))
 
-    def _errors_of(self, importances: dict[str, np.ndarray]) -> dict[str, int]:
+    def _count_errors(self, importances: dict[str, np.ndarray]) -> dict[str, int]:
         errors: dict[str, int] = {}
         for metric in self._errors:
             for identity in metric.identity_ci or ():

@@ -12,8 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from param_decomp_lab.checkpoints.damage import Damaged, read_description, wrong_on_disk
-from param_decomp_lab.checkpoints.fingerprints import OfParts
+from param_decomp_lab.checkpoints.damage import Damaged, find_file_damage, read_description
+from param_decomp_lab.checkpoints.fingerprints import PartwiseFingerprint
 from param_decomp_lab.errors import UserError
 
 Part = tuple[slice, ...]
@@ -28,7 +28,7 @@ class CheckpointArrays:
     def __init__(self, item: Path) -> None:
         self._item = item.resolve()
         checkpoint = self._item.parent
-        wrong = wrong_on_disk(checkpoint, [item.name])
+        wrong = find_file_damage(checkpoint, [item.name])
         if wrong:
             raise Damaged(f"{checkpoint}: {wrong}")
         self._prints: dict[str, str] = read_description(checkpoint)["fingerprints"].get(item.name, {})
@@ -41,7 +41,7 @@ class CheckpointArrays:
 
     def chunks(self, name: str) -> Iterator[tuple[Part, np.ndarray]]:
         """Every part of an array once: where it belongs, and what it holds. `Damaged` is raised after the last."""
-        seen = OfParts(self.shapes[name])
+        seen = PartwiseFingerprint(self.shapes[name])
         try:
             base = f"file://{self._item}/"
             store = tensorstore.open(

@@ -18,7 +18,7 @@ from param_decomp_lab.launch.code_copy import CODE, Code
 from param_decomp_lab.launch.fits import Question, all_fit
 from param_decomp_lab.launch.job import Job, check_slurm, script_text, submit
 from param_decomp_lab.launch.local import commands, free_port, gpus_here, local_place, run_here
-from param_decomp_lab.launch.place import NO_GPU, Place, place_of
+from param_decomp_lab.launch.place import NO_GPU, Place, find_place
 from param_decomp_lab.launch.prepare import add_code, make_run, note_job
 from param_decomp_lab.launch.sweep import Choice, choices
 from param_decomp_lab.probe.outline import known_target
@@ -68,7 +68,7 @@ def launch_job(told: Launch, job: Job, console: Console, *, probe: bool, anyway:
     UserError, before anything is written, for what cannot work; CannotTell where the probe gets no answer.
     """
     runs, code = _runs(told, console), _code(told)
-    place = _same([place_of(run.config, told.nodes, told.per_node, told.on_gpus) for run in runs])
+    place = _same([find_place(run.config, told.nodes, told.per_node, told.on_gpus) for run in runs])
     script = _script_place(runs)
     text = script_text(job, place, told.path.stem, [run.folder for run in runs], script)
     if dry:

@@ -15,7 +15,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE
 from param_decomp_lab.launch.job import scrubbed
-from param_decomp_lab.launch.place import Place, place_of
+from param_decomp_lab.launch.place import Place, find_place
 from param_decomp_lab.processes.stop_signal import STOPPED
 
 GRACE_S = 30.0
@@ -27,7 +27,7 @@ def local_place(config: RunConfig, nodes: int | None, per_node: int | None, ther
 
     UserError where there are too few, or the mesh does not suit.
     """
-    place = place_of(config, nodes, per_node, gpus=there > 0)
+    place = find_place(config, nodes, per_node, gpus=there > 0)
     if place.on_gpus and place.tasks > there:
         raise UserError(
             f"this machine has {there} GPU{'s'[: there > 1]} for {place.tasks} processes; take a smaller mesh, or "

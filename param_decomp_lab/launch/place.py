@@ -65,7 +65,7 @@ def _threads(devices: int) -> int:
     return max(16, 2 * devices)
 
 
-def place_of(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Place:
+def find_place(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Place:
     """UserError unless the mesh takes all GPUs of all nodes, or can be spread evenly over the tasks of CPUs."""
     mesh: MeshShape = mesh_shape(config)
     if gpus:

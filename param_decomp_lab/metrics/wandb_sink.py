@@ -147,14 +147,14 @@ class Wandb:
                 if self._outcome is not None:
                     self._tell(mirror, {"outcome": self._outcome})
         except OSError as error:
-            self._tell_of_trouble(str(error))
+            self._report_trouble(str(error))
             return False
         reached = self._listen(mirror.stdout)
         mirror.wait()
         with self._lock:
             self._mirror = None
         if not self._sent and self._misuse is None:
-            self._tell_of_trouble(f"what sends to it has ended; see {self._folder / LOG_FILE}")
+            self._report_trouble(f"what sends to it has ended; see {self._folder / LOG_FILE}")
         return reached
 
     def _listen(self, said: IO[str] | None) -> bool:
@@ -179,10 +179,10 @@ class Wandb:
                         refusal = f"wandb refuses the run, which goes on without it: {message['why']}; {self._later}"
                         self._console.print(f"[yellow]{escape(refusal)}[/]", soft_wrap=True)
                 case "failed":
-                    self._tell_of_trouble(message["why"])
+                    self._report_trouble(message["why"])
         return reached
 
-    def _tell_of_trouble(self, why: str) -> None:
+    def _report_trouble(self, why: str) -> None:
         if not self._trouble and not self._ended.is_set():
             reason = escape(" ".join(why.split())[:300])
             self._console.print(

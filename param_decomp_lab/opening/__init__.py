@@ -1,4 +1,4 @@
-"""A run opened for reading: its components, its CI function and its target, on whatever devices are here."""
+"""Opening a run for reading: its components, CI function and target, on any number of devices."""
 
 from param_decomp_lab.opening.load import load_run
 from param_decomp_lab.opening.run import Component, Run

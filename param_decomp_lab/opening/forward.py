@@ -1,4 +1,4 @@
-"""What an opened run computes, each to be compiled: one program for every shape of inputs."""
+"""The functions that an opened run compiles, once per shape of inputs."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 def importances(
     problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
 ) -> dict[str, Array]:
-    """Of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
+    """Causal importances of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
     logits = site_logits(problem, components, ci, weights, inputs, names)
     lower, upper = squashings(problem.decomposition.squashing)
     squash = {"lower": lower, "upper": upper, "logits": lambda z: z}[kind]
@@ -38,19 +38,19 @@ def masked(
     live: tuple[int, ...],
     pinned: bool,
 ) -> Array:
-    """The output with these sites live: masked by λ where ``pinned`` and sources are 0 (M1), else by the sources."""
+    """The target's output with the ``live`` sites masked: by λ if ``pinned`` (sources are 0, M1), else by sources."""
     components = with_views(components, problem.target.sites)
     clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
     if not pinned:
         reader = replace(reader, squash=jnp.zeros_like)
     [forward], _ = run_masked(clean_pass, components, reader, [Stream(live, GivenSources(sources, clean_pass.batch))])
-    return _given(problem, weights, forward.output)
+    return _predictions(problem, weights, forward.output)
 
 
 def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
-    """The output of the target as it is."""
-    return _given(problem, weights, problem.target.forward(weights, inputs, UNTOUCHED).output)
+    """The output of the original target."""
+    return _predictions(problem, weights, problem.target.forward(weights, inputs, UNTOUCHED).output)
 
 
-def _given(problem: Problem, weights: Weights, output: Array) -> Array:
+def _predictions(problem: Problem, weights: Weights, output: Array) -> Array:
     return problem.target.predictions(weights, output)

@@ -1,4 +1,4 @@
-"""`load_run`: from a run's folder to what it learned, and nothing else of its checkpoint."""
+"""`load_run`: opens a run folder and reads the components and CI function of a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
-from param_decomp_lab.opening.target import architecture_of, bytes_of_weights, with_target
+from param_decomp_lab.opening.target import count_weight_bytes, find_architecture, with_target
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.programs import learned_shapes
@@ -24,33 +24,33 @@ from param_decomp_lab.setup.programs import learned_shapes
 def load_run(
     folder: str | Path, step: int | None = None, *, devices: int | None = None, target: str | Path | None = None
 ) -> Run:
-    """Opens the run in ``folder`` for reading, whether it has ended or still goes on.
+    """Opens the run in ``folder`` for reading. The run may have ended or may still be training.
 
-    Reads the item ``learned`` of the checkpoint (components and CI function), whatever devices saved it. The target's
-    weights are read when something needs them: components, sites and metrics can be had without.
+    Reads the components and the CI function from a checkpoint, whatever devices saved it. The target's weights are read
+    when first needed: components, sites and metrics do not need them.
 
-    ``step``: of the checkpoint; None is the newest. ``devices``: over how many the arrays are split; None is one, or
-    all of this machine where one could not hold them. ``target``: folder with the target's weights, if they are not
-    where they were when the run was made.
+    ``step``: the checkpoint to read; None for the newest. ``devices``: the number of devices to shard the arrays over;
+    None for one, or for all of this machine if they do not fit on one. ``target``: the folder with the target's
+    weights, if it has moved since the run was trained.
 
-    Raises UserError: no run, no checkpoint or not this one, a checkpoint that cannot be read, a `config.yaml` that says
-    another method than the checkpoint was made with, a target whose shapes nothing tells.
+    Raises UserError if there is no run in ``folder``, the checkpoint is missing or unreadable, `config.yaml` gives
+    another method than the checkpoint was saved with, or the target's architecture is unknown.
     """
     found = find_checkpoint(Path(folder), step, None if target is None else Path(target))
     size = _bytes(learned_shapes(found.problem, make_mesh(MeshShape())))
-    mesh = mesh_for(size + bytes_of_weights(found.config, found.architecture), devices)
+    mesh = mesh_for(size + count_weight_bytes(found.config, found.architecture), devices)
     checkpoints = Checkpoints(found.folder)
     try:
         learned = checkpoints.restore_learned(found.step, learned_shapes(found.problem, mesh))
     except UserError as error:
         others = ", ".join(str(other) for other in checkpoints.steps() if other != found.step)
-        raise UserError(f"{error}{f'; open another one with its step ({others})' if others else ''}") from error
+        raise UserError(f"{error}{f'; to open another one, give its step ({others})' if others else ''}") from error
     return Run(found.folder, found.config, found.step, found.architecture, found.problem, mesh, learned)
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to be read, and what was decomposed."""
+    """A checkpoint to read, with the run's configuration, architecture and decomposition problem."""
 
     folder: Path
     config: RunConfig
@@ -60,7 +60,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, target: Path | None = None) -> FoundCheckpoint:
-    """What `load_run` opens, before any array is read. UserError as there."""
+    """The checkpoint that `load_run` would open. Reads no array; raises UserError like `load_run`."""
     folder = folder.expanduser()
     config = saved_config(folder)
     if target is not None:
@@ -70,12 +70,12 @@ def find_checkpoint(folder: Path, step: int | None = None, target: Path | None =
     where = f"{folder}: the checkpoint of step {at}"
     made_with = RunConfig.from_mapping(parse_yaml(checkpoints.configuration(at), where), where)
     _refuse_another_method(config, made_with, where)
-    architecture = architecture_of(folder, config)
+    architecture = find_architecture(folder, config)
     return FoundCheckpoint(folder, config, at, architecture, make_problem(config, architecture, folder))
 
 
 def _chosen_step(folder: Path, steps: Sequence[int], step: int | None) -> int:
-    """The step asked for, or the newest. UserError where there is none."""
+    """``step``, or the newest of ``steps``. Raises UserError if there is no such checkpoint."""
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
     if step is None:
@@ -93,8 +93,11 @@ def _refuse_another_method(config: RunConfig, made_with: RunConfig, where: str) 
 
 
 def mesh_for(size: int, devices: int | None) -> Mesh:
-    """So many devices of this machine, over which everything is split. None: one, or all where ``size`` bytes would
-    fill more than half of one. UserError for more than there are."""
+    """A mesh of ``devices`` devices of this machine, over which arrays are sharded.
+
+    None: one device, or all of them if ``size`` bytes would fill more than half of one. Raises UserError if there are
+    fewer devices.
+    """
     here = jax.local_devices()
     if devices is None:
         limit = (here[0].memory_stats() or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""Masks as people give them, per site, and the sources that a masked forward takes in their place."""
+"""Masks given by users, and their conversion to the sources of a masked forward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,20 +14,21 @@ from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 
 CI: Literal["ci"] = "ci"
-"""The mask of a site is its lower causal importance λ."""
+"""Stands for a mask equal to the lower causal importance λ."""
 
 Mask = Any
-"""``"ci"``; component numbers (integers: these on, the others off); or a mask (floats or booleans), which broadcasts
-to ``[*n, C]``."""
+"""``"ci"``; component numbers (integers: these are kept, the others masked out); or a mask (floats or booleans) that
+broadcasts to ``[*n, C]``."""
 
 Masks = Literal["ci"] | Mapping[str, Mask]
-"""One for all sites, or by site name or pattern; sites that none names are left as the target has them (F3)."""
+"""``"ci"`` for all sites, or masks by site name or pattern; sites not named use the target's own matrix (F3)."""
 
 
 def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, Literal["ci"] | np.ndarray]:
     """The mask of every live site, in canonical order: ``"ci"``, or floats that broadcast to ``[*leading, C]``.
 
-    UserError: an unknown site, a site that two patterns name, a mask of a wrong shape, a component that is not there.
+    Raises UserError for an unknown site, a site matched by two patterns, a mask of the wrong shape, or a component
+    number that the site does not have.
     """
     if isinstance(masks, str):
         masks = {"*": masks}
@@ -51,7 +52,7 @@ def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, L
 def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | np.ndarray:
     if isinstance(mask, str):
         if mask != CI:
-            raise UserError(f"masks: {site.name}: '{mask}' is no kind of mask; the only word is '{CI}'")
+            raise UserError(f"masks: {site.name}: '{mask}' is not a mask; the only text allowed is '{CI}'")
         return CI
     given = np.asarray(sorted(mask) if isinstance(mask, set | frozenset) else mask)
     if given.dtype.kind in "iu" or given.size == 0:
@@ -61,8 +62,8 @@ def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | n
         np.broadcast_to(given, shape)
     except ValueError:
         raise UserError(
-            f"masks: {site.name}: a mask of shape {list(given.shape)} does not broadcast to {list(shape)}, that of the "
-            "inputs and the site's C"
+            f"masks: {site.name}: a mask of shape {list(given.shape)} does not broadcast to {list(shape)} "
+            "(leading axes of the inputs, then the site's C)"
         ) from None
     padded = given.reshape((1,) * (len(shape) - given.ndim) + given.shape).astype(np.float32)
     return np.broadcast_to(padded, (*padded.shape[:-1], site.C))
@@ -71,7 +72,7 @@ def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | n
 def _these_on(site: Site, numbers: np.ndarray) -> np.ndarray:
     beyond = numbers[(numbers < 0) | (numbers >= site.C)]
     if beyond.size:
-        raise UserError(f"masks: {site.name} has components 0 to {site.C - 1}; there is no {beyond[0]}")
+        raise UserError(f"masks: {site.name} has components 0 to {site.C - 1}, and no component {beyond[0]}")
     if len(np.unique(numbers)) < len(numbers):
         raise UserError(
             f"masks: {site.name}: integers are numbers of components, and one is given twice; give a mask as floats"
@@ -84,7 +85,7 @@ def _these_on(site: Site, numbers: np.ndarray) -> np.ndarray:
 def bundle(
     sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], n_leading: int, delta: float
 ) -> tuple[tuple[int, ...], Bundle]:
-    """The live sites, and sources that are these masks where λ counts as 0. ``delta``: weight of Δ everywhere."""
+    """The live sites, and sources equal to these masks when λ is taken as 0. ``delta``: weight of Δ at live sites."""
     names = [site.name for site in sites.all]
     made = {}
     for stack in sites.stacks:
@@ -102,8 +103,10 @@ def bundle(
 
 
 def chosen_sites(sites: Sites, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the sites that a pattern, or one of several, names; all of them for None. UserError for one that names
-    none."""
+    """Names of the sites that match any of the patterns; all sites for None.
+
+    Raises UserError if a pattern matches none.
+    """
     names = [site.name for site in sites.all]
     if patterns is None:
         return tuple(names)

@@ -1,4 +1,4 @@
-"""An opened run: what it decomposed, what it learned, and what both say of inputs."""
+"""A run opened for reading: its target, components and CI function, and their outputs on inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from param_decomp_lab.opening.target import load_weights, weights_folder
 from param_decomp_lab.setup.language_model import find_tokenizer
 
 Inputs = Any
-"""Token ids ``[B, T]``, or ``[T]``, or a text, for a language model; features ``[B, n]``, or ``[n]``, for a toy."""
+"""Language model: token ids ``[B, T]`` or ``[T]``, or a text. Toy: features ``[B, n]`` or ``[n]``."""
 
 Importance = Literal["lower", "upper", "logits"]
 
@@ -61,10 +61,11 @@ class Component:
 
 
 class Run:
-    """A run opened by `load_run`.
+    """A run opened by `load_run`: its components, CI function, target and metrics.
 
-    ``step``: of the checkpoint that was read. ``sites``: by name, in canonical order, each with `d_in`, `d_out`, `C`.
-    ``problem``, ``learned``, ``mesh``: for code that goes on with the core's own functions (under `jax.set_mesh`).
+    ``step``: the step of the checkpoint that was read. ``sites``: the sites by name, in canonical order, each with
+    `d_in`, `d_out` and `C`. ``problem``, ``learned``, ``mesh``: for calling functions of `param_decomp_jax` directly
+    (under `jax.set_mesh`).
     """
 
     def __init__(
@@ -83,25 +84,27 @@ class Run:
 
     @property
     def id(self) -> str:
+        """The run id, which is also the name of the run folder."""
         return self.config.wrapper.run_id or self.folder.name
 
     @property
     def name(self) -> str:
+        """The run's name for people (`run_name`)."""
         return self.config.wrapper.run_name
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of `metrics.jsonl`, each with `step`, as they are now."""
+        """Rows of `metrics.jsonl`, each with `step`, read anew at every access."""
         return read_metrics(self.folder)
 
     @cached_property
     def weights(self) -> Weights:
-        """The target's weights. UserError where they are not, or are another target's."""
+        """The target's weights. Raises UserError if they are missing or belong to another target."""
         return load_weights(self.config, self.architecture, self.mesh)
 
     @property
     def target(self) -> Any:
-        """The target's forward pass (`param_decomp_jax.targets.base.Target`); its weights are `weights`."""
+        """The target network (`param_decomp_jax.targets.base.Target`), without its weights, which are in `weights`."""
         return self.problem.target
 
     @property
@@ -111,7 +114,7 @@ class Run:
 
     @cached_property
     def text(self) -> TokenText | None:
-        """Text to token ids and back; None where no tokenizer is beside the data or the target."""
+        """The tokenizer. None if there is none next to the data or the target, and for a toy."""
         if not self._is_language_model:
             return None
         return find_tokenizer(self.config, weights_folder(self.config))
@@ -119,20 +122,20 @@ class Run:
     # --- components ---
 
     def component(self, site: str, number: int) -> Component:
-        """One component. UserError: no such site, no such component."""
+        """Component ``number`` of a site. Raises UserError if there is no such site or component."""
         where = self._site(site)
         if not 0 <= number < where.C:
-            raise UserError(f"{where.name} has components 0 to {where.C - 1}; there is no {number}")
+            raise UserError(f"{where.name} has components 0 to {where.C - 1}, and no component {number}")
         V, U = self._factors(where)
         return Component(where.name, int(number), np.asarray(V[:, number]), np.asarray(U[number]))
 
     def factors(self, site: str) -> tuple[Float[np.ndarray, "d_in C"], Float[np.ndarray, "C d_out"]]:
-        """V and U of a site, on the host."""
+        """V and U of a site, as NumPy arrays."""
         V, U = self._factors(self._site(site))
         return np.asarray(V), np.asarray(U)
 
     def matrix(self, site: str) -> Float[np.ndarray, "d_in d_out"]:
-        """W of a site, used as ``x @ W``; ``run.matrix(s) - V @ U`` is what its components leave unexplained."""
+        """The target's matrix W at a site, applied as ``x @ W``. The components leave out Δ = W - V @ U."""
         stack, row = self._place(self._site(site))
         with jax.set_mesh(self.mesh):
             return np.asarray(self.target.site_weights(self.weights)[stack.name][row])
@@ -154,17 +157,19 @@ class Run:
     def _place(self, site: Site) -> tuple[Stack, int]:
         return self.target.sites.stack_rows[list(self.sites).index(site.name)]
 
-    # --- what it says of inputs ---
+    # --- outputs on inputs ---
 
     def causal_importances(
         self, inputs: Inputs, sites: str | Sequence[str] | None = None, kind: Importance = "lower"
     ) -> dict[str, Float[Array, "*n C"]]:
-        """Causal importances ``[B, T, C]`` by site (``[B, C]`` of a toy), in fp32.
+        """Causal importances by site, in fp32: ``[B, T, C]`` for a language model, ``[B, C]`` for a toy.
 
-        ``inputs``: token ids ``[B, T]`` or a text; of a toy features ``[B, n]``. A single row has no batch axis, and
-        neither has the result. ``sites``: names or patterns; nothing is made of the others. ``kind``: ``lower`` is λ,
-        which masks are made of (C3); ``upper`` is υ, which importance minimality counts; ``logits`` is what both
-        squash. Raises UserError: inputs that are none of the target's, an unknown site, no weights.
+        ``inputs``: token ids ``[B, T]`` or a text; for a toy, features ``[B, n]``. Without a batch axis in ``inputs``
+        there is none in the result. ``sites``: names or patterns; None for all sites. ``kind``: ``lower`` is λ, from
+        which masks are built (C3); ``upper`` is υ, which the importance minimality loss uses; ``logits`` are the CI
+        function's outputs before either squashing.
+
+        Raises UserError if the inputs do not fit the target, a site is unknown, or the weights are missing.
         """
         names = chosen_sites(self.target.sites, sites)
         if kind not in ("lower", "upper", "logits"):
@@ -176,12 +181,14 @@ class Run:
         return {name: found[name][0] if single else found[name] for name in names}
 
     def output(self, inputs: Inputs, masks: Masks | None = None, delta: float = 0.0) -> Float[Array, "*n d"]:
-        """What the target gives in fp32: next-token logits ``[B, T, vocabulary]``, or the output of a toy.
+        """The target's output in fp32: next-token logits ``[B, T, vocabulary]``, or a toy's output.
 
-        ``masks`` None: the target as it is. ``"ci"``: every site masked by λ. Or by site name or pattern: ``"ci"``;
-        component numbers (those on, the others off); a mask that broadcasts to ``[B, T, C]``. Sites that are not named
-        are left as the target has them (F3). ``delta``: how much of what the components leave unexplained is added at
-        the masked sites (F1), 0 or 1 as a rule. ``inputs`` as in `causal_importances`.
+        ``masks``: None runs the original target; ``"ci"`` masks every site by λ; a mapping from site names or patterns
+        gives each of them ``"ci"``, the numbers of the components to keep, or a mask that broadcasts to ``[B, T, C]``.
+        Sites not named use the target's own matrix (F3). ``delta``: weight of Δ = W - V @ U at the masked sites (F1),
+        usually 0 or 1. ``inputs``: as for `causal_importances`.
+
+        Raises UserError if the inputs or masks do not fit the target, or the weights are missing.
         """
         batch, single = self._batch(inputs)
         weights = self.weights
@@ -196,15 +203,18 @@ class Run:
         return y[0] if single else y
 
     def logits(self, tokens: Inputs, masks: Masks | None = None, delta: float = 0.0) -> Float[Array, "*n vocabulary"]:
-        """`output` of a language model."""
+        """Next-token logits of a language model: `output` with the same arguments. Raises UserError for a toy."""
         if not self._is_language_model:
-            raise UserError("a toy has no logits; ask for run.output(inputs, masks)")
+            raise UserError("a toy has no logits; use run.output(inputs, masks)")
         return self.output(tokens, masks, delta)
 
     def _sources(
         self, wanted: dict[str, Any], batch: Array, delta: float, pinned: bool
     ) -> tuple[tuple[int, ...], Bundle]:
-        """``pinned``: all masks are λ, so every source is 0 (M1); else the sources are the masks, and λ counts as 0."""
+        """The live sites, and the sources of a masked forward pass.
+
+        ``pinned``: all masks are λ, so every source is 0 (M1). Otherwise the sources are the masks and λ is taken as 0.
+        """
         leading = self._leading(batch)
         if pinned:
             masks = {name: np.zeros((1,) * len(leading) + (self.sites[name].C,), np.float32) for name in wanted}
@@ -233,12 +243,12 @@ class Run:
         return isinstance(self.architecture.inputs, TokenInputs)
 
     def _leading(self, batch: Array) -> tuple[int, ...]:
-        """Axes of an activation before its last one."""
+        """The leading axes of an activation: all but its last."""
         axes: tuple[int, ...] = self.target.activation_axes(batch.shape)
         return axes
 
     def _batch(self, inputs: Inputs) -> tuple[Array, bool]:
-        """A batch on the mesh, and whether it was given as one row."""
+        """The inputs as a batch on the mesh, and whether they were a single row."""
         rows = self._tokens(inputs) if self._is_language_model else self._features(inputs)
         single = rows.ndim == 1
         rows = rows[None] if single else rows
@@ -249,13 +259,13 @@ class Run:
         assert isinstance(reads, TokenInputs)
         if isinstance(inputs, str):
             if self.text is None:
-                raise UserError("no tokenizer is beside the data or the target: give token ids instead of a text")
+                raise UserError("no tokenizer next to the data or the target: give token ids instead of a text")
             inputs = np.asarray(self.text.ids(inputs), np.int32)
         rows, vocabulary = np.asarray(inputs), reads.vocab_size
         if rows.dtype.kind not in "iu" or rows.ndim not in (1, 2) or rows.size == 0:
             raise UserError(f"inputs should be token ids [B, T] or [T], not {rows.dtype} {list(rows.shape)}")
         if rows.min() < 0 or rows.max() >= vocabulary:
-            raise UserError(f"token ids go from 0 to {vocabulary - 1}; the inputs', from {rows.min()} to {rows.max()}")
+            raise UserError(f"token ids go from 0 to {vocabulary - 1}; the inputs have {rows.min()} to {rows.max()}")
         if reads.longest is not None and rows.shape[-1] > reads.longest:
             raise UserError(f"the target takes up to {reads.longest} tokens; the inputs have {rows.shape[-1]}")
         ci = self.problem.decomposition.ci

@@ -1,4 +1,4 @@
-"""The target of a run that is opened: its shapes from the run's folder, its weights when they are asked for."""
+"""The target of an opened run: its architecture from the run folder, its weights when first needed."""
 
 from dataclasses import replace
 from math import prod
@@ -21,24 +21,29 @@ from param_decomp_lab.weights.target_folder import load_target, read_architectur
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run with its target's weights in another folder."""
+    """``config`` with the target's weights in another folder."""
     source = TargetSource(folder=folder.expanduser().absolute())
     return replace(config, wrapper=config.wrapper.model_copy(update={"target": source}))
 
 
-def architecture_of(run_folder: Path, config: RunConfig) -> Architecture:
-    """From the run's folder; of an older run, from its target. UserError where neither tells."""
+def find_architecture(run_folder: Path, config: RunConfig) -> Architecture:
+    """The target's architecture: from `target.json`, or, for runs older than that file, from the target itself.
+
+    Raises UserError if neither is available.
+    """
     known = read_target(run_folder)
     if known is not None:
         return known
     found = find_target(config)
     if isinstance(found, UnknownTarget):
-        raise UserError(f"{run_folder} does not say what its target looks like, and it is not here: {found.reason}")
+        raise UserError(
+            f"{run_folder} does not record its target's architecture, and the target was not found: {found.reason}"
+        )
     return found.architecture
 
 
-def bytes_of_weights(config: RunConfig, architecture: Architecture) -> int:
-    """About what the target's weights take; bfloat16 is supposed of a language model that does not say."""
+def count_weight_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Approximate size of the target's weights; a language model without ``weights_dtype`` is taken to be bfloat16."""
     size = 4
     if isinstance(config.method, LanguageModelFile) and config.method.target.weights_dtype != "float32":
         size = 2
@@ -46,7 +51,7 @@ def bytes_of_weights(config: RunConfig, architecture: Architecture) -> int:
 
 
 def weights_folder(config: RunConfig) -> Path:
-    """Where the target's weights are. UserError where there is no such folder; nothing is fetched or trained."""
+    """The folder of the target's weights. Raises UserError if it is missing; nothing is downloaded or trained."""
     if isinstance(config.method, LanguageModelFile):
         folder = target_folder(config)
     else:
@@ -61,15 +66,15 @@ def weights_folder(config: RunConfig) -> Path:
             if not is_trained(recipe):
                 raise UserError(
                     f"the target of {source.pretrain} is not in {folder}: train it with `pd pretrain "
-                    f"{source.pretrain}`, or say where it is (load_run(…, target=FOLDER))"
+                    f"{source.pretrain}`, or give its folder (load_run(…, target=FOLDER))"
                 )
     if not folder.is_dir():
-        raise UserError(f"the target's folder {folder} is not there; say where it is (load_run(…, target=FOLDER))")
+        raise UserError(f"the target's folder {folder} does not exist; give another (load_run(…, target=FOLDER))")
     return folder
 
 
 def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
-    """The target's weights on the mesh. UserError: they are not there, or another target's than the run's."""
+    """The target's weights on the mesh. Raises UserError if they are missing or belong to another target."""
     folder = weights_folder(config)
     found = read_architecture(folder)
     if found != architecture:
@@ -77,6 +82,6 @@ def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> A
         changes = ", ".join(
             f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
         )
-        raise UserError(f"{folder} holds another target than the run decomposed: {changes}")
+        raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
     return load_target(folder, dtype, weight_shardings(mesh, architecture))[1]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.processes.group import ALONE, Processes, failing_together
+from param_decomp_lab.processes.group import ALONE, Processes, propagate_failures
 
 TIMEOUT_S = 300
 """How long processes wait for each other at the start."""
@@ -33,7 +33,7 @@ class BySlurm:
     devices: tuple[int, ...] | None
 
 
-def place_of(
+def find_place(
     coordinator: str | None, count: int | None, number: int | None, environment: Mapping[str, str]
 ) -> ByAddress | BySlurm | None:
     """Where this process belongs, None if it is alone.
@@ -46,7 +46,7 @@ def place_of(
     if coordinator is None and count is None and number is None:
         if not all(name in environment for name in SLURM) or int(environment["SLURM_NTASKS"]) == 1:
             return None
-        return BySlurm(_devices_of_task(environment))
+        return BySlurm(_task_devices(environment))
     if coordinator is None or count is None or number is None:
         given = {"--coordinator": coordinator, "--processes": count, "--process-id": number}
         missing = ", ".join(name for name, value in given.items() if value is None)
@@ -62,7 +62,7 @@ def place_of(
     return ByAddress(coordinator, count, number)
 
 
-def _devices_of_task(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+def _task_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """The GPUs of a task, numbered as it sees them: an equal share of a node's, or all that it was given for itself.
 
     JAX by itself would take one per task, the one with the task's number on its node: wrong for one task with a node
@@ -82,16 +82,16 @@ def _devices_of_task(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 @contextmanager
 def joined(coordinator: str | None = None, count: int | None = None, number: int | None = None) -> Iterator[Processes]:
-    """The processes of this run, found as `place_of` says. To be entered before anything asks JAX for a device.
+    """The processes of this run, found as `find_place` says. To be entered before anything asks JAX for a device.
 
-    UserError when they cannot be found. A failure inside ends all of them (`failing_together`).
+    UserError when they cannot be found. A failure inside ends all of them (`propagate_failures`).
     """
-    place = place_of(coordinator, count, number, os.environ)
+    place = find_place(coordinator, count, number, os.environ)
     if place is None:
         yield ALONE
         return
     processes = _initialize(place)
-    with failing_together(processes):
+    with propagate_failures(processes):
         yield processes
 
 

@@ -1,4 +1,4 @@
-"""Being told to stop: noticed at once, acted on where nothing is lost, and in all processes at the same place."""
+"""Stopping on a signal: where nothing is lost, and in all processes at the same place."""
 
 import atexit
 import select
@@ -10,48 +10,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from param_decomp_lab.processes.group import ALONE, News, Processes
+from param_decomp_lab.processes.group import ALONE, Broadcast, Processes
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 STOPPED = 75
-"""Exit status: told to stop; what could be saved is saved."""
+"""Exit status of a run that was asked to stop and has saved its state."""
 PATIENCE_S = 5.0
-"""For the main thread to leave by itself when nothing would be lost by ending it."""
+"""Time for the main thread to exit by itself while ending it would lose nothing."""
 LAST_PATIENCE_S = 60.0
-"""The same once it is on its way out: it closes files, and the other processes may be writing the report."""
+"""The same while it is exiting: it closes files, and other processes may be writing the report."""
 
 
 class StopSignal:
     """Set by SIGTERM or by the first Ctrl-C; the second Ctrl-C interrupts at once.
 
-    There are two ways to leave, both with status 75:
+    A run exits in one of two ways, both with status 75:
 
-    - In order, where the main thread looks (by calling this object) and is told to stop. It saves what is new first.
-    - At once, from a thread, while nothing new could be saved (`may_leave`): the main thread may be compiling, loading,
-      or waiting for another process, and Python cannot interrupt that. It has some seconds to leave in order.
+    - In order: the main thread checks by calling this object, gets True, saves its state and exits.
+    - At once, from a thread, while there is nothing new to save (`may_leave`): the main thread may be compiling,
+      loading or waiting for another process, which Python cannot interrupt. It is given some seconds to exit in order.
 
-    With several processes it is enough that one of them is told. To leave in order all must answer yes from the same
-    look on, since one that stopped earlier would leave the others waiting in a collective. For that they must look
-    equally often: once for each place where they could stop. A look costs no communication: the one told says so to
-    all, a thread in each process then holds up its main thread's looks for the moment in which they agree on a number
-    of looks that none has reached yet. (JAX's `reached_preemption_sync_point` works like this too. It hears SIGTERM
-    only, and takes it away from Python.) Leaving at once needs no agreement: a step takes all processes, so where one
-    has begun no step since the last save, none has finished one.
+    With several processes the signal may reach any one of them. To exit in order, all must get True from the same check
+    on, since a process that stopped earlier would leave the others waiting in a collective. They must therefore check
+    equally often: once at each place where they could stop. A check costs no communication: the process that gets the
+    signal notifies all; a thread in each process then blocks the checks of its main thread while they agree on a number
+    of checks that none has reached yet. (JAX's `reached_preemption_sync_point` works like this too, but handles SIGTERM
+    only and takes it away from Python.) Exiting at once needs no agreement: a step needs all processes, so if one has
+    started no step since the last save, none has finished one.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.hint = ""
-        """What to do next, for the message of one who leaves at once."""
+        """What the user can do next; part of the message printed when exiting at once."""
         self._listening = self._interrupted = False
-        self._told_at: float | None = None
+        self._notified_at: float | None = None
         self._processes = ALONE
         self._lock = threading.Lock()
-        self._looks = 0
+        self._checks = 0
         self._agreed: int | None = None
-        self._news: News | None = None
-        self._heard, self._tell = socket.socketpair()
-        # Until something is begun there is nothing to save.
+        self._broadcast: Broadcast | None = None
+        self._reader, self._writer = socket.socketpair()
+        # Before anything has started there is nothing to save.
         self._nothing_new: str | None = "while starting; nothing was to be saved"
         self._since, self._patience = time.monotonic(), PATIENCE_S
 
@@ -60,35 +60,35 @@ class StopSignal:
         return self._listening
 
     def __call__(self) -> bool:
-        """Whether to stop here."""
+        """Whether to stop here; one check."""
         if self._processes.count == 1:
             return self.requested
         with self._lock:
-            self._looks += 1
-            return self._agreed is not None and self._looks >= self._agreed
+            self._checks += 1
+            return self._agreed is not None and self._checks >= self._agreed
 
     def may_leave(self, where: str, patience: float = PATIENCE_S) -> None:
-        """From here on nothing is lost by ending this process: all there is to save is saved.
+        """From now on ending this process loses nothing, since everything is saved.
 
-        ``where``: continues "stopped …". ``patience``: seconds for the main thread to leave in order.
+        ``where``: completes the message "stopped …". ``patience``: seconds for the main thread to exit in order.
         """
         with self._lock:
             self._nothing_new, self._since, self._patience = where, time.monotonic(), patience
 
     def must_save(self) -> None:
-        """From here on there is something to save."""
-        with self._lock:  # one that is about to leave does not let the main thread go on
+        """From now on there is something to save, so the process must not be ended at once."""
+        with self._lock:  # held by a thread that is ending the process: the main thread waits here
             self._nothing_new = None
 
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
-        """Hears signals within the block, which the main thread must run."""
+        """Handles signals within the block, which must run in the main thread."""
         assert not self._listening, "listens once"
         self._listening = True
-        self._heard.setblocking(False)
-        self._tell.setblocking(False)
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
         before = {number: signal.getsignal(number) for number in NUMBERS}
-        wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+        wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._take_signals()
         watcher = threading.Thread(target=self._watch, name="listens for signals", daemon=True)
         watcher.start()
@@ -98,30 +98,30 @@ class StopSignal:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            # What remains is Python's own end. Interrupted there, a finished run would have failed.
+            # Only Python's own shutdown remains; interrupted there, a finished run would count as failed.
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            self._tell.close()
+            self._writer.close()
             watcher.join()
-            self._heard.close()
+            self._reader.close()
 
     @contextmanager
     def among(self, processes: Processes) -> Iterator[None]:
-        """Within the block this process is one of several, and all of them stop together."""
-        self._take_signals()  # jax.distributed may have taken the handlers of those who came before
+        """Within the block, a signal to any of ``processes`` stops all of them."""
+        self._take_signals()  # jax.distributed may have replaced the handlers set earlier
         if processes.count == 1:
             yield
             return
         name = processes.turn()
-        news = News(processes, processes.turn(), lambda said: self._agree(name))
+        broadcast = Broadcast(processes, processes.turn(), lambda message: self._agree(name))
         with self._lock:
-            self._processes, self._news = processes, news
+            self._processes, self._broadcast = processes, broadcast
         if self.requested:
-            news.say("stop")
+            broadcast.send("stop")
         try:
             yield
-            processes.gather("")  # a process that has not looked for the last time yet may want to agree
+            processes.gather("")  # another process may still have checks left, and need this one to agree
         finally:
-            news.close()
+            broadcast.close()
 
     def _take_signals(self) -> None:
         for number in NUMBERS:
@@ -131,42 +131,45 @@ class StopSignal:
         if self._interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._interrupted = self.requested = True
-        self._wake(number)  # somebody else may have taken the place of our descriptor
+        self._wake(number)  # other code may have replaced our wakeup descriptor
 
     def _wake(self, number: int) -> None:
-        with suppress(BlockingIOError):  # full: there is enough to hear
-            self._tell.send(bytes([number]))
+        with suppress(BlockingIOError):  # full: the reader will wake anyway
+            self._writer.send(bytes([number]))
 
     def _watch(self) -> None:
-        """On a thread, which hears by the descriptor: handlers run only when the main thread is in Python."""
+        """Reads signals from the descriptor, on a thread: handlers run only when the main thread is in Python."""
         while True:
-            if select.select([self._heard], [], [], None if self._told_at is None else 0.1)[0]:
-                numbers = self._heard.recv(64)
+            if select.select([self._reader], [], [], None if self._notified_at is None else 0.1)[0]:
+                numbers = self._reader.recv(64)
                 if not numbers:
                     return
-                if self._told_at is None and any(number in numbers for number in NUMBERS):
-                    self._told_at = time.monotonic()
+                if self._notified_at is None and any(number in numbers for number in NUMBERS):
+                    self._notified_at = time.monotonic()
                     self.requested = True
                     with self._lock:
-                        news = self._news
-                    if news is not None:
+                        broadcast = self._broadcast
+                    if broadcast is not None:
                         with suppress(RuntimeError):  # the others are gone: JAX ends this one
-                            news.say("stop")
+                            broadcast.send("stop")
             self._leave_if_due()
 
     def _leave_if_due(self) -> None:
         with self._lock:
-            if self._nothing_new is None or self._told_at is None:
+            if self._nothing_new is None or self._notified_at is None:
                 return
-            if time.monotonic() - max(self._told_at, self._since) < self._patience:
+            if time.monotonic() - max(self._notified_at, self._since) < self._patience:
                 return
             self._processes.end(STOPPED, "; ".join(filter(None, (f"stopped {self._nothing_new}", self.hint))))
 
     def _agree(self, name: str) -> None:
-        """On a thread, in every process. No main thread passes a look until all processes have said how far they are:
-        so none is past the greatest number. The main threads may wait for a collective meanwhile; nobody asks them."""
-        # One that could leave at once is as good as told: the one that was told may be waiting for it.
+        """Agrees with the other processes on the check from which all stop; runs on a thread in every process.
+
+        No main thread passes a check until all processes have sent their number of checks, so none is beyond the
+        largest. The main threads may be waiting in a collective meanwhile; they take no part.
+        """
+        # Treat this process as signalled too: the signalled one may be waiting for it to exit.
         self._wake(signal.SIGTERM)
         with self._lock:
-            looks = self._processes.gather(str(self._looks), name)
-            self._agreed = max(map(int, looks)) + 1
+            checks = self._processes.gather(str(self._checks), name)
+            self._agreed = max(map(int, checks)) + 1

@@ -45,9 +45,9 @@ def profile(
     """
     name = processes.from_first(time.strftime("%Y-%m-%d_%H-%M-%S"))
     folder = out or config.wrapper.out_dir / "profiles" / name
-    with processes.together():
+    with processes.sharing_errors():
         setup = set_up(config, console, processes)
-    with processes.together():
+    with processes.sharing_errors():
         if processes.first:
             _make(folder)
     with jax.set_mesh(setup.mesh):

@@ -1,4 +1,4 @@
-"""`ended.json` of a run folder: how the run was left, if it could still say so. Gone while the run goes on."""
+"""`ended.json` of a run folder: how the run ended, if it could still write that. Absent while the run is running."""
 
 import json
 import time
@@ -19,22 +19,22 @@ Ending = Literal["finished", "stopped", "failed"]
 
 @contextmanager
 def record_end(run_folder: Path, stopped: type[Exception], processes: Processes = ALONE) -> Iterator[None]:
-    """A block that is the run; process 0 notes its end, also where it is ended by force. A killed run notes nothing.
+    """A block around a run; process 0 records how it ends, also when ended by `Processes.end`, but not when killed.
 
-    ``stopped``: what is raised by a run that was told to stop. One that is refused (UserError) before it has come to
-    `clear_end` has not gone on, and its folder tells of the end before.
+    ``stopped``: the exception of a run that was asked to stop. A resumption refused with a UserError before `clear_end`
+    keeps the record of the previous end.
     """
     file = run_folder / ENDING_FILE
 
     def note(how: Ending, why: str) -> None:
-        with suppress(OSError):  # what cannot be written is told where it is needed
-            if processes.first and displaced_by(run_folder) is None:  # else the run goes on there
+        with suppress(OSError):  # a folder that cannot be written is reported elsewhere
+            if processes.first and displaced_by(run_folder) is None:  # else another job has the run
                 write_whole(file, json.dumps({"how": how, "why": why, "time": time.time()}) + "\n")
 
     def by_force(status: int) -> None:
         note("stopped" if status == STOPPED else "failed", f"ended with status {status}")
 
-    processes.last_acts.append(by_force)
+    processes.exit_hooks.append(by_force)
     try:
         yield
     except UserError as error:
@@ -47,17 +47,17 @@ def record_end(run_folder: Path, stopped: type[Exception], processes: Processes 
     else:
         note("finished", "")
     finally:
-        processes.last_acts.remove(by_force)
+        processes.exit_hooks.remove(by_force)
 
 
 def clear_end(run_folder: Path) -> None:
-    """The run goes on now. For process 0."""
+    """Removes the record of the previous end when a run starts or resumes. For process 0."""
     with suppress(OSError):
         (run_folder / ENDING_FILE).unlink(missing_ok=True)
 
 
 def read_ending(run_folder: Path) -> tuple[Ending, str] | None:
-    """How the run ended and why; None while it goes on, after a kill, or where nothing readable says so."""
+    """How the run ended and why; None while it is running, after a kill, or if the file is unreadable."""
     try:
         found: dict[str, Any] = json.loads((run_folder / ENDING_FILE).read_text())
         how, why = found["how"], str(found["why"])

@@ -1,4 +1,4 @@
-"""A run's folder: its configuration and the environment it was made in."""
+"""A run folder: its configuration, its environment and the history of its starts."""
 
 import json
 import os
@@ -19,23 +19,26 @@ from param_decomp_lab.folders import new_folder, write_whole
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "ckpts"
 HISTORY_FILE = "history.jsonl"
-"""One line for every start: when, where, from which step, with which versions, and what was changed."""
+"""One line per start: time, host, first step, versions, and configuration changes."""
 ENVIRONMENT_FILE = "environment.json"
 COMMIT_FILE = "COMMIT"
-"""In a copy of the code that `pd launch` has made, beside the packages: the commit, and what was changed since."""
+"""In a code copy made by `pd launch`, next to the packages: the commit, and the changes since."""
 
 
 def refuse_taken(folder: Path) -> None:
-    """UserError when there is a run in ``folder`` already."""
+    """Raises UserError if ``folder`` exists already."""
     if folder.exists():
         raise UserError(
-            f"{folder} is there already; continue it with `pd train --resume {folder}` or take another run_id"
+            f"{folder} exists already; resume it with `pd train --resume {folder}` or choose another run_id"
         )
 
 
 def make_run_folder(folder: Path, config: RunConfig) -> None:
-    """Makes the folder with what is known before the first step; whole or not at all, since a run that is killed here
-    could neither go on nor begin again in half a folder. UserError where it cannot be written."""
+    """Creates the run folder with its configuration and environment.
+
+    The folder appears complete or not at all, since a run killed halfway could neither resume nor start anew in it.
+    Raises UserError if it cannot be written.
+    """
     try:
         with new_folder(folder, marker=CONFIG_FILE, overwrite=False) as made:
             begin_run_folder(made, config)
@@ -45,7 +48,7 @@ def make_run_folder(folder: Path, config: RunConfig) -> None:
 
 
 def saved_config(folder: Path) -> RunConfig:
-    """The configuration of the run in ``folder``. UserError where there is no run."""
+    """The configuration of the run in ``folder``. Raises UserError if that is not a run folder."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
@@ -53,27 +56,28 @@ def saved_config(folder: Path) -> RunConfig:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints of the run in ``folder``, good or damaged; ascending."""
-    of_run = folder / CHECKPOINTS
-    if not of_run.is_dir():
+    """Steps of the complete checkpoints of the run in ``folder``, damaged ones included; ascending."""
+    checkpoints = folder / CHECKPOINTS
+    if not checkpoints.is_dir():
         return []
-    return sorted(int(path.name) for path in of_run.iterdir() if path.name.isdecimal() and path.is_dir())
+    return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
 def begin_run_folder(folder: Path, config: RunConfig) -> None:
-    """What there is of the folder before anything runs; `pd train --resume` begins such a run."""
+    """Writes the parts of a run folder that exist before the run starts; `pd train --resume` starts such a run."""
     (folder / "figures").mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(config.to_yaml())
 
 
 def record_start(folder: Path, config: RunConfig, step: int, changes: Sequence[str], set_aside: Sequence[str]) -> None:
-    """A line in the run's history, and the configuration as it is now, where a start changed it. OSError.
+    """Appends a line to the run's history, and writes the configuration if this start changed it.
 
-    ``step``: that the run begins or goes on with. ``changes``: since the state of that step was saved.
+    ``step``: the first step of this start. ``changes``: configuration changes since the state of that step was saved.
+    Raises OSError.
     """
     environment = _environment()
-    _write_environment(folder, environment)  # of a run that `pd launch` has made, and that begins now
-    told = {
+    _write_environment(folder, environment)  # missing if `pd launch` made the folder
+    line = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "step": step,
@@ -82,27 +86,29 @@ def record_start(folder: Path, config: RunConfig, step: int, changes: Sequence[s
         **environment,
     }
     with (folder / HISTORY_FILE).open("a") as file:
-        file.write(json.dumps(told) + "\n")
+        file.write(json.dumps(line) + "\n")
     text = config.to_yaml()
     if (folder / CONFIG_FILE).read_text() != text:
         write_whole(folder / CONFIG_FILE, text)
 
 
 def _write_environment(folder: Path, environment: dict[str, Any]) -> None:
-    """Where the run began, on which devices. What a run folder says of it already stays."""
+    """Writes the environment in which the run started, unless the folder has one already."""
     if not (folder / ENVIRONMENT_FILE).exists():
         (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
 
 
 def refuse_unseen(folder: Path) -> None:
-    """UserError where process 0 has made a run folder that this one does not see."""
+    """Raises UserError if this process does not see the run folder that process 0 has made."""
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"out_dir: {folder} is not seen here; it must lie where all processes can read and write")
+        raise UserError(
+            f"out_dir: {folder} is not visible to this process; it must be on storage shared by all processes"
+        )
 
 
 def _commit() -> str | None:
     copied = Path(__file__).parents[1] / COMMIT_FILE
-    if copied.is_file():  # and a checkout that it may lie in is another one
+    if copied.is_file():  # the copy may lie inside an unrelated checkout
         return copied.read_text().strip()
     root = Path(__file__).parents[2]
     try:

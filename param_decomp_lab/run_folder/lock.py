@@ -1,8 +1,8 @@
-"""One job in a run folder at a time: a file that says who is in there, held by the system's lock where there is one.
+"""The lock of a run folder, which allows one job in it at a time: a file with its holder, plus `flock` if available.
 
-`flock` ends with the process that holds it, whatever ends that, and nobody else can take it meanwhile. But on a shared
-file system it may hold on one machine alone, or not be there at all. So the file names its holder, too, and one who
-finds the name of somebody on another machine there believes it.
+`flock` is released when the process that holds it ends for any reason, and excludes all others until then. But on a
+shared file system it may be local to one machine or missing. So the file also names its holder, and a holder on another
+machine is believed to be alive unless there is proof that it is not.
 """
 
 import fcntl
@@ -23,18 +23,21 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 
 LOCK_FILE = "lock"
-"""In a run folder. Empty when nobody is in there; it is never removed, or two could hold two files of one name."""
+"""Name of the lock file. Empty when not held. Never removed, since two jobs could then lock two files of that name."""
 SETTLE_S = 4.0
-"""Without `flock` over several machines: after so long, of two who wrote their names at the same time the later one has
-the folder. Longer than NFS may show what was there before (3 s)."""
+"""Wait after writing the lock file, in case another machine writes it at the same time: the later writer wins. Longer
+than NFS may return stale contents (3 s)."""
 SLURM_PATIENCE_S = 20.0
-"""For Slurm to say whether a job is still there."""
+"""Time for Slurm to answer whether a job still exists."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process in a run folder. ``boot``: of the machine since it was last started; ``began``: of the process, in the
-    machine's own ticks. ``job``: Slurm's, of ``cluster``, with how often it was put back into the queue."""
+    """A process that holds the lock of a run folder.
+
+    ``boot``: id of the machine's last boot. ``began``: start time of the process in the machine's clock ticks. ``job``,
+    ``cluster``: the Slurm job. ``restarts``: how often that was requeued.
+    """
 
     host: str
     boot: str
@@ -61,7 +64,7 @@ class Holder:
 
     @classmethod
     def read(cls, text: str) -> "Holder | None":
-        """None for an empty file, or one that was cut off."""
+        """The holder in a lock file's text; None if that is empty or truncated."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -69,6 +72,7 @@ class Holder:
 
     @property
     def is_this_process(self) -> bool:
+        """Whether the holder is the calling process."""
         return (self.boot, self.pid, self.began) == (_boot(), os.getpid(), _began(os.getpid()))
 
     def __str__(self) -> str:
@@ -76,26 +80,26 @@ class Holder:
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def why_gone(self, now: "Holder", locked: bool) -> str:
-        """Why this process is certainly no longer in there, as seen by ``now``; "" if it may be.
+        """Why this holder has certainly ended, as seen from the process ``now``; "" if it may be alive.
 
-        ``locked``: whether ``now`` has got the system's lock.
+        ``locked``: whether ``now`` has acquired `flock`.
         """
-        # A system that does not name its starts, nor those of its processes (macOS), goes by the machine's name.
+        # Without a boot id and process start times (macOS), compare host names.
         if self.boot == now.boot if self.boot else self.host == now.host:
             if locked:
                 return "it has ended"
             return "" if _began(self.pid) == self.began else "it has ended"
         if self.host == now.host:
-            return f"{self.host} was started again since"
+            return f"{self.host} has been rebooted since"
         if self.job and self.job == now.job and self.restarts < now.restarts:
-            return "the job was put back into the queue since"
+            return "the job has been requeued since"
         if self.job and self.job != now.job and self.cluster == now.cluster and _has_left_slurm(self.job):
-            return "Slurm has that job no longer"
+            return "Slurm no longer has that job"
         return ""
 
 
 def holder(folder: Path) -> Holder | None:
-    """Who says that it is in the run folder; it may have been killed there."""
+    """The process named in the lock file, which may have been killed; None if there is none."""
     try:
         return Holder.read((folder / LOCK_FILE).read_text())
     except OSError:
@@ -103,14 +107,14 @@ def holder(folder: Path) -> Holder | None:
 
 
 def displaced_by(folder: Path) -> Holder | None:
-    """Another process that says it is in the run folder of this one, which was believed to be dead."""
+    """The process that took the lock from this one, believing it dead; None if this one still holds it."""
     found = holder(folder)
     return None if found is None or found.is_this_process else found
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process is in the run folder; None where nothing tells: it is said to be one on another machine, or on
-    one that does not tell its processes apart."""
+    """Whether a process holds the lock. None if unknown: the holder is on another machine, or on one without process
+    start times."""
     found = holder(folder)
     if found is None:
         return False if (folder / LOCK_FILE).is_file() else None
@@ -121,37 +125,37 @@ def is_held(folder: Path) -> bool | None:
 
 @contextmanager
 def only_job(folder: Path, console: Console, processes: Processes = ALONE) -> Iterator[Callable[[], None]]:
-    """A block in which this run is the only job in ``folder``; process 0 holds the lock for all.
+    """A block in which this run is the only job in ``folder``; process 0 holds the lock for all processes.
 
-    UserError, in all processes, when another job is in there, saying which. One that was killed there is no obstacle.
-    Gives a look, to be taken by all processes, at whether that is still so: a machine that was believed to be dead may
-    come back when another job has its folder. UserError then.
+    Raises UserError in all processes, naming the other job, if the lock is held. A killed job's lock is taken over.
+    Yields a function, to be called by all processes, that raises UserError if another job has the lock: a machine
+    that was believed dead may come back.
     """
     file: int | None = None
 
-    def sign_off(status: int = 0) -> None:
+    def release(status: int = 0) -> None:
         if file is not None:
-            with suppress(OSError):  # the disk may be gone; the lock goes with the process
+            with suppress(OSError):  # the disk may be gone; `flock` ends with the process
                 if displaced_by(folder) is None:
                     os.ftruncate(file, 0)
 
-    def still_ours() -> None:
-        with processes.together():
+    def check_lock() -> None:
+        with processes.sharing_errors():
             other = displaced_by(folder) if processes.first else None
             if other is not None:
                 raise UserError(
-                    f"another job has {folder} now: {other}. This one, believed to be dead, saves nothing more"
+                    f"another job has taken over {folder}: {other}. This one was believed dead and saves nothing more"
                 )
 
-    processes.last_acts.append(sign_off)
+    processes.exit_hooks.append(release)
     try:
-        with processes.together():
+        with processes.sharing_errors():
             if processes.first:
                 file = _take(folder, console)
-        yield still_ours
+        yield check_lock
     finally:
-        processes.last_acts.remove(sign_off)
-        sign_off()
+        processes.exit_hooks.remove(release)
+        release()
         if file is not None:
             os.close(file)
 
@@ -168,18 +172,18 @@ def _take(folder: Path, console: Console) -> int:
         gone = before.why_gone(now, bool(locked)) if before is not None and locked is not False else ""
         if locked is False or (before is not None and not gone):
             raise UserError(
-                f"another job is in {folder}: {before or 'it has not said which'}. Two jobs in one folder would "
-                "overwrite each other's checkpoints and rows. End that one first (SIGTERM: it saves and leaves), or "
-                f"start a new run. If you are sure that it is gone, remove {path}"
+                f"another job is in {folder}: {before or 'holder unknown'}. Two jobs in one folder would "
+                "overwrite each other's checkpoints and rows. Stop that one first (on SIGTERM it saves and exits), or "
+                f"start a new run. If you are sure that it has ended, remove {path}"
             )
         if before is not None:
             console.print(f"taking over {folder} from {before}: {gone}", soft_wrap=True, markup=False)
         _write(file, now)
-        if locked is None or now.job:  # on a cluster `flock` may hold on this machine alone
+        if locked is None or now.job:  # on a cluster `flock` may be local to this machine
             time.sleep(SETTLE_S)
-            after = holder(folder)  # opened anew: what is open already may be shown as it was
+            after = holder(folder)  # opened anew: the open file may show stale contents
             if after != now:
-                raise UserError(f"another job came into {folder} at the same time: {after}. It has the folder now")
+                raise UserError(f"another job took {folder} at the same time and has it now: {after}")
     except BaseException:
         os.close(file)
         raise
@@ -187,7 +191,7 @@ def _take(folder: Path, console: Console) -> int:
 
 
 def _locked(file: int) -> bool | None:
-    """Whether the system's lock could be had; None where the file system has none."""
+    """Whether `flock` was acquired; None if the file system does not support it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -208,7 +212,7 @@ def _write(file: int, now: Holder) -> None:
 
 
 def _has_left_slurm(job: str) -> bool:
-    """Whether Slurm, asked now, has neither queued nor running what had this number; False where it does not answer."""
+    """Whether Slurm has no queued or running job of this number; False if it does not answer."""
     try:
         done = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%T"],
@@ -227,7 +231,7 @@ def _boot() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process of this machine was started; "" if there is none of this number."""
+    """Start time of a process of this machine, in clock ticks; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

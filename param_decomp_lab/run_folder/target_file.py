@@ -1,4 +1,4 @@
-"""`target.json` of a run folder: the target's architecture, so that a run can be opened where its target is not."""
+"""`target.json` of a run folder: the target's architecture, so that a run can be opened without its target."""
 
 import json
 from dataclasses import asdict
@@ -14,17 +14,17 @@ TARGET_FILE = "target.json"
 
 
 def describe(architecture: Architecture) -> dict[str, Any]:
-    """As JSON has it: the fields of the architecture, and which one it is."""
+    """The architecture's name and fields, as JSON values."""
     return {"architecture": architecture.name, **asdict(architecture)}  # type: ignore[call-overload]
 
 
 def write_target(run_folder: Path, architecture: Architecture) -> None:
-    """OSError where it cannot be written."""
+    """Writes `target.json`. Raises OSError."""
     write_whole(run_folder / TARGET_FILE, json.dumps(describe(architecture), indent=2) + "\n")
 
 
 def read_target(run_folder: Path) -> Architecture | None:
-    """None for a run that has none, made before there were any. UserError for a file that is not whole."""
+    """The architecture in `target.json`; None for runs older than that file. Raises UserError if it is damaged."""
     file = run_folder / TARGET_FILE
     if not file.is_file():
         return None
@@ -33,5 +33,5 @@ def read_target(run_folder: Path) -> Architecture | None:
         return ARCHITECTURES[fields.pop("architecture")].from_fields(fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file} is damaged or of another version ({error}); remove it, and the target's own folder is asked"
+            f"{file} is damaged or of another version ({error}); if removed, the target's own folder is read instead"
         ) from error

@@ -1,4 +1,4 @@
-"""A run folder that does not take what is written any more: said in words, and what to do then."""
+"""Explains errors of a run folder that can no longer be written, and what to do then."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ NUMBERS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT),
 )
-"""What can befall a folder that could be written before."""
+"""Error numbers of a folder that was writable before."""
 
 
 def why_not_written(error: BaseException, folder: Path) -> str | None:
@@ -21,7 +21,7 @@ def why_not_written(error: BaseException, folder: Path) -> str | None:
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
-        # The storage libraries below orbax hand on the system's words alone.
+        # The storage libraries below orbax pass on only the system's message.
         known = next((n for n in NUMBERS if n == number or os.strerror(n).lower() in str(cause).lower()), None)
         if known is not None:
             return f"{os.strerror(known)}: {folder}{_space(folder) if known in (errno.ENOSPC, errno.EDQUOT) else ''}"
@@ -31,8 +31,8 @@ def why_not_written(error: BaseException, folder: Path) -> str | None:
 
 @contextmanager
 def explain_unwritable(folder: Path) -> Iterator[None]:
-    """The work of a run in its ``folder``; CannotWrite, with what to do, where that cannot be written any more."""
-    then = f"What was saved before is as it was. When that is mended, go on with `pd train --resume {folder}`"
+    """A block around a run; raises CannotWrite, with what to do, if ``folder`` can no longer be written."""
+    then = f"Earlier checkpoints are intact. Once this is fixed, resume with `pd train --resume {folder}`"
     try:
         yield
     except CannotWrite as error:
@@ -45,7 +45,7 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
 
 
 def _is_about(error: OSError, folder: Path) -> bool:
-    """Whether it was the folder that could not be written: some reasons also come from files that are read."""
+    """Whether writing ``folder`` failed, rather than reading some other file."""
     if isinstance(error.filename, str | Path):
         return Path(error.filename).absolute().is_relative_to(folder.absolute())
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.checkpoints.damage import array_shapes, read_description
-from param_decomp_lab.checkpoints.fingerprints import together
+from param_decomp_lab.checkpoints.fingerprints import combine_fingerprints
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.yaml_io import parse_yaml
@@ -67,13 +67,15 @@ def find_parent(config: RunConfig, run_folder: Path | None = None) -> Parent | N
     other = RunConfig.from_mapping(parse_yaml(about["configuration"], at), at)
     prints = about["fingerprints"].get("learned", {})
     changes = tuple(line for line in difference(other, config) if not line.startswith("init_from: "))
-    parent = Parent(folder, step, together(prints) if prints else "", about["inputs"].get("target", ""), changes)
+    parent = Parent(
+        folder, step, combine_fingerprints(prints) if prints else "", about["inputs"].get("target", ""), changes
+    )
     if recorded and recorded["fingerprint"] != parent.fingerprint:
         raise UserError(f"init_from: {parent} does not hold any more what this run was begun with")
     return parent
 
 
-def refuse_unlike(parent: Parent, template: Learned) -> None:
+def refuse_mismatch(parent: Parent, template: Learned) -> None:
     """UserError, naming the differences, when the parent's sites or its CI function are not those of ``template``."""
     theirs = array_shapes(Checkpoints(parent.folder).path(parent.step) / "learned")
     ours = {name: tuple(leaf.shape) for name, leaf in flatten(template).items()}

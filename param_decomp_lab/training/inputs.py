@@ -1,13 +1,12 @@
-"""What a run is given beside its configuration, target and data, told apart by fingerprints.
+"""Fingerprints of a run's inputs, the target's weights and the data, to check on resuming that they are the same.
 
-A folder that the configuration names may hold something else tomorrow, and may lie elsewhere on another machine. So
-what is in it decides whether a run goes on with what it was started with.
+The contents are compared, not the paths: a folder's contents may change, and another machine may have another path.
 """
 
 import hashlib
 from collections.abc import Mapping
 
-from param_decomp_lab.checkpoints.fingerprints import fingerprints, together
+from param_decomp_lab.checkpoints.fingerprints import combine_fingerprints, fingerprints
 from param_decomp_lab.checkpoints.store import flatten
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.sources import TokenSource
@@ -15,26 +14,26 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup import Setup
 
 
-def fingerprints_of_inputs(setup: Setup, processes: Processes = ALONE) -> dict[str, str]:
-    """Of the target's weights, bit by bit as they are held, and of the token data. A toy draws its data.
+def fingerprint_inputs(setup: Setup, processes: Processes = ALONE) -> dict[str, str]:
+    """Fingerprints of the target's weights (bit by bit) and of the token data; a toy's data are drawn from the seed.
 
-    To be asked in all processes.
+    Must be called in all processes.
     """
-    found = {"target": together(fingerprints(flatten(setup.weights)))}
+    found = {"target": combine_fingerprints(fingerprints(flatten(setup.weights)))}
     for what, source in (("data.train", setup.train), ("data.eval", setup.eval)):
         if isinstance(source, TokenSource):
-            with processes.together():
-                value = _of_tokens(source.batches.data) if processes.first else ""
+            with processes.sharing_errors():
+                value = _fingerprint_tokens(source.batches.data) if processes.first else ""
             found[what] = processes.from_first(value)
     return found
 
 
-def _of_tokens(data: TokenRows) -> str:
-    """The number of rows, their length, and three of them: each costs the decoding of a group of rows."""
+def _fingerprint_tokens(data: TokenRows) -> str:
+    """Hash of the number of rows, their length, and three rows; not more, since reading one decodes a group of rows."""
     some = data.rows([0, len(data) // 2, len(data) - 1])
     return hashlib.sha256(f"{len(data)} {data.seq_len} ".encode() + some.tobytes()).hexdigest()[:16]
 
 
 def changed_inputs(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What of ``saved`` is not the same ``now``."""
+    """Names of the inputs whose fingerprints differ between ``saved`` and ``now``."""
     return [what for what, value in saved.items() if now.get(what) != value]

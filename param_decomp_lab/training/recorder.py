@@ -1,4 +1,4 @@
-"""Rows of metrics from what the devices compute: fetched late, checked for non-finite values, timed."""
+"""Turns metrics on the devices into rows: fetches them late, checks for non-finite values, adds timings."""
 
 import resource
 import time
@@ -18,8 +18,8 @@ from param_decomp_lab.errors import NonFiniteLoss
 class Recorder:
     """Holds the metrics of dispatched steps on the device and fetches them late, in one go (one host sync per log).
 
-    Every step's losses are looked at (N3), those of log steps are written: every ``log_every`` steps and the last one.
-    ``first``: the step a run begins at. ``write``: is handed each finished row with the figures that belong to it.
+    Every step's losses are checked (N3); those of log steps are written: every ``log_every`` steps and the last one.
+    ``first``: the step the run starts at. ``write``: called with each finished row and its figures.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Recorder:
         self._first_step = {name: attack.first_step(decomposition.steps) for name, (_, attack) in persistent}
 
     def add(self, first: int, n: int, rows: MetricRows) -> None:
-        """Metrics of ``n`` dispatched steps. A log step is written when the dispatch after its own is under way."""
+        """Adds the metrics of ``n`` dispatched steps. A log step is written after the next dispatch."""
         if any(self._logged(step) for start, count, _ in self._pending for step in range(start, start + count)):
             self.flush()
         self._pending.append((first, n, rows))
 
     def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
-        """An evaluation's numbers; they share the row of the training step with the same number."""
+        """Adds the results of an evaluation; they share the row of the training step with the same number."""
         self._row, self._figures = {"step": step, **row}, figures
         if not self._logged(step):
             self._write()
@@ -55,7 +55,7 @@ class Recorder:
         self._clock, self._counted = time.monotonic(), step
 
     def _logged(self, step: int) -> bool:
-        """Whether the training step's metrics are written: every so many steps, and the last one."""
+        """Whether the metrics of this training step are written: every ``log_every`` steps, and the last one."""
         return step < self._total and (step % self._log_every == 0 or step == self._total - 1)
 
     def flush(self) -> None:
@@ -71,11 +71,11 @@ class Recorder:
             metrics = dict(zip(names, values, strict=True))
             _refuse_non_finite(step, metrics)
             if self._logged(step):
-                self._row |= {"step": step, **self._of_training(step, metrics), **performance}
+                self._row |= {"step": step, **self._training_metrics(step, metrics), **performance}
                 self._write()
 
-    def _of_training(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Without the terms of adversaries that are not on yet (A6): what is not computed is not logged."""
+    def _training_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Training metrics without the terms of adversaries that have not started yet (A6)."""
         off = {f"loss/{name}" for name, first in self._first_step.items() if step < first}
         return {f"train/{name}": value for name, value in metrics.items() if name not in off}
 
@@ -106,7 +106,7 @@ def _refuse_non_finite(step: int, metrics: dict[str, float]) -> None:
 
 
 def _peak_bytes() -> float:
-    """Peak device memory where the device tells, else (CPU) the process's peak resident size."""
+    """Peak device memory if the device reports it, else (CPU) the process's peak resident size."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return float(statistics["peak_bytes_in_use"])

@@ -1,7 +1,7 @@
-"""A run from its configuration to its report (`pd train`): warm up, train, evaluate, save, resume, stop in order.
+"""Training a decomposition (`pd train`): warm up, train, evaluate, save, resume, stop, report.
 
-The order within step i: save if due, evaluate if due (both of the state after i steps), then the training step that
-makes i + 1 of it. A checkpoint of step i therefore goes on with step i's evaluation and row, and nothing comes twice.
+The order within step i: save if due, evaluate if due (both on the state after i steps), then training step i. A run
+resumed from the checkpoint of step i therefore starts with step i's evaluation and row, and no row is written twice.
 """
 
 import secrets
@@ -26,7 +26,7 @@ from param_decomp_lab.config.on_resume import allowed_changes
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.errors import NonFiniteLoss, UserError
-from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
+from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
 from param_decomp_lab.metrics.wandb_sink import Login, Wandb
@@ -45,7 +45,7 @@ from param_decomp_lab.run_folder.lock import only_job
 from param_decomp_lab.run_folder.target_file import write_target
 from param_decomp_lab.run_folder.unwritable import explain_unwritable
 from param_decomp_lab.setup import Setup, set_up
-from param_decomp_lab.setup.parent import Parent, find_parent, refuse_unlike, restore_parent
+from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch, restore_parent
 from param_decomp_lab.setup.programs import (
     init_program,
     learned_shapes,
@@ -53,51 +53,53 @@ from param_decomp_lab.setup.programs import (
     warmup_moments_program,
     warmup_program,
 )
-from param_decomp_lab.training.inputs import changed_inputs, fingerprints_of_inputs
+from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs
 from param_decomp_lab.training.recorder import Recorder
 
 WARMUP_CHUNK = 50
-"""Warm-up steps per dispatch: between two looks at the stop signal."""
+"""Warm-up steps per dispatch. The stop signal is checked between dispatches."""
 FINISHING_PATIENCE_S = 30.0
-"""For the report to be written, once a run that is told to stop has come so far."""
+"""Time allowed for writing the report when the run is asked to stop after its last step."""
 NOTHING = "nothing was to be saved"
 
 
 class Preempted(Exception):
-    """The run was told to stop; what could be saved is saved. Exit status 75."""
+    """The run was asked to stop and has saved its state if there was anything to save. Exit status 75."""
 
 
 def train(config: RunConfig, console: Console, processes: Processes = ALONE, stop: StopSignal | None = None) -> Path:
-    """A new run; gives its folder. UserError, before anything is written, for what cannot work.
+    """Trains a new run and returns its folder.
 
-    ``processes``: those that make the run together, each of which calls this with the same configuration. ``stop``: is
-    listening already; if None, the run listens by itself, from its first step on.
+    ``processes``: the processes of the run; each of them calls this function with the same configuration. ``stop``: a
+    stop signal that is already listening; if None, the run creates one and listens from its first step on.
+
+    Raises UserError, before anything is written, if the configuration cannot be run.
     """
     stop = stop or StopSignal()
     run_id = processes.from_first(config.wrapper.run_id or f"p-{secrets.token_hex(4)}")
     config = config.with_run_id(run_id)
     folder = config.wrapper.out_dir / run_id
     _refuse_different(config, processes)
-    with processes.together():
+    with processes.sharing_errors():
         if processes.first:
             refuse_taken(folder)
     login = Login(config) if processes.first else None
     stop.may_leave(f"while loading the target and the data; {NOTHING}")
-    with processes.together():
+    with processes.sharing_errors():
         setup = set_up(config, console, processes)
         parent = find_parent(config)
         if parent is not None:
-            refuse_unlike(parent, learned_shapes(setup.problem, setup.mesh))
-    with processes.together():
+            refuse_mismatch(parent, learned_shapes(setup.problem, setup.mesh))
+    with processes.sharing_errors():
         if login is not None:
             login.require()
-    with processes.together():
+    with processes.sharing_errors():
         if processes.first:
             make_run_folder(folder, config)
-    with processes.together():
+    with processes.sharing_errors():
         refuse_unseen(folder)
-    with only_job(folder, console, processes) as still_ours:
-        return _Run(config, setup, folder, console, processes, stop, still_ours).go(resumed=False)
+    with only_job(folder, console, processes) as check_lock:
+        return _Run(config, setup, folder, console, processes, stop, check_lock).run(resumed=False)
 
 
 def resume(
@@ -108,13 +110,13 @@ def resume(
     overrides: Sequence[str] = (),
     stop: StopSignal | None = None,
 ) -> Path:
-    """Goes on with a run from its last good checkpoint, under the configuration in its folder.
+    """Resumes a run from its newest undamaged checkpoint, under the configuration in its folder; returns the folder.
 
-    ``config``: what that is to be from now on, or ``overrides`` of it; neither may change any of the run's numbers
-    (`config/on_resume.py`). The number of processes and the devices of each may be others than before.
+    ``config`` replaces that configuration from now on, ``overrides`` change single keys of it; neither may change any
+    of the run's numbers (`config/on_resume.py`). The number of processes and their devices may differ from before.
     """
     stop = stop or StopSignal()
-    with processes.together():
+    with processes.sharing_errors():
         saved = saved_config(folder)
         now = saved.with_overrides(overrides) if config is None else config
         changes = allowed_changes(saved, now, str(folder))
@@ -122,31 +124,31 @@ def resume(
     _refuse_different(now, processes)
     login = Login(now) if processes.first else None
     stop.hint = _resume_hint(folder)
-    with only_job(folder, console, processes) as still_ours:
+    with only_job(folder, console, processes) as check_lock:
         stop.may_leave(f"while loading the target and the data; {NOTHING}")
-        with processes.together():
+        with processes.sharing_errors():
             setup = set_up(now, console, processes)
-        with processes.together():
+        with processes.sharing_errors():
             if login is not None:
                 login.require()
-        return _Run(now, setup, folder, console, processes, stop, still_ours).go(resumed=True)
+        return _Run(now, setup, folder, console, processes, stop, check_lock).run(resumed=True)
 
 
 def _resume_hint(folder: Path) -> str:
-    return f"go on with `pd train --resume {folder}`"
+    return f"resume with `pd train --resume {folder}`"
 
 
 def _refuse_different(config: RunConfig, processes: Processes) -> None:
-    """UserError, in all processes, when one was given another configuration than the first."""
+    """Raises UserError in all processes if the configuration of one differs from that of process 0."""
     if processes.count == 1:
         return
     first = processes.from_first(config.to_yaml())
-    with processes.together():
+    with processes.sharing_errors():
         changes = difference(RunConfig.from_mapping(parse_yaml(first, "process 0"), "process 0"), config)
         if changes:
             lines = "\n  ".join(changes)
             raise UserError(
-                f"all processes of a run take the same configuration; this differs from process 0's:\n  {lines}"
+                f"all processes of a run take the same configuration; this one differs from process 0's:\n  {lines}"
             )
 
 
@@ -159,11 +161,11 @@ class _Run:
         console: Console,
         processes: Processes,
         stop: StopSignal,
-        still_ours: Callable[[], None],
+        check_lock: Callable[[], None],
     ) -> None:
         self.config, self.setup, self.folder, self.console = config, setup, folder, console
         self.outline = setup.outline
-        self.processes, self.still_ours = processes, still_ours
+        self.processes, self.check_lock = processes, check_lock
         self.spec = setup.problem.decomposition
         self.stop = stop
         stop.hint = _resume_hint(folder)
@@ -172,10 +174,11 @@ class _Run:
         self.log_every, self.save_every = cadence.train_log_every, cadence.save_every
         self.at_once = config.wrapper.steps_per_dispatch
         self.is_saved = False
-        """Whether what there is of the run is on disk."""
+        """Whether the current state is on disk."""
         self.checkpoints = Checkpoints(folder, cadence.keep_last_n_checkpoints, config.wrapper.is_milestone, processes)
 
-    def go(self, resumed: bool) -> Path:
+    def run(self, resumed: bool) -> Path:
+        """Runs all remaining steps and writes the report; returns the run folder."""
         with ExitStack() as stack:
             stack.enter_context(record_end(self.folder, Preempted, self.processes))
             if not self.stop.is_listening:
@@ -183,9 +186,9 @@ class _Run:
                 stack.enter_context(self.stop.among(self.processes))
             stack.enter_context(jax.set_mesh(self.setup.mesh))
             stack.enter_context(explain_unwritable(self.folder))
-            self.inputs = fingerprints_of_inputs(self.setup, self.processes)
+            self.inputs = fingerprint_inputs(self.setup, self.processes)
             if not resumed:
-                self._note_start(0)
+                self._record_start(0)
             state = self._restored() if resumed else self._starting_state()
             first = int(state.step)
             with self._sinks(first):
@@ -195,12 +198,12 @@ class _Run:
 
     @contextmanager
     def _sinks(self, first: int) -> Iterator[None]:
-        """Where rows go, opened at step ``first``; in process 0 alone."""
+        """Opens `metrics.jsonl` and wandb at step ``first`` in process 0; closes them at the end of the block."""
         self.metrics = MetricsFile(self.folder, first, self.console) if self.processes.first else None
         expected = (first - 1) // self.log_every * self.log_every
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
-            lost = f"{METRICS_FILE} has no rows of steps {self.metrics.last + 1} to {expected}, which were saved once"
-            again = f"to make them again, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
+            lost = f"{METRICS_FILE} lacks the rows of steps {self.metrics.last + 1} to {expected}, written before"
+            again = f"to get them back, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
             self.console.print(f"[yellow]{escape(f'{lost}; {again}')}[/]", highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
         outcome = "failed"
@@ -225,77 +228,80 @@ class _Run:
         return state
 
     def _restored(self) -> State:
-        """From the newest checkpoint that is good; the damaged ones after it are put aside, so that the run can save
-        those steps again."""
+        """The state of the newest undamaged checkpoint. Renames newer, damaged ones, so that those steps can be saved
+        again."""
         self.stop.may_leave(f"while reading a checkpoint; {NOTHING}")
         if self.processes.first:
             self.checkpoints.sweep()
-        with self.processes.together():
-            found = self.checkpoints.restore_newest(self.outline.state, self._refuse_other)
+        with self.processes.sharing_errors():
+            found = self.checkpoints.restore_newest(self.outline.state, self._refuse_mismatch)
         if found is None:
             self.console.print(f"{self.folder} has no checkpoint yet: starting from the beginning", soft_wrap=True)
-            self._note_start(0, difference(saved_config(self.folder), self.config))
+            self._record_start(0, difference(saved_config(self.folder), self.config))
             return self._starting_state()
         step, state, damaged = found
-        changes = difference(self._made_with(step), self.config)
+        changes = difference(self._checkpoint_config(step), self.config)
         for line in changes:
             self.console.print(f"[yellow]changed since step {step}:[/] {escape(line)}", highlight=False, soft_wrap=True)
-        with self.processes.together():
-            aside = self.checkpoints.put_aside(damaged) if self.processes.first else []
-        for name, wrong in zip(aside, damaged.values(), strict=False):
-            said = f"a damaged checkpoint is now {name}, and the one before is used: {wrong}"
-            self.console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
-        self._note_start(step, changes, aside)
+        with self.processes.sharing_errors():
+            renamed = self.checkpoints.rename_damaged(damaged) if self.processes.first else []
+        for name, damage in zip(renamed, damaged.values(), strict=False):
+            warning = f"a damaged checkpoint was renamed to {name}, and the one before it is used: {damage}"
+            self.console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+        self._record_start(step, changes, renamed)
         self.is_saved = True
         self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)
         return state
 
-    def _made_with(self, step: int) -> RunConfig:
+    def _checkpoint_config(self, step: int) -> RunConfig:
         at = f"the checkpoint of step {step}"
         return RunConfig.from_mapping(parse_yaml(self.checkpoints.configuration(step), at), at)
 
-    def _refuse_other(self, step: int) -> None:
-        """UserError when the checkpoint was made with another configuration, target or data than this run has now."""
-        allowed_changes(self._made_with(step), self.config, f"{self.folder} (step {step})")
+    def _refuse_mismatch(self, step: int) -> None:
+        """Raises UserError if the checkpoint was saved with another configuration, target or data."""
+        allowed_changes(self._checkpoint_config(step), self.config, f"{self.folder} (step {step})")
         other = changed_inputs(self.checkpoints.inputs(step), self.inputs)
         if other:
             raise UserError(
-                f"{self.folder} (step {step}) was made with another {' and other '.join(other)} than is there now; a "
-                "run that goes on needs what it was started with, wherever that lies"
+                f"{self.folder} (step {step}) was made with another {' and another '.join(other)} than the present "
+                "one; to resume, give the run what it was started with (its location may differ)"
             )
 
-    def _note_start(self, step: int, changes: Sequence[str] = (), aside: Sequence[str] = ()) -> None:
+    def _record_start(self, step: int, changes: Sequence[str] = (), renamed: Sequence[str] = ()) -> None:
         if self.processes.first:
             clear_end(self.folder)
-            record_start(self.folder, self.config, step, changes, aside)
+            record_start(self.folder, self.config, step, changes, renamed)
             write_target(self.folder, self.setup.problem.target.architecture)
 
     def _starting_state(self) -> State:
         """The state before step 0."""
         parent = self.processes.in_turn(self._parent)
         if parent is None:
-            return self._warmed_up(self._initial())
-        self.console.print(f"beginning with what {parent} has learned", soft_wrap=True, markup=False)
+            return self._warm_up(self._initial())
+        self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True, markup=False)
         if parent.target not in ("", self.inputs["target"]):
-            print_notes(["that run decomposes other weights than this one"], self.console)
+            print_notes(["that run decomposed other weights than this one does"], self.console)
         fresh = self._initial()
         for unlearned in jax.tree.leaves((fresh.components, fresh.ci)):
             unlearned.delete()
-        with self.processes.together():
+        with self.processes.sharing_errors():
             components, ci = restore_parent(parent, learned_shapes(self.setup.problem, self.setup.mesh), self.processes)
         return State(components, ci, fresh.components_moments, fresh.ci_moments, fresh.adversaries, fresh.step)
 
     def _parent(self) -> Parent | None:
-        """What the run begins with. Process 0 writes down which it is; all others, and later starts, keep to that."""
+        """The checkpoint that the run starts from. Process 0 records it; later starts use the same one."""
         parent = find_parent(self.config, self.folder)
         if parent is not None:
-            refuse_unlike(parent, learned_shapes(self.setup.problem, self.setup.mesh))
+            refuse_mismatch(parent, learned_shapes(self.setup.problem, self.setup.mesh))
             if self.processes.first:
                 parent.write(self.folder)
         return parent
 
-    def _warmed_up(self, state: State) -> State:
-        """T3, in dispatches of a few steps each. Told to stop, it leaves without saving: half a warm-up is no start."""
+    def _warm_up(self, state: State) -> State:
+        """The state after the faithfulness warm-up (T3), run in dispatches of a few steps each.
+
+        If asked to stop, it exits without saving, since a run cannot be resumed in the middle of the warm-up.
+        """
         total = self.spec.warmup.steps
         if total == 0:
             return state
@@ -327,7 +333,7 @@ class _Run:
             if self.wandb is not None:
                 self.wandb.check()
             if self.evaluation is not None:
-                # Now, while nothing is lost by stopping: compiling cannot be interrupted, and may take minutes.
+                # Compile now, while stopping loses nothing: compiling cannot be interrupted and may take minutes.
                 self.evaluation.compile(state, weights)
         tokens, devices = prod(self.setup.leading), self.setup.mesh.size
         self.recorder = Recorder(self.spec, self.log_every, first, tokens, devices, self._write)
@@ -340,7 +346,7 @@ class _Run:
                 stopping = self.stop()
                 if stopping or self._save_due(step):
                     self._save(step, state)
-                    # Saving takes long: who was told meanwhile must not take another step, and save that too.
+                    # Saving takes long. If asked to stop meanwhile, do not train and save one more step.
                     stopping = self.stop() or stopping
                 if stopping:
                     raise self._preempted(f"and saved at step {step}")
@@ -358,7 +364,7 @@ class _Run:
         return state
 
     def _until_due(self, step: int) -> int:
-        """Steps to start at once: until the next save or evaluation, and no more than configured."""
+        """The number of steps to dispatch: up to the next save or evaluation, at most ``steps_per_dispatch``."""
 
         def due(step: int) -> bool:
             evaluated = self.evaluation is not None and self.evaluation.due(step, self.spec.steps)
@@ -371,11 +377,11 @@ class _Run:
         return periodic or step == self.spec.steps or self.config.wrapper.is_milestone(step)
 
     def _save(self, step: int, state: State) -> None:
-        """The state after ``step`` steps, and every row before it."""
-        self.still_ours()
+        """Saves the state after ``step`` steps, and every row before it."""
+        self.check_lock()
         self.recorder.flush()
         if self.metrics is not None:
-            self.metrics.settle()  # a checkpoint stands for every row before it
+            self.metrics.settle()  # resuming from a checkpoint relies on the rows before it
         self.checkpoints.save(step, state, self.config.to_yaml(), self.inputs)
         self.stop.may_leave(f"at step {step}, which is saved")
 
@@ -394,7 +400,7 @@ class _Run:
             if evaluation.slow_due(step, self.spec.steps):
                 folder = self.folder / "figures" if self.processes.first else None
                 figures = evaluation.figures(state, self.setup.weights, step, folder, self.stop)
-        except Abandoned:
+        except EvaluationStopped:
             self._save(step, state)
             raise self._preempted(f"while evaluating and saved at step {step}") from None
         self.recorder.evaluated(step, row, figures)
@@ -410,12 +416,12 @@ class _Run:
     # --- the end ---
 
     def _finish(self, state: State) -> None:
-        """The last state is saved: who is told to stop here leaves the rest to a resumption, which does only that."""
+        """Writes the examples and the report. The last state is saved: resuming a run stopped here does only this."""
         finishing = "after the last step, which is saved; the report is not written"
         self.stop.may_leave(finishing, FINISHING_PATIENCE_S)
         try:
             self._examples(state)
-        except Abandoned:
+        except EvaluationStopped:
             raise self._preempted(finishing) from None
         if self.processes.first:
             self._report()

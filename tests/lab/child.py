@@ -177,7 +177,7 @@ def agree(how: str, which: str, *place: str) -> None:
         print(processes.in_turn(once))
         if how == "refuse":
             try:
-                with processes.together():
+                with processes.sharing_errors():
                     if processes.number == int(which):
                         raise UserError("this one does not like it")
             except UserError as error:

@@ -163,7 +163,7 @@ def test_a_run_that_is_there_already(tiny: Tiny, tmp_path: Path) -> None:
     sets = (f"out_dir={tmp_path}", "run_id=p-00000001")
     outcome = pd_here("check", tiny.config, *(word for assignment in sets for word in ("--set", assignment)))
     assert outcome.status == 2
-    assert "is there already" in outcome.err
+    assert "exists already" in outcome.err
 
 
 def test_a_recipe_that_made_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_the_newest_good_one_is_used(tmp_path: Path, small: State, damage: str) 
     assert saved_steps(tmp_path) == [3, 4, 5]  # so far nothing is moved
 
     held = {path.name for path in (tmp_path / "ckpts" / "5").rglob("*")}
-    assert checkpoints.put_aside(wrong) == ["damaged-5"]
+    assert checkpoints.rename_damaged(wrong) == ["damaged-5"]
     assert {path.name for path in (tmp_path / "ckpts" / "damaged-5").rglob("*")} == held  # nothing is lost
     checkpoints.save(5, moved(small, 5), "of: 5")
     assert int(checkpoints.restore(5, jax.eval_shape(lambda: small)).step) == int(small.step) + 5
@@ -325,7 +325,7 @@ def test_none_is_good(tmp_path: Path, small: State) -> None:
         assert saved_steps(tmp_path) == [3, 4]
     for step in (3, 4):
         (tmp_path / "ckpts" / str(step)).rename(tmp_path / "ckpts" / f"damaged-{step}")
-    with pytest.raises(UserError, match=r"no checkpoint but damaged ones \(damaged-3, damaged-4\)"):
+    with pytest.raises(UserError, match=r"only damaged checkpoints \(damaged-3, damaged-4\)"):
         Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert Checkpoints(tmp_path / "new").restore_newest(jax.eval_shape(lambda: small), fits) is None
 

@@ -12,7 +12,7 @@ from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.loss_schema import AnyLoss
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.request import EvaluationRequest, evaluated_config
+from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluate_run
 from param_decomp_lab.run_folder.folder import saved_config
 from param_decomp_lab.weights.target_folder import save_target
@@ -135,7 +135,7 @@ def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_nee
     taken, refused = set(), {}
     for model in (*get_args(AnyLoss), *get_args(OnlyMeasured)):
         try:
-            evaluated_config(config, EvaluationRequest([model.__name__]), "here")
+            evaluation_config(config, EvaluationRequest([model.__name__]), "here")
             taken.add(model.__name__)
         except UserError as error:
             refused[model.__name__] = str(error)

@@ -23,7 +23,7 @@ from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
-from param_decomp_lab.eval.evaluation import Abandoned, Evaluation
+from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
 from tests.core import tiny as core
@@ -145,7 +145,7 @@ def test_same_numbers_every_time(evaluated: Evaluated) -> None:
 
 def test_abandons_between_batches(evaluated: Evaluated) -> None:
     answers = iter([False, True])
-    with pytest.raises(Abandoned):
+    with pytest.raises(EvaluationStopped):
         evaluated.row(stop=lambda: next(answers))
 
 

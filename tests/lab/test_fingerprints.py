@@ -9,7 +9,12 @@ import pytest
 
 from param_decomp_aot.compile import compile_for
 from param_decomp_jax.mesh import MeshShape, make_mesh, sharding
-from param_decomp_lab.checkpoints.fingerprints import OfParts, fingerprint, fingerprint_program, together
+from param_decomp_lab.checkpoints.fingerprints import (
+    PartwiseFingerprint,
+    combine_fingerprints,
+    fingerprint,
+    fingerprint_program,
+)
 from param_decomp_lab.probe.cards import card
 from tests.plugin import needs_plugin
 
@@ -64,12 +69,12 @@ def test_does_not_depend_on_where_it_lies(mesh: MeshShape, axes: tuple[str | Non
 def test_of_parts_is_that_of_the_whole(dtype: type) -> None:
     """In any order, of unequal sizes."""
     x = (100 * values()).astype(dtype)
-    seen = OfParts(SHAPE)
+    seen = PartwiseFingerprint(SHAPE)
     for rows, columns in ((slice(1, 3), slice(0, 40)), (slice(0, 1), slice(25, 40)), (slice(0, 1), slice(0, 25))):
         part = (rows, slice(0, 16), columns)
         seen.add(part, x[part])
     assert str(seen) == defined(x)
-    scalar = OfParts(())
+    scalar = PartwiseFingerprint(())
     scalar.add((), x[0, 0, 0])
     assert str(scalar) == defined(x[0, 0, 0])
 
@@ -96,9 +101,9 @@ def test_zeros_of_other_sizes_differ() -> None:
 
 
 def test_many_as_one() -> None:
-    one = together({"a": "00000001", "b": "00000002"})
-    assert one == together({"b": "00000002", "a": "00000001"})
-    assert one != together({"a": "00000002", "b": "00000001"})
+    one = combine_fingerprints({"a": "00000001", "b": "00000002"})
+    assert one == combine_fingerprints({"b": "00000002", "a": "00000001"})
+    assert one != combine_fingerprints({"a": "00000002", "b": "00000001"})
     assert len(one) == 16
 
 

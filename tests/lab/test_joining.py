@@ -7,7 +7,7 @@ import pytest
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE
-from param_decomp_lab.processes.joining import ByAddress, BySlurm, place_of
+from param_decomp_lab.processes.joining import ByAddress, BySlurm, find_place
 from tests.lab.several import CHILD, run, slurm_task
 from tests.lab.tiny_run import pd_here
 
@@ -15,11 +15,11 @@ TASK = slurm_task(number=3, count=8, job=5) | {"SLURM_LOCALID": "3"}
 
 
 def test_explicit() -> None:
-    assert place_of("node01:29400", 4, 3, {}) == ByAddress("node01:29400", 4, 3)
-    assert place_of("[::1]:29400", 4, 0, TASK) == ByAddress("[::1]:29400", 4, 0)  # Slurm or not
-    assert place_of(None, None, None, {}) is None
-    assert place_of(None, 1, None, TASK) is None
-    assert place_of("node01:29400", 1, 0, {}) is None
+    assert find_place("node01:29400", 4, 3, {}) == ByAddress("node01:29400", 4, 3)
+    assert find_place("[::1]:29400", 4, 0, TASK) == ByAddress("[::1]:29400", 4, 0)  # Slurm or not
+    assert find_place(None, None, None, {}) is None
+    assert find_place(None, 1, None, TASK) is None
+    assert find_place("node01:29400", 1, 0, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_explicit() -> None:
 )
 def test_what_does_not_make_sense(given: tuple[str | None, int | None, int | None], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        place_of(*given, TASK)
+        find_place(*given, TASK)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_what_does_not_make_sense(given: tuple[str | None, int | None, int | Non
 )
 def test_gpus_of_a_task(shown: dict[str, str], tasks: str, devices: tuple[int, ...] | None) -> None:
     task = TASK | shown | {"SLURM_STEP_TASKS_PER_NODE": tasks}
-    assert place_of(None, None, None, task) == BySlurm(devices)
+    assert find_place(None, None, None, task) == BySlurm(devices)
 
 
 def test_one_task_with_a_node_to_itself_takes_all_its_gpus() -> None:
     task = TASK | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0", "SLURM_GPUS_ON_NODE": "4"}
-    assert place_of(None, None, None, task) == BySlurm((0, 1, 2, 3))
+    assert find_place(None, None, None, task) == BySlurm((0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_one_task_with_a_node_to_itself_takes_all_its_gpus() -> None:
 def test_slurm_without_several_tasks(change: dict[str, str | None]) -> None:
     """A step of one task; the shell that `sbatch` or `salloc` starts."""
     task = {name: value for name, value in (TASK | change).items() if value is not None}
-    assert place_of(None, None, None, task) is None
+    assert find_place(None, None, None, task) is None
 
 
 def test_alone_everything_is_trivial() -> None:
@@ -77,7 +77,7 @@ def test_alone_everything_is_trivial() -> None:
     assert ALONE.gather("x") == ["x"]
     assert ALONE.from_first("x") == "x"
     assert ALONE.in_turn(lambda: 7) == 7
-    with pytest.raises(UserError, match="as it was"), ALONE.together():
+    with pytest.raises(UserError, match="as it was"), ALONE.sharing_errors():
         raise UserError("as it was")
 
 

@@ -19,7 +19,7 @@ from param_decomp_lab.launch import command as launching
 from param_decomp_lab.launch import local
 from param_decomp_lab.launch.code_copy import Code
 from param_decomp_lab.launch.job import Job, for_sbatch, parse_more, script_text, scrubbed
-from param_decomp_lab.launch.place import Place, place_of
+from param_decomp_lab.launch.place import Place, find_place
 from param_decomp_lab.launch.sweep import choices
 from param_decomp_lab.probe.subprocess import Told
 from tests.lab.one_node import FAST, Checkout, sets
@@ -200,7 +200,7 @@ def test_defaults_do_not_go_before_what_was_said() -> None:
 
 def test_places(tiny: Tiny) -> None:
     def on(mesh: str, *where: Any) -> Place:
-        return place_of(load_config(tiny.config, [f"mesh={mesh}", "pd.batch_size=24", "eval=null"]), *where)
+        return find_place(load_config(tiny.config, [f"mesh={mesh}", "pd.batch_size=24", "eval=null"]), *where)
 
     eight = "{replica: 2, fsdp: 4}"
     assert on(eight, 2, 4, True) == on(eight, 2, None, True) == on(eight, None, 4, True) == GPUS
@@ -314,7 +314,7 @@ def test_what_is_in_the_folder(tiny: Tiny, slurm: Path, tmp_path: Path, monkeypa
     assert "CPU_BIND" not in (slurm / "environment").read_text()
     again = launch(tiny, tmp_path / "runs", "--gpu", "none", settings=["run_id=p-00000001"])
     assert again.status == 2
-    assert f"{run} is there already" in again.err
+    assert f"{run} exists already" in again.err
 
 
 def test_recipe_of_a_toy_is_kept(slurm: Path, tmp_path: Path) -> None:

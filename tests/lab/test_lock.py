@@ -69,7 +69,7 @@ def test_a_second_process_is_told_who_is_there(tmp_path: Path) -> None:
             taken(tmp_path)
         message = str(refusal.value)
         assert f"another job is in {tmp_path}: process {process.pid} on {os.uname().nodename}" in message
-        assert "SIGTERM: it saves and leaves" in message
+        assert "on SIGTERM it saves and exits" in message
         assert holder(tmp_path) is not None
         process.communicate("")  # leaves in order
         assert taken(tmp_path) == ""
@@ -91,7 +91,7 @@ def test_a_job_on_another_machine_is_believed(tmp_path: Path) -> None:
     write(tmp_path, replace(ELSEWHERE, job="123"))
     with pytest.raises(UserError, match=r"process 4242 on node07, Slurm job 123, since 2026-01-01") as refusal:
         taken(tmp_path)
-    assert f"If you are sure that it is gone, remove {tmp_path / LOCK_FILE}" in str(refusal.value)
+    assert f"If you are sure that it has ended, remove {tmp_path / LOCK_FILE}" in str(refusal.value)
     assert holder(tmp_path) == replace(ELSEWHERE, job="123")  # untouched
 
 
@@ -106,7 +106,7 @@ def test_a_requeued_job_comes_back(
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     if gone:
-        assert "the job was put back into the queue since" in taken(tmp_path)
+        assert "the job has been requeued since" in taken(tmp_path)
     else:
         with pytest.raises(UserError, match="another job is in"):
             taken(tmp_path)
@@ -137,7 +137,7 @@ def test_a_job_that_slurm_has_no_longer(
         program.chmod(0o755)
     write(tmp_path, before)
     if gone:
-        assert "Slurm has that job no longer" in taken(tmp_path)
+        assert "Slurm no longer has that job" in taken(tmp_path)
         write(tmp_path, replace(before, cluster="another"))
     with pytest.raises(UserError, match="another job is in"):
         taken(tmp_path)
@@ -145,7 +145,7 @@ def test_a_job_that_slurm_has_no_longer(
 
 def test_a_machine_that_was_started_again(tmp_path: Path) -> None:
     write(tmp_path, replace(Holder.here(), boot="the one before"))
-    assert "was started again since" in taken(tmp_path)
+    assert "has been rebooted since" in taken(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "a"}'])
@@ -201,7 +201,7 @@ def test_two_that_come_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "flock", none)
     monkeypatch.setattr("param_decomp_lab.run_folder.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
-    with pytest.raises(UserError, match=r"came into .* at the same time: process 4242 on node07"):
+    with pytest.raises(UserError, match=r"took .* at the same time and has it now: process 4242 on node07"):
         taken(tmp_path)
     assert holder(tmp_path) == ELSEWHERE
 
@@ -210,18 +210,18 @@ def test_on_a_cluster_the_name_is_looked_at_again(tmp_path: Path, monkeypatch: p
     """The system's lock may be this machine's alone there."""
     monkeypatch.setenv("SLURM_JOB_ID", "123")
     monkeypatch.setattr("param_decomp_lab.run_folder.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
-    with pytest.raises(UserError, match=r"came into .* at the same time: process 4242 on node07"):
+    with pytest.raises(UserError, match=r"took .* at the same time and has it now: process 4242 on node07"):
         taken(tmp_path)
 
 
 def test_one_that_was_believed_dead_does_not_sign_off_for_another(tmp_path: Path) -> None:
-    with only_job(tmp_path, Console(quiet=True)) as still_ours:
-        still_ours()
+    with only_job(tmp_path, Console(quiet=True)) as check_lock:
+        check_lock()
         (tmp_path / LOCK_FILE).unlink()  # somebody has followed the message, and nobody else came
-        still_ours()
+        check_lock()
         write(tmp_path, ELSEWHERE)
-        with pytest.raises(UserError, match=r"another job has .* now: process 4242 on node07"):
-            still_ours()
+        with pytest.raises(UserError, match=r"another job has taken over .*: process 4242 on node07"):
+            check_lock()
     assert holder(tmp_path) == ELSEWHERE
 
 

@@ -189,7 +189,7 @@ def test_other_weights_under_an_allowed_key(folder: Path, stopped: Path) -> None
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     outcome = pd_here("train", "--resume", stopped, "--set", f"target.folder={folder / 'other'}")
     assert outcome.status == 2, outcome
-    assert "was made with another target than is there now" in outcome.err
+    assert "was made with another target than the present" in outcome.err
     assert {path: path.read_bytes() for path in before} == before
 
 

@@ -251,7 +251,7 @@ def test_without_the_target(moved: Path, run: Run, tiny: Tiny) -> None:
     assert alone.metrics == run.metrics
     assert repr(alone) == repr(run)
     for asked in (lambda: alone.causal_importances(TOKENS), lambda: alone.logits("text"), lambda: alone.matrix(UP)):
-        with pytest.raises(UserError, match=r"gone.target is not there; say where it is \(load_run\(…, target=FOLDER"):
+        with pytest.raises(UserError, match=r"gone.target does not exist; give another \(load_run\(…, target=FOLDER"):
             asked()
     found = load_run(moved, target=tiny.folder / "target")
     np.testing.assert_array_equal(found.logits(TOKENS, masks="ci"), run.logits(TOKENS, masks="ci"))
@@ -266,7 +266,7 @@ def test_with_another_target(moved: Path, tmp_path: Path) -> None:
 
 def test_an_older_run_asks_its_target(finished: Path, moved: Path, tmp_path: Path) -> None:
     (moved / "target.json").unlink()
-    with pytest.raises(UserError, match="does not say what its target looks like, and it is not here"):
+    with pytest.raises(UserError, match="does not record its target's architecture, and the target was not found"):
         load_run(moved)
     older = tmp_path / finished.name
     shutil.copytree(finished, older)
@@ -284,20 +284,20 @@ def test_an_older_run_asks_its_target(finished: Path, moved: Path, tmp_path: Pat
     ("asked", "message"),
     [
         (lambda run: run.component("layers.0.mlp.upproj", 1), "is no site; did you mean 'layers.0.mlp.up_proj'"),
-        (lambda run: run.component(UP, 20), "has components 0 to 19; there is no 20"),
-        (lambda run: run.component(UP, -1), "has components 0 to 19; there is no -1"),
+        (lambda run: run.component(UP, 20), "has components 0 to 19; and no component 20"),
+        (lambda run: run.component(UP, -1), "has components 0 to 19; and no component -1"),
         (lambda run: run.causal_importances(TOKENS, sites="layers.7.*"), "'layers.7.*' is no site"),
         (lambda run: run.causal_importances(TOKENS, kind="both"), "should be lower, upper or logits"),
         (lambda run: run.causal_importances(TOKENS[None]), r"token ids \[B, T\] or \[T\], not int64 \[1, 3, 16\]"),
         (lambda run: run.causal_importances(TOKENS / 2), "not float64"),
-        (lambda run: run.logits([1, 256]), "token ids go from 0 to 255; the inputs', from 1 to 256"),
+        (lambda run: run.logits([1, 256]), "token ids go from 0 to 255; the inputs have 1 to 256"),
         (lambda run: run.logits(list(range(17))), "the CI function takes up to 16 tokens; the inputs have 17"),
         (lambda run: run.logits(""), r"token ids \[B, T\] or \[T\], not int32 \[0\]"),
-        (lambda run: run.logits(TOKENS, masks="importance"), "'importance' is no kind of mask"),
+        (lambda run: run.logits(TOKENS, masks="importance"), "'importance' is not a mask"),
         (lambda run: run.logits(TOKENS, masks=FLOATS), "should be 'ci', or masks by site, not ndarray"),
         (lambda run: run.logits(TOKENS, masks={"layers.0.up": "ci"}), "'layers.0.up' is no site; did you mean"),
         (lambda run: run.logits(TOKENS, masks={"*": "ci", UP: [1]}), f"{UP} is named twice"),
-        (lambda run: run.logits(TOKENS, masks={UP: [1, 20]}), "has components 0 to 19; there is no 20"),
+        (lambda run: run.logits(TOKENS, masks={UP: [1, 20]}), "has components 0 to 19; and no component 20"),
         (lambda run: run.logits(TOKENS, masks={UP: [0, 1, 1]}), "integers are numbers of components, and one is given"),
         (lambda run: run.logits(TOKENS, masks={UP: FLOATS}), r"\[3, 16, 12\] does not broadcast to \[3, 16, 20\]"),
     ],

@@ -45,7 +45,7 @@ def run(folder: Path, number: int) -> Path:
 def test_begins_with_what_was_learned(folder: Path, number: int, named: str, step: int) -> None:
     outcome = train(folder, number, f"init_from={run(folder, PARENT)}{named}", "milestones=[0]", "pd.steps=4")
     assert outcome.status == 0, outcome
-    assert f"beginning with what {run(folder, PARENT)} at step {step} has learned" in outcome.out
+    assert f"starting from the components and CI function of {run(folder, PARENT)} at step {step}" in outcome.out
     assert "pd.faithfulness_warmup_steps: has no effect with init_from" in outcome.out
     theirs, ours = saved_arrays(run(folder, PARENT), step), saved_arrays(run(folder, number), 0)
     assert theirs.keys() == ours.keys()
@@ -157,7 +157,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(folder: Path, tmp_pa
     shutil.rmtree(run(folder, 9) / "ckpts")
     outcome = pd_here("train", "--resume", run(folder, 9))
     assert outcome.status == 0, outcome
-    assert f"beginning with what {parent} at step 10 has learned" in outcome.out
+    assert f"starting from the components and CI function of {parent} at step 10" in outcome.out
     again = saved_arrays(run(folder, 9), 0)
     assert [name for name in first if first[name].tobytes() != again[name].tobytes()] == []
 

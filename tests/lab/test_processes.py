@@ -198,7 +198,7 @@ def test_run_of_two_processes_stopped_and_resumed(tiny: Tiny, tmp_path: Path) ->
     first, second = train(tiny, options(term=[1, 8], rows=str(log)), tiny.train(tmp_path, 1, mesh, *SMALL))
     assert (first.status, second.status) == (75, 75), (first, second)
     (at,) = saved_steps(two)
-    assert f"stopped and saved at step {at}; go on with" in first.text
+    assert f"stopped and saved at step {at}; resume with" in first.text
     assert "stopped" not in second.text  # process 0 speaks for all
     assert 5 <= at < 40
     assert_rows_shared(tiny, log, 0, at)

@@ -133,7 +133,7 @@ def test_noted_end(tmp_path: Path) -> None:
         fail_on_the_way(UserError("a file of the data is gone"))
     assert read_ending(tmp_path) == ("failed", "a file of the data is gone")
     with record_end(tmp_path, ValueError):
-        ALONE.act_last(STOPPED)
+        ALONE.run_exit_hooks(STOPPED)
         assert read_ending(tmp_path) == ("stopped", "ended with status 75")
     assert read_ending(tmp_path) == ("finished", "")
     other = asdict(replace(Holder.here(), host="node07", boot="another"))

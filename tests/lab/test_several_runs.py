@@ -101,7 +101,7 @@ def test_stop_in_an_evaluation(tiny: Tiny, tmp_path: Path) -> None:
     # Reads: one to compile, the evaluation of step 0, four steps, the evaluation of step 4.
     found = train(tiny, options(term=[1, 1 + 20 + 4 + 1]), arguments, devices=1)
     assert statuses(found) == [75, 75], found
-    assert "stopped while evaluating and saved at step 4; go on with" in found[0].text
+    assert "stopped while evaluating and saved at step 4; resume with" in found[0].text
     assert saved_steps(tmp_path / "p-00000001") == [4]
     assert [row["step"] for row in rows(tmp_path / "p-00000001")] == [0, 1, 2, 3]
 
@@ -132,7 +132,7 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
         assert all("error" not in process.text for process in found[1:])
 
     (tmp_path / "p-00000001").mkdir()
-    refused(*tiny.train(tmp_path, 1, TWO), says="p-00000001 is there already")
+    refused(*tiny.train(tmp_path, 1, TWO), says="p-00000001 exists already")
     refused(*tiny.train(tmp_path, 2, "mesh={fsdp: 4}"), says="needs 4 devices, 2 processes have 2 together (cpu)")
     refused(
         *tiny.train(tmp_path, 2), says="mesh: takes 1 devices, those of 1 processes, but 2 processes have 2 together"
@@ -194,7 +194,7 @@ def test_all_go_on_from_the_same_checkpoint(tiny: Tiny, often_saved: Path, tmp_p
     found = train(tiny, options(), ["train", "--resume", damaged], devices=1)
     assert statuses(found) == [0, 0], found
     assert f"resuming {damaged} at step 30 of 40" in found[0].text
-    assert "a damaged checkpoint is now damaged-40, and the one before is used" in found[0].text
+    assert "a damaged checkpoint was renamed to damaged-40, and the one before it is used" in found[0].text
     assert rows(damaged) == rows(whole)
     assert saved_steps(damaged) == saved_steps(whole)
     want, got = saved_arrays(whole, 40), saved_arrays(damaged, 40)

@@ -85,7 +85,7 @@ def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
     start = tiny.train(tmp_path, 1, *EVALUATED, "pd.faithfulness_warmup_steps=3")
     text = stopped_where_stuck(tiny, f"param_decomp_lab.{function}", start, at_most=20)
     run = tmp_path / RUN
-    assert f"stopped while compiling; nothing was to be saved; go on with `pd train --resume {run}`\n" in text
+    assert f"stopped while compiling; nothing was to be saved; resume with `pd train --resume {run}`\n" in text
     assert saved_steps(run) == []
     resumed = pd_here("train", "--resume", run)
     assert resumed.status == 0, resumed
@@ -99,7 +99,7 @@ def test_while_a_checkpoint_is_read(tiny: Tiny, tmp_path: Path) -> None:
     run = tmp_path / UNDISTURBED
     resume: list[str | Path] = ["train", "--resume", run]
     text = stopped_where_stuck(tiny, "param_decomp_lab.checkpoints.store.Checkpoints.restore", resume, at_most=20)
-    assert "stopped while reading a checkpoint; nothing was to be saved; go on with" in text
+    assert "stopped while reading a checkpoint; nothing was to be saved; resume with" in text
     assert (run / LOCK_FILE).read_bytes() == b""  # on another machine one would believe a name in there
     assert rows(run) == expected
     assert saved_steps(run) == [4, 8, 12]
@@ -119,7 +119,7 @@ def test_during_a_save(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     run = tmp_path / RUN
     assert stopped.status == 75, stopped
-    assert f"stopped and saved at step 8; go on with `pd train --resume {run}`" in stopped.out
+    assert f"stopped and saved at step 8; resume with `pd train --resume {run}`" in stopped.out
     assert saved_steps(run) == [4, 8]
     assert [row["step"] for row in rows(run)] == list(range(8))
     assert pd_here("train", "--resume", run).status == 0
@@ -211,7 +211,7 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
         told,
     )
     assert "process 0: ended, because process 1 of 2 stopped while compiling; nothing was to be saved" in texts[0]
-    assert "process 1 of 2 stopped while compiling; nothing was to be saved; go on with" in texts[1]
+    assert "process 1 of 2 stopped while compiling; nothing was to be saved; resume with" in texts[1]
     assert saved_steps(tmp_path / RUN) == []
 
 
