@@ -47,7 +47,7 @@ class Instruction:
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """What its result consists of."""
-        return arrays_of(self.shape)
+        return parse_arrays(self.shape)
 
     @property
     def n_bytes(self) -> int:
@@ -111,7 +111,7 @@ def module(program: str) -> Module:
     return Module(computations, entry, int(partitions[1]) if partitions else 1)
 
 
-def arrays_of(shape: str) -> tuple[Array, ...]:
+def parse_arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape as XLA writes it: ``(f32[8,4]{1,0}, s8[16]{0:S(5)})``."""
     found = []
     for letters, digits, more, sizes, layout in _ARRAY.findall(shape):

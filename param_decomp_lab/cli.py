@@ -113,13 +113,13 @@ def _train(
     stop: "StopSignal",
 ) -> None:
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.display.notes import print_notes
+    from param_decomp_lab.display.warnings import print_warnings
     from param_decomp_lab.training import run
 
     with processes.together():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
-        print_notes(loaded.notes, console)
+        print_warnings(loaded.notes, console)
     if resume is not None:
         run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
     elif loaded is not None:
@@ -188,7 +188,7 @@ def launch(
     from param_decomp_lab.launch.command import Launch, launch_here, launch_job
     from param_decomp_lab.launch.command import prepare as prepare_run
     from param_decomp_lab.launch.job import Job, parse_more
-    from param_decomp_lab.launch.place import NO_GPU
+    from param_decomp_lab.launch.layout import NO_GPU
     from param_decomp_lab.probe.cards import card
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
@@ -280,7 +280,7 @@ def probe(
     from param_decomp_lab.probe.pages import write_pages
     from param_decomp_lab.probe.show import show, table_console
 
-    pool = Pool.of(card(gpu), mem_fraction, margin_gib)
+    pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
         answer = ask(
@@ -368,17 +368,17 @@ def fit(
         pd fit configs/llama8b_l18.yaml --gpu h100 --gpus 8 --vary batch=16..128 --vary memory=balanced,lean
     """
     from param_decomp_lab.probe.cards import Pool, card
-    from param_decomp_lab.probe.fit import Question
+    from param_decomp_lab.probe.fit import FitRequest
     from param_decomp_lab.probe.fit import fit as search
     from param_decomp_lab.probe.fit import report as tell
     from param_decomp_lab.probe.write_config import refuse_taken
 
-    Pool.of(card(gpu), mem_fraction, margin_gib)
+    Pool.from_card(card(gpu), mem_fraction, margin_gib)
     written = out or config.with_name(f"{config.stem}_{gpu}x{gpus}.yaml")
     refuse_taken(written)
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))
     options = [word for name, value, usual in limits if value != usual for word in (name, str(value))]
-    question = Question(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
+    question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
     found = search(question, vary or (), Console(stderr=True))
     if not tell(question, found, written, Console()):
         raise typer.Exit(3)
