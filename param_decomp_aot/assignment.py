@@ -12,7 +12,7 @@ from typing import Literal
 Role = Literal["argument", "output", "constant", "temp", "host"]
 """``host``: whatever lies in the host's memory; the others are on the device."""
 
-Place = tuple[int, int, int]
+Region = tuple[int, int, int]
 """Number of an allocation, offset and size in it."""
 
 
@@ -24,7 +24,7 @@ class Value:
     name: str
     index: str
     phi: bool
-    place: Place
+    region: Region
     shape: str
 
 
@@ -45,7 +45,7 @@ class Schedule:
     sequence: tuple[str, ...]
     alive: dict[tuple[str, str], tuple[int, int]]
 
-    def of(self, values: Sequence[Value]) -> list[tuple[int, int]]:
+    def lifetimes(self, values: Sequence[Value]) -> list[tuple[int, int]]:
         """The lives of ``values``. Raises ValueError where one is missing."""
         missing = [v.name for v in values if (v.name, v.index) not in self.alive]
         if not self.alive or missing:
@@ -77,9 +77,9 @@ def allocations(assignment: str) -> list[Allocation]:
             if value is None:
                 raise ValueError(f"not a value of a buffer assignment: {line}")
             name, index, phi, size, offset, shape = value.groups()
-            place = number, int(offset), int(size)
+            region = number, int(offset), int(size)
             shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
-            values.append(Value(name, index or "{}", phi is not None, place, shape))
+            values.append(Value(name, index or "{}", phi is not None, region, shape))
     return found
 
 

@@ -7,7 +7,7 @@ by ``-buffer-assignment.txt``, ``-live-range.txt`` (for both see `assignment.py`
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from param_decomp_aot.assignment import Place, Role, Schedule, Value, allocations, schedule
+from param_decomp_aot.assignment import Region, Role, Schedule, Value, allocations, schedule
 from param_decomp_aot.instructions import Instructions
 
 GIB = 2**30
@@ -111,7 +111,7 @@ def busiest(spans: Sequence[Span]) -> int:
     return moment
 
 
-def peak_of(ledger: Ledger) -> Peak:
+def find_peak(ledger: Ledger) -> Peak:
     """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
     its live ranges, leaves out what an all-gather has under way and what loops carry."""
     moment = busiest(ledger.spans)
@@ -121,8 +121,8 @@ def peak_of(ledger: Ledger) -> Peak:
 
 
 def live_at_peak(assignment: str, live_ranges: str, program: str) -> Peak:
-    """`peak_of` what the texts say (see `ledger`)."""
-    return peak_of(ledger(assignment, live_ranges, program))
+    """`find_peak` what the texts say (see `ledger`)."""
+    return find_peak(ledger(assignment, live_ranges, program))
 
 
 def table(peak: Peak, rows: int = 40) -> str:
@@ -147,18 +147,18 @@ def _line(group: list[Buffer]) -> str:
 
 # ---- from values to buffers ----
 
-_Lived = tuple[Value, int, int]
+_Lifetime = tuple[Value, int, int]
 
 
 def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions) -> Iterator[Span]:
     """What lies in each place, one after the other. Values that share a place (a loop's carry, an update of it) count
     once; a new span begins where something is computed into the place."""
-    places: dict[Place, list[_Lived]] = {}
-    for value, (first, last) in zip(values, times.of(values), strict=True):
-        places.setdefault(value.place, []).append((value, first, last))
-    for (_, _, n_bytes), lived in places.items():
+    regions: dict[Region, list[_Lifetime]] = {}
+    for value, (first, last) in zip(values, times.lifetimes(values), strict=True):
+        regions.setdefault(value.region, []).append((value, first, last))
+    for (_, _, n_bytes), lived in regions.items():
         computed = {first for v, first, _ in lived if not v.phi}
-        for first, last in _together([(first, last) for _, first, last in lived]):
+        for first, last in _merge_intervals([(first, last) for _, first, last in lived]):
             starts = sorted({first, *(c for c in computed if first < c <= last)})
             for start, end in zip(starts, [*(s - 1 for s in starts[1:]), last], strict=True):
                 # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
@@ -166,7 +166,7 @@ def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions)
                 yield Span(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
 
 
-def _together(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The union of intervals, as intervals that do not meet."""
     union: list[tuple[int, int]] = []
     for first, last in sorted(intervals):

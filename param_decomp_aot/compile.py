@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from param_decomp_aot.topology import UNLIMITED, gpus, memory_of, with_memory
+from param_decomp_aot.topology import UNLIMITED, card_memory, gpus, with_memory
 from param_decomp_jax.mesh import MeshShape, make_mesh
 
 Options = Mapping[str, str | int | bool]
@@ -134,7 +134,7 @@ def estimate(
     real = replace(compile_for(program, shape, target_config, dump_to, options), program=None)
     without_limit = with_memory(target_config, UNLIMITED)
     unlimited = replace(compile_for(program, shape, without_limit, options=options), program=None)
-    return Estimate(real, unlimited, memory_of(target_config))
+    return Estimate(real, unlimited, card_memory(target_config))
 
 
 def memory_plan(compiled: Any) -> Memory:

@@ -60,11 +60,11 @@ def matmul_flops(program: ClosedJaxpr) -> Flops:
     conditional (`jax.lax.platform_dependent` too) the largest. cuDNN's attention counts as the products it stands for,
     with nothing off for a causal mask: 2 forward, 5 backward. What feeds only the dead part of a `while` is counted.
     """
-    count = _of(program.jaxpr, [True] * len(program.jaxpr.outvars), "", constants(program))
+    count = _count_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), "", constants(program))
     return Flops(count.total, dict(count.by_scope), tuple(dict.fromkeys(count.unknown)))
 
 
-def _of(jaxpr: Jaxpr, used: Sequence[bool], scope: str, known: Known) -> _Count:
+def _count_jaxpr(jaxpr: Jaxpr, used: Sequence[bool], scope: str, known: Known) -> _Count:
     """``known``: integers that variables of the jaxpr (arguments, constants) are known to be."""
     arguments = jaxpr.invars
     jaxpr, kept = dce_jaxpr(jaxpr, list(used))
@@ -77,11 +77,11 @@ def _of(jaxpr: Jaxpr, used: Sequence[bool], scope: str, known: Known) -> _Count:
     count = _Count()
     for eqn in jaxpr.eqns:
         known |= known_after(eqn, known)
-        count.add(_of_equation(eqn, [v in read for v in eqn.outvars], scope, known))
+        count.add(_count_equation(eqn, [v in read for v in eqn.outvars], scope, known))
     return count
 
 
-def _of_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -> _Count:
+def _count_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -> _Count:
     scope = "/".join(part for part in (outer, str(eqn.source_info.name_stack)) if part)
     count = _Count()
     match eqn.primitive.name:
@@ -96,12 +96,12 @@ def _of_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -> _
         case "scan":
             body = eqn.params["jaxpr"]
             inside = _inside(body, eqn.invars[: _scan_constants(eqn)], known)
-            count.add(_of(body.jaxpr, [True] * len(body.jaxpr.outvars), scope, inside), eqn.params["length"])
+            count.add(_count_jaxpr(body.jaxpr, [True] * len(body.jaxpr.outvars), scope, inside), eqn.params["length"])
         case "while":
             count = _while(eqn, used, scope, known)
         case "cond":
             branches = [
-                _of(b.jaxpr, [True] * len(b.jaxpr.outvars), scope, _inside(b, eqn.invars[1:], known))
+                _count_jaxpr(b.jaxpr, [True] * len(b.jaxpr.outvars), scope, _inside(b, eqn.invars[1:], known))
                 for b in eqn.params["branches"]
             ]
             count = max(branches, key=lambda branch: branch.total)
@@ -125,7 +125,7 @@ def _subjaxprs(eqn: JaxprEqn, scope: str, known: Known) -> _Count:
         inside = constants(closed[id(jaxpr)]) if id(jaxpr) in closed else {}
         if len(jaxpr.invars) == len(eqn.invars):
             inside |= passed(jaxpr.invars, eqn.invars, known)
-        count.add(_of(jaxpr, [True] * len(jaxpr.outvars), scope, inside))
+        count.add(_count_jaxpr(jaxpr, [True] * len(jaxpr.outvars), scope, inside))
     return count
 
 
@@ -149,20 +149,20 @@ def _scan_constants(eqn: JaxprEqn) -> int:
 def _while(eqn: JaxprEqn, used: list[bool], scope: str, known: Known) -> _Count:
     """Rounds × (body + condition), of the body what the loop's used results need."""
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    n_consts = of_condition + of_body
+    n_condition_constants, n_body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    n_consts = n_condition_constants + n_body_constants
     _, read_by_condition = dce_jaxpr(condition.jaxpr, [True])
-    live = [a or b for a, b in zip(used, read_by_condition[of_condition:], strict=True)]
+    live = [a or b for a, b in zip(used, read_by_condition[n_condition_constants:], strict=True)]
     while True:
         _, needed = dce_jaxpr(body.jaxpr, live)
-        grown = [a or b for a, b in zip(live, needed[of_body:], strict=True)]
+        grown = [a or b for a, b in zip(live, needed[n_body_constants:], strict=True)]
         if grown == live:
             break
         live = grown
-    inside = _inside(body, eqn.invars[of_condition:n_consts], known)
-    count = _of(body.jaxpr, live, scope, inside)
-    inside = _inside(condition, eqn.invars[:of_condition], known)
-    count.add(_of(condition.jaxpr, [True], scope, inside))
+    inside = _inside(body, eqn.invars[n_condition_constants:n_consts], known)
+    count = _count_jaxpr(body.jaxpr, live, scope, inside)
+    inside = _inside(condition, eqn.invars[:n_condition_constants], known)
+    count.add(_count_jaxpr(condition.jaxpr, [True], scope, inside))
     rounds = trip_count(eqn, known)
     if rounds is None:
         if count.total:

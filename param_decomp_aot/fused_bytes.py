@@ -44,18 +44,21 @@ def bytes_moved(module: Module, inside: Computation, instruction: Instruction) -
     if i.opcode == "fusion":
         fused = module.computations[i.called("calls")[0]]
         reads = [_read(module, fused, fused.parameters[n]) for n in range(len(i.operands))]
-        return sum((_of(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(fused, fused.root, i))
+        return sum(
+            (_array_bytes(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)),
+            _written(fused, fused.root, i),
+        )
     # By itself: as if it were the only one in a fusion.
     alone = Computation({}, i)
     reads = [_part_read(alone, i, n, o) for n, o in enumerate(_sources(inside, i))]
-    return sum((_of(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(inside, i, i))
+    return sum((_array_bytes(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(inside, i, i))
 
 
 def _sources(inside: Computation, instruction: Instruction) -> Sequence[Instruction]:
     return [inside.instructions[name] for name in instruction.operands]
 
 
-def _of(array: Instruction, n_elements: int) -> Bytes:
+def _array_bytes(array: Instruction, n_elements: int) -> Bytes:
     """So many elements of an array; of a tuple nothing, its parts are read elsewhere."""
     if len(array.arrays) != 1:
         return Bytes()
@@ -112,7 +115,7 @@ def _written(inside: Computation, result: Instruction, outside: Instruction) -> 
     """``result``: of a computation, which is ``outside``'s where it is called."""
     total, on_host = Bytes(), any(a.on_host for a in outside.arrays[:1])
     for i in _in_place(Computation(inside.instructions, result)).values():
-        n_bytes = _result(inside, i) if i is outside or _of_a_parameter(inside, i) else i.n_bytes
+        n_bytes = _result(inside, i) if i is outside or _starts_at_parameter(inside, i) else i.n_bytes
         total += Bytes(host=n_bytes) if on_host else Bytes(n_bytes)
     return total
 
@@ -133,7 +136,7 @@ def _result(inside: Computation, i: Instruction) -> int:
             return i.n_bytes
 
 
-def _of_a_parameter(inside: Computation, i: Instruction) -> bool:
+def _starts_at_parameter(inside: Computation, i: Instruction) -> bool:
     """Whether the first operand is, but for views, what a fusion is given: only that can be updated in its place."""
     source = i
     while source.operands and (source is i or source.opcode == "bitcast"):

@@ -47,7 +47,7 @@ class Instruction:
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """What its result consists of."""
-        return arrays_of(self.shape)
+        return parse_arrays(self.shape)
 
     @property
     def n_bytes(self) -> int:
@@ -137,7 +137,7 @@ def parts_of(shape: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def arrays_of(shape: str) -> tuple[Array, ...]:
+def parse_arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape as XLA writes it: ``(f32[8,4]{1,0}, s8[16]{0:S(5)})``."""
     found = []
     for letters, digits, more, sizes, layout in _ARRAY.findall(shape):

@@ -21,24 +21,24 @@ def trips(module: Module, inside: Computation, loop: Instruction) -> int | None:
     if noted := _KNOWN.search(loop.attributes):
         return int(noted[1])
     (condition,), (body,) = ([module.computations[c] for c in loop.called(which)] for which in ("condition", "body"))
-    compared = _Trace(module, condition).of(condition.root)
+    compared = _Trace(module, condition).follow(condition.root)
     if compared.instruction.opcode != "compare":
         return None
     found = _DIRECTION.search(compared.instruction.attributes)
     direction = found[1] if found else ""
-    sides = [compared.within.of(compared.within.computation.instructions[o]) for o in compared.instruction.operands]
+    sides = [compared.within.follow(compared.within.computation.instructions[o]) for o in compared.instruction.operands]
     left, right = sides
     for relation, counter, bound in ((direction, left, right), (_MIRRORED.get(direction, ""), right, left)):
-        limit, place = bound.constant, counter.carried
-        if limit is None or place is None or relation not in _MIRRORED:
+        limit, position = bound.constant, counter.carried
+        if limit is None or position is None or relation not in _MIRRORED:
             continue
-        start, step = _start(module, inside, loop, place), _step(module, body, place)
+        start, step = _start(module, inside, loop, position), _step(module, body, position)
         if start is not None and step is not None:
             return rounds(relation.lower(), start, limit, step)
     return None
 
 
-class _Found:
+class _Origin:
     """An instruction and the trace of the computation that it is in."""
 
     def __init__(self, instruction: Instruction, within: "_Trace") -> None:
@@ -62,41 +62,43 @@ class _Found:
 class _Trace:
     """Follows values back to where they are made, out of and into fusions."""
 
-    def __init__(self, module: Module, computation: Computation, caller: _Found | None = None) -> None:
+    def __init__(self, module: Module, computation: Computation, caller: _Origin | None = None) -> None:
         """``caller``: the fusion that the computation is of."""
         self.module, self.computation, self.caller = module, computation, caller
 
-    def of(self, instruction: Instruction) -> _Found:
-        found = _Found(instruction, self)
+    def follow(self, instruction: Instruction) -> _Origin:
+        found = _Origin(instruction, self)
         if instruction.opcode in _PASSED_ON:
-            return self.of(self.computation.instructions[instruction.operands[0]])
+            return self.follow(self.computation.instructions[instruction.operands[0]])
         if instruction.opcode == "parameter" and self.caller is not None:
             outside = self.caller.within
             operand = self.caller.instruction.operands[int(instruction.arguments)]
-            return outside.of(outside.computation.instructions[operand])
+            return outside.follow(outside.computation.instructions[operand])
         if instruction.opcode == "fusion":
             fused = self.module.computations[instruction.called("calls")[0]]
-            return _Trace(self.module, fused, found).of(fused.root)
+            return _Trace(self.module, fused, found).follow(fused.root)
         return found
 
 
-def _start(module: Module, inside: Computation, loop: Instruction, place: int) -> int | None:
+def _start(module: Module, inside: Computation, loop: Instruction, position: int) -> int | None:
     given = inside.instructions[loop.operands[0]]
     if given.opcode != "tuple":
         return None
-    return _Trace(module, inside).of(inside.instructions[given.operands[place]]).constant
+    return _Trace(module, inside).follow(inside.instructions[given.operands[position]]).constant
 
 
-def _step(module: Module, body: Computation, place: int) -> int | None:
+def _step(module: Module, body: Computation, position: int) -> int | None:
     """By how much a round moves the carry, if by a fixed integer."""
     if body.root.opcode != "tuple":
         return None
-    moved = _Trace(module, body).of(body.instructions[body.root.operands[place]])
+    moved = _Trace(module, body).follow(body.instructions[body.root.operands[position]])
     if moved.instruction.opcode not in ("add", "subtract"):
         return None
-    left, right = (moved.within.of(moved.within.computation.instructions[name]) for name in moved.instruction.operands)
-    if left.carried == place and right.constant is not None:
+    left, right = (
+        moved.within.follow(moved.within.computation.instructions[name]) for name in moved.instruction.operands
+    )
+    if left.carried == position and right.constant is not None:
         return right.constant if moved.instruction.opcode == "add" else -right.constant
-    if right.carried == place and left.constant is not None and moved.instruction.opcode == "add":
+    if right.carried == position and left.constant is not None and moved.instruction.opcode == "add":
         return left.constant
     return None

@@ -56,15 +56,15 @@ def _along(mesh: re.Match[str]) -> Groups:
     parts = [(name, int(before or 1), int(part or sizes[name])) for name, before, part in _PART.findall(mesh[3])]
     # Every axis as its factors: those that are meant, and what is before, between and after them.
     shape: list[int] = []
-    place: dict[tuple[str, int], int] = {}
+    position: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
         done = 1
         for before, part in sorted((before, part) for axis, before, part in parts if axis == name):
-            place[name, before] = len(shape) + 1
+            position[name, before] = len(shape) + 1
             shape += [before // done, part]
             done = before * part
         shape.append(size // done)
-    inside = [place[name, before] for name, before, _ in parts]
+    inside = [position[name, before] for name, before, _ in parts]
     ids = np.moveaxis(ids.reshape(shape), inside, range(-len(inside), 0))
     return _rows(ids.reshape(-1, int(np.prod([shape[i] for i in inside]))))
 

@@ -72,7 +72,7 @@ def target_configs(table: str) -> dict[str, str]:
     return {card["name"]: describe(card) for card in csv.DictReader(table.splitlines())}
 
 
-def memory_of(target_config: str) -> int:
+def card_memory(target_config: str) -> int:
     """Bytes of memory of the card described."""
     found = _MEMORY.search(target_config)
     if found is None:
@@ -82,7 +82,7 @@ def memory_of(target_config: str) -> int:
 
 def with_memory(target_config: str, n_bytes: int) -> str:
     """The same card with another amount of memory. XLA takes the amount for a limit to work against."""
-    memory_of(target_config)
+    card_memory(target_config)
     return _MEMORY.sub(str(n_bytes), target_config)
 
 

@@ -141,7 +141,7 @@ def traffic(program: str, gpus_per_node: int = 8) -> Traffic:
     comes out is of one step. Raises ValueError where the text is not of a program.
     """
     counting = _Counting(module(program), Instructions(program), gpus_per_node)
-    count, loops = counting.of(counting.module.entry, outermost=True)
+    count, loops = counting.count_computation(counting.module.entry, outermost=True)
     steps = max(loops, key=lambda loop: loop[1], default=("", 0))
     unknown = count.unknown + [name for name, total in loops if name != steps[0] or 2 * total <= count.total]
     return Traffic(dict(count.memory.most_common()), count.host, dict(count.collectives.most_common()), tuple(unknown))
@@ -151,7 +151,9 @@ class _Counting:
     def __init__(self, module: Module, instructions: Instructions, gpus_per_node: int) -> None:
         self.module, self.instructions, self.gpus_per_node = module, instructions, gpus_per_node
 
-    def of(self, name: str, started_by: str = "", outermost: bool = False) -> tuple[_Count, list[tuple[str, int]]]:
+    def count_computation(
+        self, name: str, started_by: str = "", outermost: bool = False
+    ) -> tuple[_Count, list[tuple[str, int]]]:
         """One run of a computation, and the loops of unknown length right in it, if it is the outermost, with their
         bytes in one round. ``started_by``: the instruction that it has the origin of."""
         computation, count = self.module.computations[name], _Count()
@@ -160,7 +162,7 @@ class _Counting:
             if i.opcode == "while":
                 one = _Count()
                 for part in (*i.called("body"), *i.called("condition")):
-                    one.add(self.of(part)[0])
+                    one.add(self.count_computation(part)[0])
                 n = trips(self.module, computation, i)
                 count.add(one, 1 if n is None else n)
                 if n is None:
@@ -168,14 +170,14 @@ class _Counting:
                         (f"{i.name} in {self.instructions.origin(i.name)[0]}: counted as one round", one.total)
                     )
             elif i.opcode == "conditional":
-                branches = [self.of(name)[0] for key in _BRANCHES for name in i.called(key)]
+                branches = [self.count_computation(name)[0] for key in _BRANCHES for name in i.called(key)]
                 count.add(max(branches, key=lambda branch: branch.total))
             elif i.opcode == "call":
-                called, more = self.of(i.called("to_apply")[0], outermost=outermost)
+                called, more = self.count_computation(i.called("to_apply")[0], outermost=outermost)
                 count.add(called)
                 loops += more
             elif i.opcode == "async-start":
-                count.add(self.of(i.called("calls")[0], i.name)[0])
+                count.add(self.count_computation(i.called("calls")[0], i.name)[0])
             elif (kind := i.opcode.removesuffix("-start")) in KINDS:
                 self._collective(kind, computation, i, started_by or i.name, count)
             elif moved := bytes_moved(self.module, computation, i):

@@ -43,31 +43,31 @@ def trip_count(eqn: JaxprEqn, known: Known) -> int | None:
     by a fixed step, the bound fixed. ``known``: integers that variables outside are known to be.
     """
     condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    starts = [scalar(atom, known) for atom in eqn.invars[of_condition + of_body :]]
-    carried = list(zip(body.invars[of_body:], body.outvars, strict=True))
+    n_condition_constants, n_body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    starts = [scalar(atom, known) for atom in eqn.invars[n_condition_constants + n_body_constants :]]
+    carried = list(zip(body.invars[n_body_constants:], body.outvars, strict=True))
     if len(condition.eqns) != 1 or condition.outvars != condition.eqns[0].outvars:
         return None
     compared = condition.eqns[0]
     if compared.primitive.name not in _MIRRORED:
         return None
 
-    fixed = constants(eqn.params["cond_jaxpr"]) | passed(condition.invars, eqn.invars[:of_condition], known)
-    place = {v: n for n, v in enumerate(condition.invars[of_condition:])}
-    for v, n in place.items():
+    fixed = constants(eqn.params["cond_jaxpr"]) | passed(condition.invars, eqn.invars[:n_condition_constants], known)
+    position = {v: n for n, v in enumerate(condition.invars[n_condition_constants:])}
+    for v, n in position.items():
         before, after = carried[n]
         if before is after and (start := starts[n]) is not None:
             fixed[v] = start
     steps = constants(eqn.params["body_jaxpr"])
-    steps |= passed(body.invars, eqn.invars[of_condition : of_condition + of_body], known)
+    steps |= passed(body.invars, eqn.invars[n_condition_constants : n_condition_constants + n_body_constants], known)
     for relation, counter, bound in (
         (compared.primitive.name, *compared.invars),
         (_MIRRORED[compared.primitive.name], *reversed(compared.invars)),
     ):
         limit = scalar(bound, fixed)
-        if limit is None or isinstance(counter, Literal) or counter not in place:
+        if limit is None or isinstance(counter, Literal) or counter not in position:
             continue
-        start, step = starts[place[counter]], _step(body, *carried[place[counter]], steps)
+        start, step = starts[position[counter]], _step(body, *carried[position[counter]], steps)
         if start is not None and step is not None:
             return rounds(relation, start, limit, step)
     return None

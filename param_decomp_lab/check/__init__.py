@@ -18,8 +18,8 @@ from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.display.descriptions import describe_ci, describe_memory, shown_path
-from param_decomp_lab.display.notes import print_notes
 from param_decomp_lab.display.numbers import exact
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.run_folder.folder import refuse_taken
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
@@ -142,5 +142,5 @@ def _results(config: RunConfig) -> str:
 
 
 def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
-    print_notes(config.notes, console, wrap=True)
-    print_notes(missing, console, "not on this machine", wrap=True)
+    print_warnings(config.notes, console, wrap=True)
+    print_warnings(missing, console, "not on this machine", wrap=True)

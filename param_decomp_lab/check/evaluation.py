@@ -42,14 +42,14 @@ def evaluation_table(settings: EvalConfig, pd: PDConfig, n_sites: int | None) ->
             if isinstance(made, Reconstruction) and n_sites is not None:
                 passes = f"{n_forwards(made, n_sites) + n_attack_passes(made, n_sites):,}"
         else:
-            words = _of_metric(metric)
+            words = _describe_metric(metric)
         table.add_row(titled(name, words), f"{every:,}", passes)
     if not settings.metrics:
         table.add_row("no metrics", f"{settings.every:,}", "")
     return table
 
 
-def _of_metric(metric: OnlyMeasured) -> str:
+def _describe_metric(metric: OnlyMeasured) -> str:
     match metric:
         case CEandKLLosses():
             return f"six maskings, rounded at {exact(metric.rounding_threshold)}"

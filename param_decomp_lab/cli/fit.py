@@ -44,17 +44,17 @@ def fit(
         pd fit configs/llama8b_l18.yaml --gpu h100 --gpus 8 --vary batch=16..128 --vary memory=balanced,lean
     """
     from param_decomp_lab.probe.cards import Pool, card
-    from param_decomp_lab.probe.fit import Question
+    from param_decomp_lab.probe.fit import FitRequest
     from param_decomp_lab.probe.fit import fit as search
     from param_decomp_lab.probe.fit import report as tell
     from param_decomp_lab.probe.write_config import refuse_taken
 
-    Pool.of(card(gpu), mem_fraction, margin_gib)
+    Pool.from_card(card(gpu), mem_fraction, margin_gib)
     written = out or config.with_name(f"{config.stem}_{gpu}x{gpus}.yaml")
     refuse_taken(written)
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))
     options = [word for name, value, usual in limits if value != usual for word in (name, str(value))]
-    question = Question(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
+    question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
     found = search(question, vary or (), Console(stderr=True))
     if not tell(question, found, written, Console()):
         raise typer.Exit(3)

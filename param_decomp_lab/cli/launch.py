@@ -73,7 +73,7 @@ def launch(
     from param_decomp_lab.launch.command import Launch, launch_here, launch_job
     from param_decomp_lab.launch.command import prepare as prepare_run
     from param_decomp_lab.launch.job import Job, parse_more
-    from param_decomp_lab.launch.place import NO_GPU
+    from param_decomp_lab.launch.layout import NO_GPU
     from param_decomp_lab.probe.cards import card
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train

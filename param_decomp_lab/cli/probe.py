@@ -57,7 +57,7 @@ def probe(
     from param_decomp_lab.probe.pages import write_pages
     from param_decomp_lab.probe.show import show, table_console
 
-    pool = Pool.of(card(gpu), mem_fraction, margin_gib)
+    pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
         answer = ask(

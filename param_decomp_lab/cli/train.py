@@ -77,13 +77,13 @@ def _train(
     stop: "StopSignal",
 ) -> None:
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.display.notes import print_notes
+    from param_decomp_lab.display.warnings import print_warnings
     from param_decomp_lab.training import run
 
     with processes.sharing_errors():
         loaded = None if config is None else load_config(config, overrides)
     if loaded is not None:
-        print_notes(loaded.notes, console)
+        print_warnings(loaded.notes, console)
     if resume is not None:
         run.resume(resume, console, loaded, processes, () if loaded is not None else overrides, stop)
     elif loaded is not None:

@@ -30,7 +30,7 @@ _NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
 """Metrics that switch on one feature at a time."""
 
 
-def guess_toy(patterns: Sequence[str]) -> Experiment | None:
+def infer_toy(patterns: Sequence[str]) -> Experiment | None:
     """The toy whose modules the patterns name; None if they name none, or could be of either."""
 
     def named(modules: tuple[str, ...]) -> bool:

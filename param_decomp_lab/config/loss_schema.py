@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, broken
+from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule_error
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
 """A slash would part metric keys and the paths of a checkpoint."""
@@ -22,7 +22,7 @@ class ScheduleConfig(Strict):
     def _constant_stays(self) -> "ScheduleConfig":
         if self.fn_type == "constant" and self.final_val_frac != 1.0:
             wrong = f"is {self.final_val_frac}, but fn_type constant requires final_val_frac: 1"
-            raise broken(("final_val_frac", f"{wrong}; or choose fn_type linear or cosine"))
+            raise rule_error(("final_val_frac", f"{wrong}; or choose fn_type linear or cosine"))
         return self
 
 
@@ -48,7 +48,7 @@ class Loss(Strict):
     @model_validator(mode="after")
     def _not_total(self) -> "Loss":
         if self.name == "total":
-            raise broken(("name", "'total' is the key of the sum of all terms; choose another name"))
+            raise rule_error(("name", "'total' is the key of the sum of all terms; choose another name"))
         return self
 
 
@@ -139,7 +139,7 @@ class ImportanceMinimalityLoss(Loss):
             rule = "start_val and final_val_frac above 0, and warmup_pct: 0"
             mistakes.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
         if mistakes:
-            raise broken(*mistakes)
+            raise rule_error(*mistakes)
         return self
 
 
@@ -249,15 +249,15 @@ def not_refused(raw: Any) -> Any:
     """An entry as it is given, unless its type is one of `REFUSED`."""
     if isinstance(raw, dict) and raw.get("type") in REFUSED:
         instead = "CIHiddenActsReconLoss and StochasticHiddenActsReconLoss measure the sites' outputs"
-        raise broken(("type", f"'{raw['type']}' is not supported; remove this entry ({instead})"))
+        raise rule_error(("type", f"'{raw['type']}' is not supported; remove this entry ({instead})"))
     return raw
 
 
 def _with_coefficient(loss: Loss) -> Loss:
     if loss.coeff is None:
-        raise broken(("coeff", "is required for a loss"))
+        raise rule_error(("coeff", "is required for a loss"))
     if isinstance(loss, PersistentPGD) and loss.coeff <= 0:
-        raise broken(("coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"))
+        raise rule_error(("coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"))
     return loss
 
 

@@ -18,7 +18,7 @@ from param_decomp_jax.memory import (
     MemoryPolicy,
     StatePart,
 )
-from param_decomp_lab.config.strict import Count, ListOf, Strict, broken, nearest
+from param_decomp_lab.config.strict import Count, ListOf, Strict, nearest, rule_error
 
 Preset = Literal["plain", "balanced", "lean", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {
@@ -63,23 +63,23 @@ class Memory(Strict):
         known = (*INTERMEDIATES, *STATE_PARTS) if info.field_name == "offload" else tuple(INTERMEDIATES)
         unknown = [(str(n), name) for n, name in enumerate(names) if name not in known]
         if unknown:
-            raise broken(*((n, f"there is no '{name}' here; {nearest(name, known)}") for n, name in unknown))
+            raise rule_error(*((n, f"there is no '{name}' here; {nearest(name, known)}") for n, name in unknown))
         return names
 
     @model_validator(mode="after")
     def _disjoint(self) -> "Memory":
         lists = {"save": self.save, "offload": self.offload, "recompute": self.recompute}
         for name in INTERMEDIATES:
-            places = [key for key, names in lists.items() if name in names]
-            if len(places) > 1:
-                raise broken((places[1], f"'{name}' stands in {' and in '.join(places)}; keep one"))
+            keys = [key for key, names in lists.items() if name in names]
+            if len(keys) > 1:
+                raise rule_error((keys[1], f"'{name}' stands in {' and in '.join(keys)}; keep one"))
         can = (*(name for name in INTERMEDIATES if name in OFFLOADABLE), *STATE_PARTS)
         held = [name for name in self.offload if name not in can]
         if held:
-            raise broken(("offload", f"'{held[0]}' cannot wait in host memory; these can: {', '.join(can)}"))
+            raise rule_error(("offload", f"'{held[0]}' cannot wait in host memory; these can: {', '.join(can)}"))
         return self
 
-    def settled(self, preset: Preset) -> "Memory":
+    def resolved(self, preset: Preset) -> "Memory":
         """The same with every choice written out, those of ``preset`` where none was given."""
         policy = self.policy(preset)
         chosen = {name: getattr(policy, name) for name in _CHOICES}

@@ -16,7 +16,7 @@ from param_decomp_lab.config.strict import (
     NonNegative,
     Positive,
     Strict,
-    broken,
+    rule_error,
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -38,7 +38,7 @@ class LayerwiseCI(Strict):
     def _hidden(self) -> "LayerwiseCI":
         if not self.hidden_dims and self.fn_type != "shared_mlp":
             rule = f"{self.fn_type} needs a hidden layer, only shared_mlp can do without"
-            raise broken(("hidden_dims", f"is empty; {rule}"))
+            raise rule_error(("hidden_dims", f"is empty; {rule}"))
         return self
 
 
@@ -58,10 +58,10 @@ class TransformerCIConfig(Strict):
     def _heads(self) -> "TransformerCIConfig":
         heads = self.attn_config.n_heads
         if self.d_model % heads:
-            raise broken(("d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"))
+            raise rule_error(("d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"))
         if self.d_model // heads % 2:
             size = self.d_model // heads
-            raise broken(("d_model", f"gives heads of width {size}; rotary embedding needs an even width"))
+            raise rule_error(("d_model", f"gives heads of width {size}; rotary embedding needs an even width"))
         return self
 
     @property
@@ -82,9 +82,9 @@ class GlobalCI(Strict):
         if self.fn_type == "global_shared_transformer":
             wanted, unwanted = unwanted, wanted
         if getattr(self, wanted) is None:
-            raise broken((wanted, f"is required with fn_type: {self.fn_type}"))
+            raise rule_error((wanted, f"is required with fn_type: {self.fn_type}"))
         if getattr(self, unwanted) is not None:
-            raise broken((unwanted, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
+            raise rule_error((unwanted, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
         return self
 
 
@@ -121,7 +121,9 @@ class PDConfig(Strict):
     @model_validator(mode="after")
     def _something_to_decompose(self) -> "PDConfig":
         if not self.decomposition_targets and not self.identity_decomposition_targets:
-            raise broken(("decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets"))
+            raise rule_error(
+                ("decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets")
+            )
         return self
 
 
@@ -148,7 +150,7 @@ class EvalConfig(Strict):
     @model_validator(mode="after")
     def _slow_is_also_fast(self) -> "EvalConfig":
         if self.slow_every % self.every:
-            raise broken(("slow_every", f"is {self.slow_every}; it must be a multiple of every ({self.every})"))
+            raise rule_error(("slow_every", f"is {self.slow_every}; it must be a multiple of every ({self.every})"))
         return self
 
 

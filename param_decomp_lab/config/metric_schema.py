@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, broken
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, rule_error
 
 
 class CEandKLLosses(Strict):
@@ -80,7 +80,9 @@ OnlyMeasured = (
 
 def _without_coefficient(metric: Strict) -> Strict:
     if isinstance(metric, Loss) and metric.coeff is not None:
-        raise broken(("coeff", f"is {metric.coeff}, but a metric is reported as it is; remove it or set it to null"))
+        raise rule_error(
+            ("coeff", f"is {metric.coeff}, but a metric is reported as it is; remove it or set it to null")
+        )
     return metric
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.config.strict import Place, Strict, nearest
+from param_decomp_lab.config.strict import ConfigSource, Strict, nearest
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
@@ -75,6 +75,6 @@ def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:
     return {**node, key: _replaced(node.get(key), tuple(rest), override)}
 
 
-def place(file: Path, overrides: Sequence[Override]) -> Place:
+def override_source(file: Path, overrides: Sequence[Override]) -> ConfigSource:
     """``file`` with the assignments made on it, for error messages."""
-    return Place(str(file), tuple((".".join(override.path), override.text) for override in overrides))
+    return ConfigSource(str(file), tuple((".".join(override.path), override.text) for override in overrides))

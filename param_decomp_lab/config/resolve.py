@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from param_decomp_lab.config.checks import guess_toy, method_mistakes, warnings, wrapper_mistakes
+from param_decomp_lab.config.checks import infer_toy, method_mistakes, warnings, wrapper_mistakes
 from param_decomp_lab.config.method_schema import LanguageModelFile, MethodFile, ToyFile
-from param_decomp_lab.config.overrides import apply_overrides, parse_overrides, place
-from param_decomp_lab.config.strict import NO_MEANING, Mistake, Place, Strict, validate
+from param_decomp_lab.config.overrides import apply_overrides, override_source, parse_overrides
+from param_decomp_lab.config.strict import NO_MEANING, ConfigSource, Mistake, Strict, validate
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
 from param_decomp_lab.errors import UserError
@@ -37,7 +37,7 @@ class RunConfig:
             return "language_model"
         pd = self.method.pd
         targets = (*pd.decomposition_targets, *(pd.identity_decomposition_targets or ()))
-        experiment = self.wrapper.experiment or guess_toy([target.module_pattern for target in targets])
+        experiment = self.wrapper.experiment or infer_toy([target.module_pattern for target in targets])
         assert experiment is not None
         return experiment
 
@@ -64,10 +64,12 @@ class RunConfig:
             wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
         for_wrapper = [override for override in assignments if override.is_for_wrapper]
         for_method = [override for override in assignments if not override.is_for_wrapper]
-        places = [place(Path(f"{part} of the run's config.yaml"), own) for part, own in
+        sources = [override_source(Path(f"{part} of the run's config.yaml"), own) for part, own in
                   (("wrapper", for_wrapper), ("torch", for_method))]  # fmt: skip
-        settled = validate(Wrapper, apply_overrides(wrapper, for_wrapper), places[0]).relative_to(Path.cwd()).settled()
-        config = _configuration(settled, apply_overrides(method, for_method), *places)
+        resolved = (
+            validate(Wrapper, apply_overrides(wrapper, for_wrapper), sources[0]).relative_to(Path.cwd()).resolved()
+        )
+        config = _configuration(resolved, apply_overrides(method, for_method), *sources)
         return replace(config, ignored=self.ignored)
 
     def to_yaml(self) -> str:
@@ -86,8 +88,8 @@ class RunConfig:
         for key in ("wrapper", "torch"):
             if not isinstance(raw.get(key), dict):
                 raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper and torch")
-        places = Place(f"{where}: wrapper"), Place(f"{where}: torch")
-        config = _configuration(validate(Wrapper, raw["wrapper"], places[0]), raw["torch"], *places)
+        sources = ConfigSource(f"{where}: wrapper"), ConfigSource(f"{where}: torch")
+        config = _configuration(validate(Wrapper, raw["wrapper"], sources[0]), raw["torch"], *sources)
         return replace(config, ignored=tuple(raw.get("ignored", ())))
 
 
@@ -100,36 +102,40 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_mapping(path, "the wrapper")
     if "pd" in raw:
         raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
-    at_wrapper = place(path, for_wrapper)
-    wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), at_wrapper).relative_to(path.parent).settled()
+    wrapper_source = override_source(path, for_wrapper)
+    wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), wrapper_source).relative_to(path.parent).resolved()
 
     method = apply_overrides(read_mapping(wrapper.torch_config, f"torch_config of {path}"), for_method)
-    return _configuration(wrapper, method, at_wrapper, place(wrapper.torch_config, for_method))
+    return _configuration(wrapper, method, wrapper_source, override_source(wrapper.torch_config, for_method))
 
 
-def _configuration(wrapper: Wrapper, raw: dict[str, Any], at_wrapper: Place, at_method: Place) -> RunConfig:
-    method = validate(_schema(wrapper, raw, at_method), raw, at_method)
-    found = [at_wrapper.line(problem) for problem in wrapper_mistakes(wrapper, method)]
-    found += [at_method.line(problem) for problem in method_mistakes(wrapper, method)]
+def _configuration(
+    wrapper: Wrapper, raw: dict[str, Any], wrapper_source: ConfigSource, method_source: ConfigSource
+) -> RunConfig:
+    method = validate(_schema(wrapper, raw, method_source), raw, method_source)
+    found = [wrapper_source.line(problem) for problem in wrapper_mistakes(wrapper, method)]
+    found += [method_source.line(problem) for problem in method_mistakes(wrapper, method)]
     if found:
         raise UserError("\n".join(found))
     ignored = tuple(key for key, given in _without_meaning(method) if given)
     return RunConfig(wrapper, method, ignored, warnings(wrapper, method))
 
 
-def _schema(wrapper: Wrapper, raw: dict[str, Any], at_method: Place) -> type[LanguageModelFile] | type[ToyFile]:
+def _schema(
+    wrapper: Wrapper, raw: dict[str, Any], method_source: ConfigSource
+) -> type[LanguageModelFile] | type[ToyFile]:
     """A file with target.spec is a language model's; a toy is named by the wrapper or known by its patterns."""
     target = raw.get("target")
     if isinstance(target, dict) and "spec" in target:
         return LanguageModelFile
-    if wrapper.experiment is None and guess_toy(_patterns(raw.get("pd"))) is None:
+    if wrapper.experiment is None and infer_toy(_patterns(raw.get("pd"))) is None:
         if isinstance(target, dict) and "run_path" in target:
             advice = "give the wrapper experiment: tms or resid_mlp"
-            raise at_method.error(
+            raise method_source.error(
                 [Mistake("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")]
             )
         otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
-        raise at_method.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
+        raise method_source.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
 
 
@@ -163,9 +169,9 @@ def difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _leaves(config: RunConfig) -> dict[str, str]:
-    apart = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.method)}
+    excluded = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.method)}
     parts = (config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json"))
-    return {key: text for part in parts for key, text in _flat(part) if key not in apart}
+    return {key: text for part in parts for key, text in _flat(part) if key not in excluded}
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ class Strict(BaseModel):
         if isinstance(raw, dict):
             mistakes = [(str(key), cls._refusal(str(key))) for key in raw if key not in cls.model_fields]
             if mistakes:
-                raise broken(*mistakes)
+                raise rule_error(*mistakes)
         return raw
 
     @classmethod
@@ -56,7 +56,7 @@ def nearest(wrong: str, valid: Iterable[str]) -> str:
     return f"did you mean '{best}'? (valid: {', '.join(names)})"
 
 
-def broken(*mistakes: tuple[str, str]) -> PydanticCustomError:
+def rule_error(*mistakes: tuple[str, str]) -> PydanticCustomError:
     """A validator's error: pairs of a key (below the value at hand; "" for itself) and what is wrong with it."""
     text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
     return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
@@ -71,7 +71,7 @@ class Mistake:
 
 
 @dataclass(frozen=True)
-class Place:
+class ConfigSource:
     """Where configuration came from: a file, and the `--set` assignments (dotted path, text) made on it."""
 
     file: str
@@ -96,13 +96,13 @@ def _touches(path: str, key: str) -> bool:
 Model = TypeVar("Model", bound=Strict)
 
 
-def validate(model: type[Model], raw: object, place: Place) -> Model:
+def validate(model: type[Model], raw: object, source: ConfigSource) -> Model:
     """``raw`` as a ``model``, or a UserError that lists everything wrong with it."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         found = [mistake for details in error.errors() for mistake in _mistakes(details, raw)]
-        raise place.error(found) from None
+        raise source.error(found) from None
 
 
 def _mistakes(details: ErrorDetails, raw: object) -> Iterator[Mistake]:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, broken
+from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_error
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
@@ -47,7 +47,7 @@ class TargetSource(Strict):
     @model_validator(mode="after")
     def _one(self) -> "TargetSource":
         if (self.folder is None) == (self.pretrain is None):
-            raise broken(("", "takes exactly one of folder and pretrain"))
+            raise rule_error(("", "takes exactly one of folder and pretrain"))
         return self
 
 
@@ -101,14 +101,14 @@ class Wrapper(Strict):
         preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
         if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
-            raise broken(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
+            raise rule_error(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
         return self
 
-    def settled(self) -> "Wrapper":
+    def resolved(self) -> "Wrapper":
         """The same run with its memory preset chosen, `remat_recon_forwards` agreeing with it, and the path of its
         parent made absolute."""
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
-        update = {"memory": self.memory.settled(preset), "remat_recon_forwards": preset != "plain"}
+        update = {"memory": self.memory.resolved(preset), "remat_recon_forwards": preset != "plain"}
         if self.parent is not None:
             folder, step = self.parent
             update["init_from"] = str(_absolute(folder.expanduser())) + ("" if step is None else f"@{step}")

@@ -155,26 +155,26 @@ def shown_path(path: Path) -> str:
 def describe_memory(preset: str, policy: MemoryPolicy) -> str:
     """What a policy keeps, and what it does block by block; the presets' usual choices are left out."""
     kept = [name for name in INTERMEDIATES if name in policy.save]
-    said = [f"{preset}: everything kept" if len(kept) == len(INTERMEDIATES) else f"{preset}: keeps {_listed(kept)}"]
-    away = [*(name for name in INTERMEDIATES if name in policy.offload), *sorted(policy.offload_state)]
-    if away:
-        said.append(f"{_listed(away)} in host memory")
+    summary = [f"{preset}: everything kept" if len(kept) == len(INTERMEDIATES) else f"{preset}: keeps {_listed(kept)}"]
+    offloaded = [*(name for name in INTERMEDIATES if name in policy.offload), *sorted(policy.offload_state)]
+    if offloaded:
+        summary.append(f"{_listed(offloaded)} in host memory")
     blocks = {
         "sites by {:,} components": policy.component_block,
         "sites by {:,} tokens": policy.token_block,
         "KL by {:,} tokens": policy.vocabulary_block if policy.recomputes("vocabulary") else None,
     }
-    said += [words.format(size) for words, size in blocks.items() if size is not None]
+    summary += [words.format(size) for words, size in blocks.items() if size is not None]
     if policy.layers == "unroll":
-        said.append("layers unrolled")
+        summary.append("layers unrolled")
     if policy.layer_group is not None:
-        said.append(f"one input kept in {policy.layer_group} layers")
+        summary.append(f"one input kept in {policy.layer_group} layers")
     if policy.micro_batches > 1:
-        said.append(f"{policy.micro_batches} micro-batches")
+        summary.append(f"{policy.micro_batches} micro-batches")
     if not policy.donate:
-        said.append("nothing donated")
-    said += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
-    return "; ".join(said)
+        summary.append("nothing donated")
+    summary += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
+    return "; ".join(summary)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ from param_decomp_lab.config.metric_schema import (
     ComponentActivationDensity,
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0
@@ -235,7 +235,7 @@ class Evaluation:
             try:
                 save_figure(figure, file)
             except OSError as error:
-                print_notes([f"{file} cannot be written: {error.strerror or error}"], Console(stderr=True))
+                print_warnings([f"{file} cannot be written: {error.strerror or error}"], Console(stderr=True))
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths

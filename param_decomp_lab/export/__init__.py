@@ -16,7 +16,7 @@ from param_decomp_lab.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
-from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, opened
+from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, map_tensor
 from param_decomp_lab.export.tensors import Piece, pieces
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.opening.load import FoundCheckpoint, find_checkpoint
@@ -42,15 +42,15 @@ def export_run(
     found = find_checkpoint(folder, step)
     item = Checkpoints(found.folder).path(found.step) / "learned"
     arrays = CheckpointArrays(item)
-    _refuse_others(arrays, found, item)
+    _check_arrays(arrays, found, item)
     parts = pieces(found.problem.target.sites, arrays.shapes)
-    shapes = {piece.name: piece.shape for of_array in parts.values() for piece in of_array}
+    shapes = {piece.name: piece.shape for array_pieces in parts.values() for piece in array_pieces}
     with new_folder(out, marker=DESCRIPTION_FILE, overwrite=overwrite) as partial:
         try:
             slots = lay_out(partial, dict(sorted(shapes.items(), key=lambda entry: _order(found, entry[0]))), largest)
-            for name, of_array in parts.items():
-                _copy(arrays, name, of_array, partial, slots)
-            _look_again(partial, slots)
+            for name, array_pieces in parts.items():
+                _copy(arrays, name, array_pieces, partial, slots)
+            _verify_files(partial, slots)
             description = _description(found, slots)
             (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
             (partial / README_FILE).write_text(_readme(description, slots), encoding="utf-8")
@@ -59,7 +59,7 @@ def export_run(
     return slots
 
 
-def _refuse_others(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) -> None:
+def _check_arrays(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) -> None:
     """UserError unless the arrays are those of this configuration."""
     wanted = flatten(learned_shapes(found.problem, make_mesh(MeshShape())))
     expected = {name: tuple(x.shape) for name, x in wanted.items()}
@@ -79,10 +79,12 @@ def _order(found: FoundCheckpoint, name: str) -> tuple[int, int, str]:
     return (0 if number < len(names) else 1, number, name)
 
 
-def _copy(arrays: CheckpointArrays, name: str, of_array: list[Piece], folder: Path, slots: Mapping[str, Slot]) -> None:
-    places = {piece.name: opened(folder, slots[piece.name]) for piece in of_array}
+def _copy(
+    arrays: CheckpointArrays, name: str, array_pieces: list[Piece], folder: Path, slots: Mapping[str, Slot]
+) -> None:
+    places = {piece.name: map_tensor(folder, slots[piece.name]) for piece in array_pieces}
     for part, values in arrays.chunks(name):
-        for piece in of_array:
+        for piece in array_pieces:
             whole = places[piece.name].T if piece.transposed else places[piece.name]
             if piece.row is None:
                 whole[part] = values
@@ -92,7 +94,7 @@ def _copy(arrays: CheckpointArrays, name: str, of_array: list[Piece], folder: Pa
         place.flush()
 
 
-def _look_again(folder: Path, slots: Mapping[str, Slot]) -> None:
+def _verify_files(folder: Path, slots: Mapping[str, Slot]) -> None:
     """What was written, as the library reads it."""
     for file in {slot.file for slot in slots.values()}:
         with safe_open(folder / file, framework="numpy") as tensors:

@@ -47,7 +47,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], largest: int) -
     return slots
 
 
-def opened(folder: Path, slot: Slot) -> Float32[np.memmap, "..."]:
+def map_tensor(folder: Path, slot: Slot) -> Float32[np.memmap, "..."]:
     """The tensor in its file, to be written to."""
     return np.memmap(folder / slot.file, np.float32, "r+", slot.start, slot.shape)
 

@@ -28,7 +28,7 @@ class Code:
     changes: tuple[str, ...]
 
     @classmethod
-    def of_checkout(cls, root: Path = ROOT) -> "Code":
+    def from_checkout(cls, root: Path = ROOT) -> "Code":
         """The code that runs here. UserError where it is in no checkout of its own."""
         try:
             top = _git(root, "rev-parse", "--show-toplevel").strip()
@@ -80,8 +80,8 @@ class Code:
             archive = Path(scratch) / "code.tar"
             _git(self.root, "archive", f"--output={archive}", tree, "--", *PARTS, NOT_COPIED, environment=environment)
             shutil.unpack_archive(archive, folder, "tar")
-        said = f", with {PATCH}" if self.changes else ""
-        (folder / COMMIT_FILE).write_text(f"{self.commit}{said}\n")
+        suffix = f", with {PATCH}" if self.changes else ""
+        (folder / COMMIT_FILE).write_text(f"{self.commit}{suffix}\n")
         for file in folder.rglob("*"):
             if file.is_file() and not file.is_symlink():
                 file.chmod(file.stat().st_mode & ~0o222)

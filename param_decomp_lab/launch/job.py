@@ -18,9 +18,9 @@ from typing import Any
 import submitit
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.launch.place import Place
+from param_decomp_lab.launch.layout import Layout
 
-OURS = {
+MANAGED = {
     "signal": "--notice", "nodes": "--nodes", "ntasks-per-node": "--gpus-per-node", "array": "--sweep",
     "output": "", "requeue": "", "no-requeue": "", "open-mode": "", "chdir": "", "ntasks": "--gpus-per-node",
 }  # fmt: skip
@@ -50,30 +50,30 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
         key = key.strip().replace("_", "-")
         if not key:
             raise UserError(f"--sbatch {text}: should be an option of sbatch, such as constraint=h100")
-        if key in OURS:
-            other = f"; use {OURS[key]}" if OURS[key] else ", since a run that is requeued depends on it"
+        if key in MANAGED:
+            other = f"; use {MANAGED[key]}" if MANAGED[key] else ", since a run that is requeued depends on it"
             raise UserError(f"--sbatch {text}: {key} cannot be set{other}")
         found[key] = value if equals else None
     return found
 
 
-def script_text(job: Job, place: Place, name: str, runs: Sequence[Path], script: Path) -> str:
+def script_text(job: Job, layout: Layout, name: str, runs: Sequence[Path], script: Path) -> str:
     """The batch script that starts ``runs``, as an array where there are several. ``name``: for people; ``script``:
     where it will be."""
     executor = _Script(script.parent)
-    given: dict[str, Any] = {"partition": job.partition, "account": job.account, "qos": job.qos}
-    if place.on_gpus:
-        given["gpus_per_node"] = place.per_node
+    options: dict[str, Any] = {"partition": job.partition, "account": job.account, "qos": job.qos}
+    if layout.on_gpus:
+        options["gpus_per_node"] = layout.per_node
     if not job.shared:
-        given |= {"exclusive": True, "mem": "0"}
+        options |= {"exclusive": True, "mem": "0"}
     output = script.with_name("%A_%a.log") if len(runs) > 1 else runs[0] / "slurm-%j.log"
     executor.update_parameters(
         job_name=name,
-        nodes=place.nodes,
-        ntasks_per_node=place.per_node,
+        nodes=layout.nodes,
+        ntasks_per_node=layout.per_node,
         cpus_per_task=job.cpus_per_task,
         time=job.time,
-        setup=list(_setup(place, runs, script)),
+        setup=list(_setup(layout, runs, script)),
         use_srun=False,
         stderr_to_stdout=True,
         wckey=None,
@@ -84,30 +84,30 @@ def script_text(job: Job, place: Place, name: str, runs: Sequence[Path], script:
             "chdir": Path.cwd(),
             **{key: True if value is None else value for key, value in (job.more or {}).items()},
         },
-        **{key: value for key, value in given.items() if value is not None},
+        **{key: value for key, value in options.items() if value is not None},
     )
     if len(runs) > 1:
         executor.parameters["map_count"] = len(runs)
     return str(executor._make_submission_file_text('exec bash "$run/code/slurm/start.sh" "$run"', uid=""))
 
 
-def _setup(place: Place, runs: Sequence[Path], script: Path) -> list[str]:
-    again = f"sbatch {shlex.quote(str(script))}"
+def _setup(layout: Layout, runs: Sequence[Path], script: Path) -> list[str]:
+    resubmit = f"sbatch {shlex.quote(str(script))}"
     if len(runs) == 1:
         lines = [f"run={shlex.quote(str(runs[0]))}", "export PD_JOB=$SLURM_JOB_ID"]
     else:
         lines = ["runs=(", *(f"    {shlex.quote(str(run))}" for run in runs), ")"]
         lines += ["export PD_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"]
         lines += ["run=${runs[$SLURM_ARRAY_TASK_ID]}", 'exec >> "$run/slurm-$SLURM_JOB_ID.log" 2>&1']
-        again = f"sbatch --array=$SLURM_ARRAY_TASK_ID {shlex.quote(str(script))}"
-    lines += [f"export PYTHON={shlex.quote(sys.executable)}", f'export PD_AGAIN="{again}"']
-    lines += [f"export {name}={value}" for name, value in place.shell_variables()]
+        resubmit = f"sbatch --array=$SLURM_ARRAY_TASK_ID {shlex.quote(str(script))}"
+    lines += [f"export PYTHON={shlex.quote(sys.executable)}", f'export PD_AGAIN="{resubmit}"']
+    lines += [f"export {name}={value}" for name, value in layout.shell_variables()]
     return lines
 
 
 def submit(script: Path) -> str:
     """The number of the job. UserError where Slurm refuses, with its own words. After `check_slurm`."""
-    environment = for_sbatch(os.environ, script.read_text())
+    environment = sbatch_environment(os.environ, script.read_text())
     done = subprocess.run(
         ["sbatch", str(script)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
@@ -125,32 +125,32 @@ def check_slurm() -> None:
         )
 
 
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 """Which Slurm, and how it shows things; no part of another job."""
-OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
-OF_A_USER = ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT", "CLUSTERS")
+JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
+USER_DEFAULTS = ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT", "CLUSTERS")
 """As ``SBATCH_ACCOUNT``: what people set once for all their jobs."""
-OF_ITS_GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
-def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what Slurm has set for a job inside of which we may be: sbatch would take options from it, and hand it on
     to the new job."""
-    gone = OF_ITS_GPUS if "SLURM_JOB_ID" in environment else ()
+    gone = GPU_VARIABLES if "SLURM_JOB_ID" in environment else ()
     return {
         name: value
         for name, value in environment.items()
-        if name in KEPT or not (name.startswith(OF_A_JOB) or name in gone)
+        if name in KEPT_VARIABLES or not (name.startswith(JOB_PREFIXES) or name in gone)
     }
 
 
-def for_sbatch(environment: Mapping[str, str], script: str) -> dict[str, str]:
+def sbatch_environment(environment: Mapping[str, str], script: str) -> dict[str, str]:
     """Scrubbed, and without variables that would go before what the script says: of a user's defaults stays what the
     script leaves open."""
-    open_options = {f"SBATCH_{name}" for name in OF_A_USER if f"#SBATCH --{name.lower()}=" not in script}
+    open_options = {f"SBATCH_{name}" for name in USER_DEFAULTS if f"#SBATCH --{name.lower()}=" not in script}
     return {
         name: value
-        for name, value in scrubbed(environment).items()
+        for name, value in without_job_variables(environment).items()
         if not name.startswith("SBATCH_") or name in open_options
     }
 

@@ -14,26 +14,26 @@ from types import FrameType
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE
-from param_decomp_lab.launch.job import scrubbed
-from param_decomp_lab.launch.place import Place, find_place
+from param_decomp_lab.launch.job import without_job_variables
+from param_decomp_lab.launch.layout import Layout, choose_layout
 from param_decomp_lab.processes.stop_signal import STOPPED
 
 GRACE_S = 30.0
 """For the other processes to end, once one has failed: what `srun --kill-on-bad-exit` does, with time for a message."""
 
 
-def local_place(config: RunConfig, nodes: int | None, per_node: int | None, there: int) -> Place:
+def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, available: int) -> Layout:
     """One GPU for each process where ``there`` are some, else simulated devices.
 
     UserError where there are too few, or the mesh does not suit.
     """
-    place = find_place(config, nodes, per_node, gpus=there > 0)
-    if place.on_gpus and place.tasks > there:
+    layout = choose_layout(config, nodes, per_node, gpus=available > 0)
+    if layout.on_gpus and layout.tasks > available:
         raise UserError(
-            f"this machine has {there} GPU{'s'[: there > 1]} for {place.tasks} processes; take a smaller mesh, or "
-            "--gpu none to simulate devices on the CPU"
+            f"this machine has {available} GPU{'s'[: available > 1]} for {layout.tasks} processes; take a smaller "
+            "mesh, or simulate devices on the CPU with --gpu none"
         )
-    return place
+    return layout
 
 
 def gpus_here() -> int:
@@ -45,43 +45,43 @@ def gpus_here() -> int:
     return int(done.stdout)
 
 
-def commands(run: Path, place: Place, port: int) -> list[list[str]]:
+def commands(run: Path, layout: Layout, port: int) -> list[list[str]]:
     """The processes of ``run``, from its copy of the code; process 0 listens at ``port``."""
     command = ["bash", str(run / CODE / "slurm" / "task.sh"), str(run)]
-    if place.tasks == 1:
+    if layout.tasks == 1:
         return [[*command, "--processes", "1"]]
-    address = ("--coordinator", f"127.0.0.1:{port}", "--processes", str(place.tasks))
-    return [[*command, *address, "--process-id", str(number)] for number in range(place.tasks)]
+    address = ("--coordinator", f"127.0.0.1:{port}", "--processes", str(layout.tasks))
+    return [[*command, *address, "--process-id", str(number)] for number in range(layout.tasks)]
 
 
-def run_here(run: Path, place: Place) -> int:
+def run_here(run: Path, layout: Layout) -> int:
     """Makes the run, to its end; the status of what failed first, 75 where it was told to stop."""
-    with _told_to_stop() as told:
+    with _catch_stop_signals() as signals:
         processes = [
-            subprocess.Popen(command, env=_environment(place, number), start_new_session=True)
-            for number, command in enumerate(commands(run, place, free_port()))
+            subprocess.Popen(command, env=_environment(layout, number), start_new_session=True)
+            for number, command in enumerate(commands(run, layout, free_port()))
         ]
         try:
-            return _ended(processes, told)
+            return _wait(processes, signals)
         finally:
             for process in processes:
                 _signal(process, signal.SIGKILL)
                 process.wait()
 
 
-def _ended(processes: Sequence["subprocess.Popen[bytes]"], told: list[int]) -> int:
-    passed_on, until, first_bad = 0, float("inf"), 0
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: list[int]) -> int:
+    n_forwarded, deadline, first_bad = 0, float("inf"), 0
     while None in [process.poll() for process in processes]:  # all are asked, not only up to the first that runs
         time.sleep(0.1)
-        while passed_on < len(told):
+        while n_forwarded < len(signals):
             # All are told, as by Slurm. A second Ctrl-C interrupts at once.
             for process in processes:
-                _signal(process, told[passed_on])
-            passed_on += 1
+                _signal(process, signals[n_forwarded])
+            n_forwarded += 1
         bad = [process.returncode for process in processes if process.returncode not in (None, 0, STOPPED)]
         if bad and not first_bad:
-            first_bad, until = bad[0], time.monotonic() + GRACE_S
-        if time.monotonic() > until:
+            first_bad, deadline = bad[0], time.monotonic() + GRACE_S
+        if time.monotonic() > deadline:
             for process in processes:
                 _signal(process, signal.SIGKILL)
     statuses = [process.returncode for process in processes]
@@ -93,16 +93,16 @@ def _ended(processes: Sequence["subprocess.Popen[bytes]"], told: list[int]) -> i
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[list[int]]:
+def _catch_stop_signals() -> Iterator[list[int]]:
     """The signals that came, instead of their ending this process."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -114,11 +114,11 @@ def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def _environment(place: Place, number: int) -> dict[str, str]:
-    inherited = scrubbed(os.environ)
+def _environment(layout: Layout, number: int) -> dict[str, str]:
+    inherited = without_job_variables(os.environ)
     inherited.pop("PD_PREEMPTED", None)  # of a job that this is done in
-    mine = {"PYTHON": sys.executable, **place.variables(inherited)}
-    if place.on_gpus:
+    mine = {"PYTHON": sys.executable, **layout.variables(inherited)}
+    if layout.on_gpus:
         seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         mine["CUDA_VISIBLE_DEVICES"] = seen[number] if seen else str(number)
     return {**inherited, **mine}

@@ -18,7 +18,7 @@ LAUNCH_FILE = "launch.json"
 RECIPE_FILE = "target.yaml"
 
 
-def make_run(folder: Path, config: RunConfig, code: Code, told: Mapping[str, Any]) -> None:
+def make_run(folder: Path, config: RunConfig, code: Code, details: Mapping[str, Any]) -> None:
     """Makes the run's folder, whole or not at all. ``told``: what the launch was told, for `launch.json`.
 
     UserError where there is one already, or where it cannot be written.
@@ -28,13 +28,13 @@ def make_run(folder: Path, config: RunConfig, code: Code, told: Mapping[str, Any
         with new_folder(folder, marker=CONFIG_FILE, overwrite=False) as partial:
             begin_run_folder(partial, _with_recipe(config, folder, partial))
             code.copy_to(partial / CODE)
-            described = {"command": sys.argv, "commit": code.commit, "changed": list(code.changes), **told}
+            described = {"command": sys.argv, "commit": code.commit, "changed": list(code.changes), **details}
             (partial / LAUNCH_FILE).write_text(json.dumps(described, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"out_dir: cannot write the run folder {folder}: {error.strerror or error}") from error
 
 
-def note_job(folder: Path, job: str) -> None:
+def record_job(folder: Path, job: str) -> None:
     """Adds a job to those that `launch.json` names."""
     file = folder / LAUNCH_FILE
     try:

@@ -34,32 +34,32 @@ def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[Choice]:
 
     UserError for what is no sweep, and for a key that is given twice.
     """
-    held = {text.partition("=")[0].strip() for text in sets}
+    fixed = {text.partition("=")[0].strip() for text in sets}
     found: dict[str, list[tuple[str, Any]]] = {}
     for text in sweeps:
         key, values = _parse(text)
         if key in found:
             raise UserError(f"--sweep {text}: {key} is given twice; put all its values into one")
-        if key in held:
+        if key in fixed:
             raise UserError(f"--sweep {text}: {key} is given by --set too; leave out one of the two")
         found[key] = [(key, value) for value in values]
-    if found and "run_id" in held:
+    if found and "run_id" in fixed:
         raise UserError("--set run_id: each run of a sweep gets an id of its own; leave it out")
     return [Choice(values) for values in itertools.product(*found.values())]
 
 
 def _parse(text: str) -> tuple[str, list[Any]]:
-    key, equals, said = text.partition("=")
+    key, equals, values_text = text.partition("=")
     key = key.strip()
-    if not key or not equals or not said.strip():
+    if not key or not equals or not values_text.strip():
         raise UserError(f"--sweep {text}: should be key=values, such as pd.seed=0,1,2")
     if key in UNSWEPT:
         raise UserError(f"--sweep {text}: {key} cannot be swept; each run gets an id of its own, in one out_dir")
     # A list in YAML: commas within brackets and quotes belong to a value.
-    values = parse_yaml(f"[{said}]", f"--sweep {text}")
+    values = parse_yaml(f"[{values_text}]", f"--sweep {text}")
     if not values:
         raise UserError(f"--sweep {text}: has no values")
-    twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
-    if twice is not None:
-        raise UserError(f"--sweep {text}: {json.dumps(twice)} is given twice, which would be the same run")
+    duplicate = next((value for n, value in enumerate(values) if value in values[:n]), None)
+    if duplicate is not None:
+        raise UserError(f"--sweep {text}: {json.dumps(duplicate)} is given twice, which would be the same run")
     return key, values

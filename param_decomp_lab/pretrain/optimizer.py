@@ -7,7 +7,7 @@ import optax
 from pydantic import Field, model_validator
 
 from param_decomp_jax.schedules import Schedule
-from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, broken
+from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, rule_error
 
 
 class OptimizerRecipe(Strict):
@@ -26,7 +26,7 @@ class OptimizerRecipe(Strict):
     @model_validator(mode="after")
     def _constant(self) -> Self:
         if self.schedule == "constant" and self.final_val_frac != 1.0:
-            raise broken(("final_val_frac", "must be 1.0 with a constant schedule"))
+            raise rule_error(("final_val_frac", "must be 1.0 with a constant schedule"))
         return self
 
     def learning_rate(self) -> Schedule:

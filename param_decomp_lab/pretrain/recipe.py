@@ -8,15 +8,15 @@ from pydantic import Field, field_validator, model_validator
 from param_decomp_jax.targets.gpt import GPTConfig, Part
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.config.strict import (
+    ConfigSource,
     Count,
     ListOf,
     Mistake,
     Natural,
-    Place,
     Positive,
     Strict,
-    broken,
     nearest,
+    rule_error,
     validate,
 )
 from param_decomp_lab.config.yaml_io import read_mapping
@@ -58,11 +58,13 @@ class LlamaRecipe(Strict):
     @model_validator(mode="after")
     def _heads(self) -> Self:
         if self.n_heads % self.n_kv_heads:
-            raise broken(("n_kv_heads", f"must divide n_heads ({self.n_heads}), not {self.n_kv_heads}"))
+            raise rule_error(("n_kv_heads", f"must divide n_heads ({self.n_heads}), not {self.n_kv_heads}"))
         if self.head_dim is None and self.d_model % self.n_heads:
-            raise broken(("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}; or give a head_dim"))
+            raise rule_error(
+                ("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}; or give a head_dim")
+            )
         if (self.head_dim or self.d_model // self.n_heads) % 2:
-            raise broken(("head_dim", "must be even, for the rotary embedding"))
+            raise rule_error(("head_dim", "must be even, for the rotary embedding"))
         return self
 
     def config(self, vocab_size: int) -> LlamaConfig:
@@ -99,7 +101,7 @@ class GPTRecipe(Strict):
     @model_validator(mode="after")
     def _heads(self) -> Self:
         if self.d_model % self.n_heads:
-            raise broken(("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}"))
+            raise rule_error(("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}"))
         return self
 
     def config(self, n_positions: int, vocab_size: int | None) -> GPTConfig:
@@ -172,18 +174,18 @@ class PretrainRecipe(Strict):
         given = remat if isinstance(remat, list | tuple) else [remat]
         valid = ("mlp", "attention") if given is remat else ("none", "block")
         if not given or any(part not in valid for part in given) or len(set(given)) < len(given):
-            raise broken(("", f"should be none, block, or a list of mlp and attention, not {remat!r}"))
+            raise rule_error(("", f"should be none, block, or a list of mlp and attention, not {remat!r}"))
         return remat
 
     @model_validator(mode="after")
     def _knobs(self) -> Self:
         if self.batch_size % self.micro_batches:
-            raise broken(("micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"))
+            raise rule_error(("micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"))
         if isinstance(self.model, LlamaRecipe):
             if isinstance(self.remat, tuple):
-                raise broken(("remat", "should be none or block; parts of a layer are for model.architecture gpt"))
+                raise rule_error(("remat", "should be none or block; parts of a layer are for model.architecture gpt"))
             if self.softmax_dtype != "float32":
-                raise broken(
+                raise rule_error(
                     ("softmax_dtype", "should be float32, which a Llama's is; others are for architecture gpt")
                 )
         return self
@@ -192,7 +194,7 @@ class PretrainRecipe(Strict):
     @classmethod
     def _folder(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            raise broken(
+            raise rule_error(
                 ("", f"should be a folder that `pd data tokenize` wrote; a mapping is for toys ({', '.join(TOYS)})")
             )
         return data
@@ -207,7 +209,7 @@ class PretrainRecipe(Strict):
 def read_recipe(path: str | Path) -> PretrainRecipe | ToyRecipe:
     """The recipe in a YAML file. Raises UserError that lists everything wrong with it, each key with what would be
     right."""
-    raw, place = read_mapping(Path(path), "the recipe"), Place(str(path))
+    raw, place = read_mapping(Path(path), "the recipe"), ConfigSource(str(path))
     model = raw.get("model")
     if not isinstance(model, dict):
         return validate(PretrainRecipe, raw, place)

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, Natural, Strict, broken
+from param_decomp_lab.config.strict import Count, Natural, Strict, rule_error
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")
@@ -53,9 +53,9 @@ class TMSRecipe(TMSFields):
     @model_validator(mode="after")
     def _hidden(self) -> Self:
         if self.n_hidden_layers and self.hidden_init is None:
-            raise broken(("hidden_init", "is required with hidden layers: identity or random"))
+            raise rule_error(("hidden_init", "is required with hidden layers: identity or random"))
         if not self.n_hidden_layers and self.hidden_init is not None:
-            raise broken(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
+            raise rule_error(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
         return self
 
 
@@ -81,7 +81,7 @@ class ToyRecipe(Strict):
     @classmethod
     def _no_folder(cls, data: Any) -> Any:
         if isinstance(data, str):
-            raise broken(
+            raise rule_error(
                 ("", f"a toy draws its data: should be a mapping like {{feature_probability: 0.05}}, not {data!r}")
             )
         return data
@@ -89,7 +89,7 @@ class ToyRecipe(Strict):
     @model_validator(mode="after")
     def _something_active(self) -> Self:
         if self.data.feature_probability == 0 and self.data.data_generation_type == "at_least_zero_active":
-            raise broken(("data.feature_probability", "must be above 0, or no feature is ever active"))
+            raise rule_error(("data.feature_probability", "must be above 0, or no feature is ever active"))
         return self
 
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from param_decomp_aot.buffers import Buffer, ledger, peak_of
+from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
 from param_decomp_aot.roofline import Precision, Roofline, Work, card_rates, roofline
 from param_decomp_aot.scopes import from_package
@@ -16,7 +16,7 @@ from param_decomp_lab.probe.subject import STEP, Subject
 
 GIB = 2**30
 Verdict = Literal["fits", "does_not_fit"]
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 N_BUFFERS = 400
 """How many of the buffers at the peak are kept; the rest as a sum."""
@@ -148,12 +148,14 @@ def _part(measured: Measured) -> dict[str, Any]:
     }
 
 
-def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick: bool = False) -> Answer:
+def compile_parts(
+    subject: Subject, gpu: str, where: Where, pool: Pool, on_progress: OnProgress, quick: bool = False
+) -> Answer:
     """Compiles what is not in the cache. ``quick``: the step alone, for the card as it is. ``tell``: hears what is
     under way."""
-    tell(f"compiling the {STEP}")
+    on_progress(f"compiling the {STEP}")
     step = measure(subject, STEP, where, dump=True)
-    tell("counting what the step does")
+    on_progress("counting what the step does")
     found = read_step(subject, step, where)
     parts: dict[str, Measured] = {}
     unlimited = None
@@ -161,10 +163,10 @@ def ask(subject: Subject, gpu: str, where: Where, pool: Pool, tell: Tell, quick:
         if name == STEP:
             parts[name] = step
         elif not quick:
-            tell(f"compiling: {name}")
+            on_progress(f"compiling: {name}")
             parts[name] = measure(subject, name, where)
     if not quick:
-        tell(f"compiling the {STEP} for a card without limit")
+        on_progress(f"compiling the {STEP} for a card without limit")
         unlimited = measure(subject, STEP, where, limited=False)
     return Answer(subject, gpu, where.per_node, pool, parts, unlimited, found)
 
@@ -174,7 +176,7 @@ def read_step(subject: Subject, step: Measured, where: Where) -> Step:
 
     def answer() -> dict[str, Any]:
         kept = ledger(*step.dump)
-        peak, moved, counted = peak_of(kept), traffic(step.dump[-1], where.per_node), subject.flops()
+        peak, moved, counted = find_peak(kept), traffic(step.dump[-1], where.per_node), subject.flops()
         return {
             "buffers": [{**vars(b), "source": from_package(b.source)} for b in peak.buffers[:N_BUFFERS]],
             "smaller": sum(b.n_bytes for b in peak.buffers[N_BUFFERS:] if b.role != "host"),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.compiler import installed
 
@@ -48,7 +48,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     except OSError as error:
-        print_notes([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
+        print_warnings([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
     return found, False
 
 
@@ -69,5 +69,5 @@ def _versions() -> str:
 def _settings() -> str:
     """What JAX and XLA were told from outside."""
     values = sorted(jax.config.values.items())
-    told = [f"{name} {value!r}" for name, value in values if not any(part in name for part in NO_PROGRAM)]
-    return " ".join((os.environ.get("XLA_FLAGS", ""), *told))
+    settings = [f"{name} {value!r}" for name, value in values if not any(part in name for part in NO_PROGRAM)]
+    return " ".join((os.environ.get("XLA_FLAGS", ""), *settings))

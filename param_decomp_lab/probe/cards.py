@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import param_decomp_aot
-from param_decomp_aot.topology import memory_of, target_configs
+from param_decomp_aot.topology import card_memory, target_configs
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
@@ -28,13 +28,13 @@ class Pool:
     usable: int
 
     @classmethod
-    def of(cls, description: str, fraction: float = MEM_FRACTION, margin_gib: float = MARGIN_GIB) -> "Pool":
+    def from_card(cls, description: str, fraction: float = MEM_FRACTION, margin_gib: float = MARGIN_GIB) -> "Pool":
         """Raises UserError unless 0 < ``fraction`` ≤ 1 and something is left."""
         if not 0 < fraction <= 1:
             raise UserError(f"--mem-fraction {fraction:g}: should be a share of the device's memory, up to 1")
         if margin_gib < 0:
             raise UserError(f"--margin-gib {margin_gib:g}: should not be negative")
-        capacity = memory_of(description)
+        capacity = card_memory(description)
         usable = int(capacity * fraction - margin_gib * 2**30)
         if usable <= 0:
             raise UserError(f"--margin-gib {margin_gib:g}: nothing is left of {capacity / 2**30:.1f} GiB")

@@ -13,10 +13,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.yaml_io import read_mapping
-from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.probe.answer import Answer, Tell, ask
+from param_decomp_lab.probe.answer import Answer, OnProgress, compile_parts
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
@@ -41,10 +41,10 @@ def probe(
     refuse_another_version()
     compile_without_gpus()
     subject = make_subject(path, overrides, batch, seq)
-    where = Where(card(gpu), gpus_of_a_node(subject.mesh, nodes, per_node), cache)
-    print_notes(subject.notes, console)
-    with progress(console) as tell:
-        return ask(subject, gpu.lower(), where, pool, tell, quick)
+    where = Where(card(gpu), gpus_per_node_of_mesh(subject.mesh, nodes, per_node), cache)
+    print_warnings(subject.notes, console)
+    with progress(console) as on_progress:
+        return compile_parts(subject, gpu.lower(), where, pool, on_progress, quick)
 
 
 def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:
@@ -64,7 +64,7 @@ def compile_without_gpus() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def gpus_of_a_node(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
+def gpus_per_node_of_mesh(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
     """UserError unless the mesh takes all GPUs of all nodes."""
     n = mesh.n_devices
     each = per_node or (8 if nodes is None else max(1, n // nodes))
@@ -84,7 +84,7 @@ def gpus_of_a_node(mesh: MeshShape, nodes: int | None, per_node: int | None) -> 
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Tell]:
+def progress(console: Console) -> Iterator[OnProgress]:
     """What is under way and for how long; on a terminal one line that goes, elsewhere a line each."""
     if not console.is_terminal:
         yield lambda what: console.print(f"{what} …", highlight=False, soft_wrap=True)
@@ -93,10 +93,10 @@ def progress(console: Console) -> Iterator[Tell]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("reading")
 
-        def tell(what: str) -> None:
+        def on_progress(what: str) -> None:
             bar.reset(task, description=what)
 
-        yield tell
+        yield on_progress
 
 
 def write_json(answer: Mapping[str, Any], file: Path) -> None:

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
-from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.frontier import draw, points_table
 from param_decomp_lab.probe.search import Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
-from param_decomp_lab.probe.subprocess import probe_apart
+from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 
@@ -32,7 +32,7 @@ EVALUATION_KEYS = {"eval", "eval.batch_size", "eval.n_steps"}
 
 
 @dataclass(frozen=True)
-class Question:
+class FitRequest:
     """``overrides``: `--set` of the user's, which hold for every run, but that the mesh is stretched over the GPUs.
     ``options``: of `pd probe`, passed on."""
 
@@ -44,7 +44,7 @@ class Question:
     options: tuple[str, ...] = ()
 
     @property
-    def said(self) -> set[str]:
+    def set_keys(self) -> set[str]:
         """Keys that the user has set."""
         return {".".join(override.path) for override in parse_overrides(self.overrides)}
 
@@ -55,63 +55,63 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Found:
+class FitResult:
     """``best``: asked about once more with all its parts; None where nothing fits."""
 
     points: list[Point]
     best: Point | None
 
 
-def fit(question: Question, vary: Sequence[str], console: Console) -> Found:
+def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult:
     """Asks `pd probe` about as few runs as tell. What was asked before is in its cache: an interrupted search goes on.
 
     UserError for what cannot be asked.
     """
     refuse_another_version()
-    config, told = load_config(question.path, question.overrides), parse_vary(vary)
-    every = valid_kinds(question, config, told)
+    config, varied = load_config(request.path, request.overrides), parse_vary(vary)
+    every = valid_kinds(request, config, varied)
     count = workers(len(every))
     console.print(f"{len(every)} kinds of runs, {count} compiled at a time", highlight=False)
 
     def ask(kind: Kind, batch: int) -> Point:
-        point = _ask(question, kind, batch, ("--quick",))
-        console.print(_said(point), highlight=False, soft_wrap=True)
+        point = _probe_point(request, kind, batch, ("--quick",))
+        console.print(_describe_point(point), highlight=False, soft_wrap=True)
         return point
 
     points = search(every, ask, count)
     while (chosen := best(points)) is not None:
-        whole = _all_parts(question, config, chosen, told, console)
+        whole = _probe_all_parts(request, config, chosen, varied, console)
         points = [whole if point is chosen else point for point in points]
         if whole.verdict == "fits":
-            return Found(points, whole)
+            return FitResult(points, whole)
         smaller = [batch for batch in chosen.kind.batches if batch < chosen.batch]
         if smaller and not any(p.kind == chosen.kind and p.batch == max(smaller) for p in points):
-            points.append(_ask(question, chosen.kind, max(smaller), ("--quick",)))
-    return Found(points, None)
+            points.append(_probe_point(request, chosen.kind, max(smaller), ("--quick",)))
+    return FitResult(points, None)
 
 
-def valid_kinds(question: Question, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
+def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
     """What may be asked about. UserError where one of these runs is none."""
-    every = kinds(config, question.n_gpus, vary, question.said)
+    every = kinds(config, request.n_gpus, vary, request.set_keys)
     for kind in every:
         for batch in kind.batches:
-            load_config(question.path, question.sets(kind, batch))
+            load_config(request.path, request.sets(kind, batch))
     return every
 
 
-def _all_parts(
-    question: Question, config: RunConfig, chosen: Point, vary: Mapping[str, Any], console: Console
+def _probe_all_parts(
+    request: FitRequest, config: RunConfig, chosen: Point, vary: Mapping[str, Any], console: Console
 ) -> Point:
     """``chosen`` with all parts of the run. Where the evaluation alone keeps it from fitting, with smaller batches in
     that, unless the user has said how large they are."""
 
     def ask(kind: Kind, why: str) -> Point:
         console.print(f"{kind.name}, batch {chosen.batch:,}: {why} …", highlight=False)
-        point = _ask(question, kind, chosen.batch, ())
-        console.print(_said(point), highlight=False, soft_wrap=True)
+        point = _probe_point(request, kind, chosen.batch, ())
+        console.print(_describe_point(point), highlight=False, soft_wrap=True)
         return point
 
-    given = {*vary} | question.said
+    given = {*vary} | request.set_keys
     whole = ask(chosen.kind, "all parts of the run")
     while not given & EVALUATION_KEYS and whole.verdict == "does_not_fit":
         assert whole.answer is not None
@@ -124,11 +124,11 @@ def _all_parts(
     return whole
 
 
-def report(question: Question, found: Found, out: Path, console: Console) -> bool:
+def report(request: FitRequest, found: FitResult, out: Path, console: Console) -> bool:
     """Prints the runs, draws them, and writes the best one's configuration as ``out``; False where nothing fits."""
     table, chosen = points_table(found.points, found.best), found.best
     console.print(table)
-    title = f"{question.path.stem} on {question.n_gpus} {question.gpu.upper()}"
+    title = f"{request.path.stem} on {request.n_gpus} {request.gpu.upper()}"
     picture = out.with_suffix(".png")
     if chosen is None or chosen.answer is None:
         draw(found.points, None, title, picture)
@@ -138,29 +138,29 @@ def report(question: Question, found: Found, out: Path, console: Console) -> boo
     text = io.StringIO()
     Console(file=text, width=120).print(table)
     answer = chosen.answer
-    nodes = question.n_gpus // question.per_node
-    where = ("--gpu", question.gpu, "--nodes", str(nodes), "--gpus-per-node", str(question.per_node))
-    asked = shlex.join(("pd", "probe", out.name, *where, *question.options))
+    nodes = request.n_gpus // request.per_node
+    where = ("--gpu", request.gpu, "--nodes", str(nodes), "--gpus-per-node", str(request.per_node))
+    command = shlex.join(("pd", "probe", out.name, *where, *request.options))
     need = f"needs {answer['peak_gib']:.1f} of {answer['pool_gib']:.1f} GiB of each GPU ({answer['largest_part']})"
     if answer["limit_bound"]:
         need += f"; limit-bound: {answer['peak_gib_unlimited']:.1f} GiB if XLA saw no limit, so it recomputes by itself"
-    header = (f"The best run on {question.n_gpus} {question.gpu.upper()} of those below; {need}.", f"  {asked}", "")
+    header = (f"The best run on {request.n_gpus} {request.gpu.upper()} of those below; {need}.", f"  {command}", "")
     write_config(
-        question.path, question.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
+        request.path, request.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
     )
     draw(found.points, chosen, title, picture)
-    print_notes(answer["notes"], console)
+    print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
     console.print(f"[bold green]fits[/]: {chosen.kind.name}, batch {chosen.batch:,}, {need}", soft_wrap=True)
     return True
 
 
-def _ask(question: Question, kind: Kind, batch: int, options: Sequence[str]) -> Point:
-    where = ("--gpu", question.gpu, "--gpus-per-node", str(question.per_node))
-    told = probe_apart(question.path, question.sets(kind, batch), (*where, *question.options, *options))
-    if told.status == 2:
-        raise UserError(told.why)
-    return Point(kind, batch, told.answer, "" if told.answer is not None else told.why.splitlines()[-1])
+def _probe_point(request: FitRequest, kind: Kind, batch: int, options: Sequence[str]) -> Point:
+    where = ("--gpu", request.gpu, "--gpus-per-node", str(request.per_node))
+    output = probe_in_subprocess(request.path, request.sets(kind, batch), (*where, *request.options, *options))
+    if output.status == 2:
+        raise UserError(output.why)
+    return Point(kind, batch, output.answer, "" if output.answer is not None else output.why.splitlines()[-1])
 
 
 def workers(n_kinds: int) -> int:
@@ -176,7 +176,7 @@ def _free_gib() -> float:
         return PROBE_GIB
 
 
-def _said(point: Point) -> str:
+def _describe_point(point: Point) -> str:
     if point.answer is None:
         return f"{point.kind.name}, batch {point.batch:,}: cannot be told ({point.why})"
     words = {"fits": "fits", "does_not_fit": "does not fit"}[point.verdict]

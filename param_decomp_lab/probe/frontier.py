@@ -48,11 +48,11 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
     """Peak against tokens of a step, a line for each kind of run; filled what fits."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    told = [point for point in points if point.answer is not None]
-    names = list(dict.fromkeys(point.kind.name for point in told))
+    answered = [point for point in points if point.answer is not None]
+    names = list(dict.fromkeys(point.kind.name for point in answered))
     for number, name in enumerate(names):
         colour = COLOURS[number % len(COLOURS)]
-        own = [point for point in told if point.kind.name == name]
+        own = [point for point in answered if point.kind.name == name]
         tokens, peaks = [p.tokens for p in own], [(p.answer or {})["peak_gib"] for p in own]
         axes.plot(tokens, peaks, color=colour, linewidth=1, alpha=0.6, zorder=2)
         for fits, face in ((True, colour), (False, "white")):
@@ -67,8 +67,8 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
                 zorder=3,
                 label=label,
             )
-    if told:
-        answer = told[0].answer or {}
+    if answered:
+        answer = answered[0].answer or {}
         for value, words in ((answer["pool_gib"], "can be used"), (answer["capacity_gib"], answer["gpu"].upper())):
             axes.axhline(value, color=QUIET, linewidth=0.9, linestyle="--" if words == "can be used" else "-")
             axes.text(
@@ -80,7 +80,7 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
             chosen.tokens, chosen.answer["peak_gib"], s=140, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=4
         )
     axes.set_xscale("log", base=2)
-    ticks = sorted({p.tokens for p in told})
+    ticks = sorted({p.tokens for p in answered})
     axes.set_xticks(ticks, [amount(tick) for tick in ticks])
     axes.set_ylim(bottom=0)
     style_axes(axes, 8)

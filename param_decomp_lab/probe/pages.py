@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from param_decomp_aot.buffers import ledger, peak_of
+from param_decomp_aot.buffers import find_peak, ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.figures.save import save_figure
@@ -18,7 +18,7 @@ def write_pages(answer: Answer, file: Path) -> tuple[Path, Path]:
     """The page ``file``, and a PNG of the same name beside it. UserError where they cannot be written."""
     step, pool = answer.parts[STEP], answer.pool
     kept = ledger(*step.dump)
-    moments, peak = timeline(kept), peak_of(kept)
+    moments, peak = timeline(kept), find_peak(kept)
     title = f"{answer.subject.title}: the {STEP} on {answer.gpu.upper()}"
     picture = file.with_suffix(".png")
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Told:
+class ProbeOutput:
     """``answer``: what `pd probe --json` writes; None where there is no verdict; ``why`` says why not. ``out``: what it
     prints."""
 
@@ -22,7 +22,7 @@ class Told:
     why: str
 
 
-def probe_apart(path: Path, sets: Sequence[str], options: Sequence[str]) -> Told:
+def probe_in_subprocess(path: Path, sets: Sequence[str], options: Sequence[str]) -> ProbeOutput:
     """What `pd probe` says of the configuration in ``path`` with the assignments ``sets``."""
     with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
         file = Path(folder) / "answer.json"
@@ -30,7 +30,7 @@ def probe_apart(path: Path, sets: Sequence[str], options: Sequence[str]) -> Told
         command += [argument for text in sets for argument in ("--set", text)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         answer = json.loads(file.read_text()) if done.returncode in (0, 3) and file.is_file() else None
-    return Told(done.returncode, answer, done.stdout, _why(done))
+    return ProbeOutput(done.returncode, answer, done.stdout, _why(done))
 
 
 def _why(done: "subprocess.CompletedProcess[str]") -> str:

@@ -32,43 +32,47 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
     tensor; ``memory=lean,balanced`` are presets; any other key is one of the configuration. UserError for others."""
     found: dict[str, list[Any]] = {}
     for text in texts:
-        key, equals, said = text.partition("=")
-        if not equals or not said:
+        key, equals, value_text = text.partition("=")
+        if not equals or not value_text:
             raise UserError(f"--vary {text}: should be key=values, such as batch=64..2048 or seq=512,2048")
         if key in SHORT:
             raise UserError(f"--vary {text}: this is varied as a whole, such as --vary {SHORT[key]}")
         if key in found:
             raise UserError(f"--vary {text}: {key} is given twice; put all its values into one")
-        values = [_value(key, part, text) for part in said.split(",")]
+        values = [_value(key, part, text) for part in value_text.split(",")]
         found[key] = [v for value in values for v in (value if isinstance(value, list) else [value])]
     return found
 
 
-def _value(key: str, said: str, text: str) -> Any:
+def _value(key: str, value_text: str, text: str) -> Any:
     match key:
         case "batch" | "seq":
-            first, dots, last = said.partition("..")
+            first, dots, last = value_text.partition("..")
             if not first.isdecimal() or int(first) < 1 or (dots and not last.isdecimal()):
-                raise UserError(f"--vary {text}: '{said}' is no number, and no range such as 64..2048")
+                raise UserError(f"--vary {text}: '{value_text}' is no number, and no range such as 64..2048")
             if not dots:
                 return int(first)
             if int(last) < int(first):
                 raise UserError(f"--vary {text}: the range ends before it begins")
             return [n for n in (int(first) * 2**k for k in range(40)) if n <= int(last)]
         case "mesh":
-            sizes = said.split("x")
+            sizes = value_text.split("x")
             if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-                raise UserError(f"--vary {text}: '{said}' should be replica x fsdp x tensor, such as 1x64x1")
+                raise UserError(f"--vary {text}: '{value_text}' should be replica x fsdp x tensor, such as 1x64x1")
             return tuple(map(int, sizes))
         case "memory":
-            if said not in get_args(Preset):
-                raise UserError(f"--vary {text}: there is no preset '{said}'; there are {', '.join(get_args(Preset))}")
-            return said
+            if value_text not in get_args(Preset):
+                raise UserError(
+                    f"--vary {text}: there is no preset '{value_text}'; there are {', '.join(get_args(Preset))}"
+                )
+            return value_text
         case _:
-            return parse_yaml(said, f"--vary {text}")
+            return parse_yaml(value_text, f"--vary {text}")
 
 
-def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], said: Collection[str] = ()) -> list[Kind]:
+def kinds(
+    config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], set_keys: Collection[str] = ()
+) -> list[Kind]:
     """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
 
     Batch and preset are varied without being named, unless they are among the keys ``said`` by `--set`. UserError for a
@@ -77,17 +81,17 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], sai
     own = config.wrapper.mesh
     meshes = list(vary.get("mesh", ()))
     if not meshes:
-        apart = own.replica * own.tensor
-        if n_gpus % apart:
+        fixed = own.replica * own.tensor
+        if n_gpus % fixed:
             sizes = f"replica {own.replica} × tensor {own.tensor}"
             raise UserError(f"the configuration's {sizes} do not divide {n_gpus} GPUs; give --vary mesh=1x{n_gpus}x1")
-        meshes = [(own.replica, n_gpus // apart, own.tensor)]
+        meshes = [(own.replica, n_gpus // fixed, own.tensor)]
     for mesh in meshes:
         if mesh[0] * mesh[1] * mesh[2] != n_gpus:
             shape = "x".join(map(str, mesh))
             raise UserError(f"--vary mesh={shape}: takes {mesh[0] * mesh[1] * mesh[2]} GPUs, --gpus says {n_gpus}")
     own_preset = config.wrapper.memory.preset
-    others = () if {"memory", "memory.preset", "remat_recon_forwards"} & {*said} else ("balanced", "lean")
+    others = () if {"memory", "memory.preset", "remat_recon_forwards"} & {*set_keys} else ("balanced", "lean")
     presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
     seqs = list(vary.get("seq", ())) or [None]
     keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
@@ -102,11 +106,11 @@ def kinds(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], sai
         if seq is not None:
             settings.append(("data.max_seq_len", seq))
         settings += zip(keys, rest, strict=True)
-        rows = _unit(config, dict(settings))
+        rows = _batch_multiple(config, dict(settings))
         if config.method.eval is not None and config.method.eval.batch_size % rows and "eval.batch_size" not in keys:
             settings.append(("eval.batch_size", -(-config.method.eval.batch_size // rows) * rows))
         batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
-        if "batch" not in vary and "pd.batch_size" in said:
+        if "batch" not in vary and "pd.batch_size" in set_keys:
             batches = (config.method.pd.batch_size,)
         words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
         words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
@@ -119,7 +123,7 @@ def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     rows; None where a batch is as small as the mesh allows."""
     own, settings = config.method.eval, dict(kind.settings)
     assert own is not None
-    rows = _unit(config, settings)
+    rows = _batch_multiple(config, settings)
     times = settings.get("eval.batch_size", own.batch_size) // rows
     fewer = max((n for n in range(1, times) if times % n == 0), default=None)
     if fewer is None:
@@ -129,7 +133,7 @@ def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     return replace(kind, settings=tuple(settings.items()))
 
 
-def _unit(config: RunConfig, settings: Mapping[str, Any]) -> int:
+def _batch_multiple(config: RunConfig, settings: Mapping[str, Any]) -> int:
     """Rows of which a batch is a multiple: one on each GPU that has rows of its own, in each micro-batch."""
     mesh, parts = settings["mesh"], settings.get("memory.micro_batches", config.wrapper.memory.micro_batches)
     return int(mesh["replica"] * mesh["fsdp"] * parts)

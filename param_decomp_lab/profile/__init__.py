@@ -49,14 +49,14 @@ def profile(
         setup = set_up(config, console, processes)
     with processes.sharing_errors():
         if processes.first:
-            _make(folder)
+            _make_folder(folder)
     with jax.set_mesh(setup.mesh):
         runner = _Runner(setup, config.wrapper.steps_per_dispatch)
         started = time.monotonic()
         program = runner.compile()
         console.print(f"compiled the step in {time.monotonic() - started:.0f} s")
         untraced = runner.untraced(warmup)
-        begun = runner.step
+        traced_from = runner.step
         trace = folder / "plugins" / "profile" / name
         with _traced(folder, name, processes.first):
             traced = runner.run(steps)
@@ -64,13 +64,13 @@ def profile(
         kinds = {site.kind for site in setup.problem.target.sites.all}
         (file,) = trace.glob("*.xplane.pb")
         times = read_times(file, program, kinds, len(setup.mesh.local_devices))
-        found = Profile(steps, begun, prod(setup.leading), traced / steps, untraced, times)
+        found = Profile(steps, traced_from, prod(setup.leading), traced / steps, untraced, times)
         (folder / "profile.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
-        _tell(found, folder, trace, setup, console)
+        _print_profile(found, folder, trace, setup, console)
     return folder
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "profile.json").touch()
@@ -81,8 +81,8 @@ def _make(folder: Path) -> None:
 class _Runner:
     """Steps of the run's program, one dispatch after the other, as `pd train` starts them."""
 
-    def __init__(self, setup: Setup, at_once: int) -> None:
-        self.setup, self.at_once = setup, at_once
+    def __init__(self, setup: Setup, per_dispatch: int) -> None:
+        self.setup, self.per_dispatch = setup, per_dispatch
         spec = setup.problem.decomposition
         attacks = [attack for _, attack in spec.persistent.values()]
         self.step = max((attack.first_step(spec.steps) for attack in attacks), default=0)
@@ -92,13 +92,13 @@ class _Runner:
 
     def compile(self) -> str:
         """The text of the program."""
-        self._dispatch = compile_steps(self.setup, self.at_once)
+        self._dispatch = compile_steps(self.setup, self.per_dispatch)
         text: str = self._dispatch.as_text()
         return text
 
     def untraced(self, warmup: int) -> float | None:
         """``warmup`` steps; seconds of one of them, the first dispatch left out. None if there were no others."""
-        first = min(warmup, self.at_once)
+        first = min(warmup, self.per_dispatch)
         if first:
             self.run(first)
         return self.run(warmup - first) / (warmup - first) if warmup > first else None
@@ -108,18 +108,18 @@ class _Runner:
         started, end = time.perf_counter(), self.step + steps
         rows: Any = None
         while self.step < end:
-            n = min(self.at_once, end - self.step)
+            n = min(self.per_dispatch, end - self.step)
             with jax.profiler.StepTraceAnnotation("step", step_num=self.step):
-                inputs = self.setup.train.inputs(self.step, n, self.at_once)
+                inputs = self.setup.train.inputs(self.step, n, self.per_dispatch)
                 self._state, rows = self._dispatch(self._state, self.setup.weights, inputs, np.int32(n))
             self.step += n
         jax.block_until_ready((self._state, rows))
         return time.perf_counter() - started
 
 
-def _traced(folder: Path, name: str, here: bool) -> AbstractContextManager[None]:
+def _traced(folder: Path, name: str, enabled: bool) -> AbstractContextManager[None]:
     """A trace into ``folder``, by process 0 alone: those of one machine would write the same file."""
-    if not here:
+    if not enabled:
         return nullcontext()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a Python function called is no time of a device, and there are thousands
@@ -127,7 +127,7 @@ def _traced(folder: Path, name: str, here: bool) -> AbstractContextManager[None]
     return jax.profiler.trace(folder, profiler_options=options)
 
 
-def _tell(found: Profile, folder: Path, trace: Path, setup: Setup, console: Console) -> None:
+def _print_profile(found: Profile, folder: Path, trace: Path, setup: Setup, console: Console) -> None:
     device = setup.mesh.devices.flat[0].device_kind
     on = f"{setup.mesh.size} × {device}"
     console.print(f"{found.steps} steps from step {found.first_step} on, traced, on {on}\n", highlight=False)
@@ -138,7 +138,7 @@ def _tell(found: Profile, folder: Path, trace: Path, setup: Setup, console: Cons
         f"operations were under way in {found.busy:.0%} of the time",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
-    console.print(_what_was_counted(device, found), soft_wrap=True, highlight=False)
+    console.print(_explain_counting(device, found), soft_wrap=True, highlight=False)
     console.print(
         f"trace {trace}\n"
         f"  all of it: pip install xprof; xprof --port 8791 {folder} (and a browser at http://localhost:8791)\n"
@@ -147,18 +147,20 @@ def _tell(found: Profile, folder: Path, trace: Path, setup: Setup, console: Cons
     )  # fmt: skip
 
 
-def _what_was_counted(device: str, found: Profile) -> str:
+def _explain_counting(device: str, found: Profile) -> str:
     if device.lower() == "cpu":
-        said = (
+        explanation = (
             "Shares are of the operations' own time, summed over the threads that execute them, per device: the sum is "
             "no wall time. What an operation does on further threads is not seen."
         )
     else:
-        said = "Shares are of the kernels' own time, summed over a device's streams, mean over this process's devices."
+        explanation = (
+            "Shares are of the kernels' own time, summed over a device's streams, mean over this process's devices."
+        )
     unknown = found.times.unknown_ns / max(1, found.total_ns + found.times.unknown_ns)
     if unknown > UNKNOWN_SHARE:
-        said += (
+        explanation += (
             f" Another {unknown:.0%} of the device's time has no operation's name: with XLA_FLAGS="
             "--xla_gpu_enable_command_buffer= kernels are not run from CUDA graphs and keep theirs."
         )
-    return said
+    return explanation

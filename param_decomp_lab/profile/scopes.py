@@ -86,9 +86,9 @@ def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) 
             known = [event for event in events if event.op is not None and event.module == module]
             unknown += round(sum(event.self_ns for event in events if event.op is None and on_devices))
             for event in known:
-                of_event = part(event.op or "")
-                if of_event is not None:
-                    by_part[of_event] += round(event.self_ns)
+                event_part = part(event.op or "")
+                if event_part is not None:
+                    by_part[event_part] += round(event.self_ns)
                     spans.append((event.start, event.end))
         busy += _union(spans)
     return Times(dict(by_part), devices, busy / max(1, len(on_devices)), unknown)
@@ -107,10 +107,10 @@ class _Event:
 
 def _lines(plane: ProfilePlane) -> Iterator[list[_Event]]:
     """Of every thread or stream what may be an operation: on a host, events that name one; on a device, all."""
-    of_device = plane.name.startswith("/device:")
+    is_device = plane.name.startswith("/device:")
     for line in plane.lines:
         found = sorted(
-            (event for event in map(_event, line.events) if of_device or event.op is not None),
+            (event for event in map(_event, line.events) if is_device or event.op is not None),
             key=lambda event: (event.start, -event.end),
         )
         _subtract_inner(found)

@@ -100,7 +100,7 @@ def times_table(profile: Profile) -> Table:
     table.add_column("ms per step", justify="right")
     for phase, ns in profile.phases():
         table.add_row(phase, f"{profile.share(ns):.1%}", f"{profile.ms(ns):,.2f}", style="bold")
-        for text, of_row in profile.within(phase):
-            table.add_row(f"  {text}", f"{profile.share(of_row):.1%}", f"{profile.ms(of_row):,.2f}", style="dim")
+        for text, row_ns in profile.within(phase):
+            table.add_row(f"  {text}", f"{profile.share(row_ns):.1%}", f"{profile.ms(row_ns):,.2f}", style="dim")
     table.add_row("all operations", f"{profile.share(profile.total_ns):.1%}", f"{profile.ms(profile.total_ns):,.2f}")
     return table

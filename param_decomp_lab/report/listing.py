@@ -42,7 +42,7 @@ STYLES: dict[State, str] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class RunStatus:
     """A run as its folder shows it. ``step``: finished training steps; ``steps``: those it is to take. ``seconds``: of
     a step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: of a run that failed or is broken.
     ``last``: the newest value of every metric."""
@@ -62,7 +62,7 @@ class Found:
     last: dict[str, float] = field(default_factory=dict)
 
 
-def find_runs(folders: Sequence[Path]) -> list[Found]:
+def find_runs(folders: Sequence[Path]) -> list[RunStatus]:
     """All runs in or below ``folders``, the one seen last first. UserError for a folder that is not there."""
     for folder in folders:
         if not folder.is_dir():
@@ -92,16 +92,16 @@ def _looks_like_a_run(folder: Path) -> bool:
     return prefix == "p" and len(digits) == 8 and all(c in "0123456789abcdef" for c in digits)
 
 
-def read_run(folder: Path) -> Found:
+def read_run(folder: Path) -> RunStatus:
     """One run; whatever is wrong with its folder is said in it, never raised."""
     try:
         return _read(folder)
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = str(error) if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {error}"
-        return Found(str(folder), folder.name, "broken", seen=_seen(folder), why=why)
+        return RunStatus(str(folder), folder.name, "broken", seen=_seen(folder), why=why)
 
 
-def _read(folder: Path) -> Found:
+def _read(folder: Path) -> RunStatus:
     config = read_mapping(folder / CONFIG_FILE, "the configuration of a run")
     steps = config["torch"]["pd"]["steps"]
     if not isinstance(steps, int):
@@ -111,13 +111,13 @@ def _read(folder: Path) -> Found:
     newest = max(checkpoints, default=None)
     seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
     ending = read_ending(folder)
-    held, taken = is_held(folder), _changed(folder / LOCK_FILE)
+    held, locked_at = is_held(folder), _changed(folder / LOCK_FILE)
     # By a process on another machine, of which no more can be known than that it came in after the last end.
-    elsewhere = held is None and holder(folder) is not None and taken > _changed(folder / ENDING_FILE)
-    quiet = time.time() - max(seen, taken if elsewhere else 0.0)
+    on_other_machine = held is None and holder(folder) is not None and locked_at > _changed(folder / ENDING_FILE)
+    quiet = time.time() - max(seen, locked_at if on_other_machine else 0.0)
     writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
     state: State
-    if held or (elsewhere and writes):
+    if held or (on_other_machine and writes):
         state = "training"
     elif ending is not None:
         state = ending[0]
@@ -128,7 +128,7 @@ def _read(folder: Path) -> Found:
     else:
         state = "training" if held is None and writes else "stopped"
     done = [step for step in (logged, newest) if step is not None]
-    return Found(
+    return RunStatus(
         folder=str(folder),
         id=folder.name,
         state=state,
@@ -140,7 +140,7 @@ def _read(folder: Path) -> Found:
         tokens_per_second=last.get("train/perf/tok_per_s"),
         seen=seen,
         why=ending[1] if ending is not None and state == "failed" else "",
-        main=_main(last, config),
+        main=_headline(last, config),
         last=last,
     )
 
@@ -193,13 +193,13 @@ def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _main(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
+def _headline(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
     """The few numbers that a decomposition is judged by first."""
     series = series_by_key([{"step": 0, **last}])
     found = {"loss": last.get("train/loss/total")}
     for name, masking in (("kl ci", "ci_masked"), ("kl stoch", "stoch_masked")):
-        of_masking = kl(series, masking)
-        found[name] = of_masking.last if of_masking else None
+        masked_kl = kl(series, masking)
+        found[name] = masked_kl.last if masked_kl else None
     found["attack"] = next((values.last for values in attacks(series).values()), None)
     l0 = l0_table(series, component_counts(config, l0_names(series)))
     found["L0"] = l0.mean if l0 else None
@@ -212,7 +212,7 @@ def _main(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
 # --- what is printed ---
 
 
-def show_runs(found: Sequence[Found], as_json: bool) -> None:
+def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     """A table, or JSON on one object per run."""
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
@@ -230,7 +230,7 @@ def show_runs(found: Sequence[Found], as_json: bool) -> None:
     for run in found:
         table.add_row(
             str(run.folder), run.name, Text(run.state, style=STYLES[run.state]), _progress(run), _step_time(run),
-            "" if run.tokens_per_second is None else number(run.tokens_per_second), _ago(run.seen), _what(run),
+            "" if run.tokens_per_second is None else number(run.tokens_per_second), _ago(run.seen), _headline_text(run),
         )  # fmt: skip
     console.print(table)
 
@@ -242,13 +242,13 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def _progress(run: Found) -> str:
+def _progress(run: RunStatus) -> str:
     if run.steps is None:
         return ""
     return f"{run.step or 0:,} of {run.steps:,}"
 
 
-def _step_time(run: Found) -> str:
+def _step_time(run: RunStatus) -> str:
     if run.seconds is None:
         return ""
     return f"{1000 * run.seconds:.3g} ms" if run.seconds < 1 else f"{run.seconds:.3g} s"
@@ -259,7 +259,7 @@ def _ago(seen: float) -> str:
     return f"{duration(seconds)} ago" if seconds < 86400 else f"{seconds / 86400:.0f} d ago"
 
 
-def _what(run: Found) -> Text:
+def _headline_text(run: RunStatus) -> Text:
     if run.why:
         return Text(run.why.splitlines()[0])
     return Text("  ".join(f"{name} {number(value)}" for name, value in run.main.items()))

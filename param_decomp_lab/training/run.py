@@ -24,7 +24,7 @@ from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
 from param_decomp_lab.config.yaml_io import parse_yaml
-from param_decomp_lab.display.notes import print_notes
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.eval.examples import find_examples, write_examples
@@ -280,7 +280,7 @@ class _Run:
             return self._warm_up(self._initial())
         self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True, markup=False)
         if parent.target not in ("", self.inputs["target"]):
-            print_notes(["that run decomposed other weights than this one does"], self.console)
+            print_warnings(["that run decomposed other weights than this one does"], self.console)
         fresh = self._initial()
         for unlearned in jax.tree.leaves((fresh.components, fresh.ci)):
             unlearned.delete()

@@ -16,7 +16,7 @@ from param_decomp_aot.buffers import Buffer, ledger, live_at_peak, table
 from param_decomp_aot.compile import Compiled, Estimate, Memory, compile_for, estimate
 from param_decomp_aot.flops import matmul_flops
 from param_decomp_aot.instructions import Instructions
-from param_decomp_aot.topology import UNLIMITED, gpus, memory_of, target_configs, with_memory
+from param_decomp_aot.topology import UNLIMITED, card_memory, gpus, target_configs, with_memory
 from param_decomp_aot.traffic import traffic
 from param_decomp_jax.attention import attend
 from param_decomp_jax.mesh import MeshShape
@@ -37,7 +37,7 @@ settings of single kernels and its own list at the peak are cut off): `state` do
 
 def test_descriptions_of_cards() -> None:
     assert set(CARDS) == {"b200", "h200", "h100", "a100_80", "a6000", "a5000"}
-    assert memory_of(CARDS["b200"]) == 191514411008
+    assert card_memory(CARDS["b200"]) == 191514411008
     for line in (
         'platform_version: "Compute Capability 10.0a"',
         "major: 10 minor: 0 feature_extension",
@@ -50,8 +50,8 @@ def test_descriptions_of_cards() -> None:
 
 def test_another_amount_of_memory() -> None:
     unlimited = with_memory(CARDS["h100"], UNLIMITED)
-    assert memory_of(unlimited) == UNLIMITED
-    assert with_memory(unlimited, memory_of(CARDS["h100"])) == CARDS["h100"]
+    assert card_memory(unlimited) == UNLIMITED
+    assert with_memory(unlimited, card_memory(CARDS["h100"])) == CARDS["h100"]
     with pytest.raises(ValueError, match="device_memory_size"):
         with_memory("platform_name: 'CUDA'", 1)
 
@@ -184,7 +184,7 @@ def test_a_step_compiled_for_a_node(tmp_path: Path) -> None:
     donated, rows = 3 * 1024 * 1024 * 4 // 8, 1024 * 1024 * 2 // 8
     assert (memory.arguments, memory.output, memory.alias, memory.host) == (donated + rows, donated, donated, 0)
     assert not found.limit_bound
-    assert found.capacity == memory_of(CARDS["b200"])
+    assert found.capacity == card_memory(CARDS["b200"])
     assert found.real.compile_s > 0
     peak = live_at_peak(*read_dump(tmp_path))
     assert peak.temp == memory.temp

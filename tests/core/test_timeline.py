@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_aot.buffers import Buffer, Ledger, Span, busiest, ledger, peak_of
+from param_decomp_aot.buffers import Buffer, Ledger, Span, busiest, find_peak, ledger
 from param_decomp_aot.scopes import stage
 from param_decomp_aot.timeline import REST, arguments_by_group, bands, moments, phases, timeline
 
@@ -37,7 +37,7 @@ def test_no_place_is_taken_twice() -> None:
 
 def test_the_peak_is_the_one_of_the_list_of_buffers() -> None:
     found = ledger(*TEXTS)
-    line, peak = timeline(found), peak_of(found)
+    line, peak = timeline(found), find_peak(found)
     assert line.peak == busiest(found.spans)
     assert line.live[line.peak] == peak.temp - peak.unused
     assert {s.buffer for s in line.at(line.peak)} == {b for b in peak.buffers if b.role == "temp"}

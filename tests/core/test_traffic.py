@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from param_decomp_aot.compile import compile_for
 from param_decomp_aot.fused_bytes import Bytes, bytes_moved
-from param_decomp_aot.hlo import arrays_of, instruction, module
+from param_decomp_aot.hlo import instruction, module, parse_arrays
 from param_decomp_aot.loops import trips
 from param_decomp_aot.replica_groups import replica_groups, source_target_pairs
 from param_decomp_aot.scopes import stage
@@ -64,12 +64,12 @@ def test_an_instruction_taken_apart() -> None:
     ],
 )
 def test_sizes(shape: str, n_bytes: int) -> None:
-    assert sum(a.n_bytes for a in arrays_of(shape)) == n_bytes
-    assert not any(a.on_host for a in arrays_of(shape))
+    assert sum(a.n_bytes for a in parse_arrays(shape)) == n_bytes
+    assert not any(a.on_host for a in parse_arrays(shape))
 
 
 def test_where_an_array_lies() -> None:
-    assert [a.on_host for a in arrays_of("(f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)})")] == [True, False, False]
+    assert [a.on_host for a in parse_arrays("(f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)})")] == [True, False, False]
 
 
 def test_a_text_that_is_no_program() -> None:

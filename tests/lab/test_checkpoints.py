@@ -71,7 +71,7 @@ def test_buffers_are_reused_before_and_after_a_restore(finished: Path) -> None:
 def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
     """Offloaded by the policy of the run that goes on: restored to where they belong, and the same numbers."""
     config = RunConfig.from_yaml(finished / "config.yaml")
-    memory = Memory(offload=tuple(STATE_PARTS)).settled("plain")
+    memory = Memory(offload=tuple(STATE_PARTS)).resolved("plain")
     offloaded = replace(config, wrapper=config.wrapper.model_copy(update={"memory": memory}))
     metrics = []
     for setup in (set_up(config, Console(quiet=True)), set_up(offloaded, Console(quiet=True))):

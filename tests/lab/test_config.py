@@ -19,7 +19,7 @@ from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
-from param_decomp_lab.config.strict import Place, validate
+from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.config.yaml_io import dump_yaml, parse_yaml
 from param_decomp_lab.errors import UserError
 
@@ -862,7 +862,8 @@ SCHEDULES = st.builds(
 @given(SCHEDULES, st.text(min_size=1, max_size=10))
 def test_schedules_and_names_survive_saving(schedule: ScheduleConfig, run_name: str) -> None:
     assert (
-        validate(ScheduleConfig, parse_yaml(dump_yaml(schedule.model_dump(mode="json")), "x"), Place("x")) == schedule
+        validate(ScheduleConfig, parse_yaml(dump_yaml(schedule.model_dump(mode="json")), "x"), ConfigSource("x"))
+        == schedule
     )
     assert parse_yaml(dump_yaml({"run_name": run_name}), "x") == {"run_name": run_name}
 

@@ -18,17 +18,17 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch import command as launching
 from param_decomp_lab.launch import local
 from param_decomp_lab.launch.code_copy import Code
-from param_decomp_lab.launch.job import Job, for_sbatch, parse_more, script_text, scrubbed
-from param_decomp_lab.launch.place import Place, find_place
+from param_decomp_lab.launch.job import Job, parse_more, sbatch_environment, script_text, without_job_variables
+from param_decomp_lab.launch.layout import Layout, choose_layout
 from param_decomp_lab.launch.sweep import choices
-from param_decomp_lab.probe.subprocess import Told
+from param_decomp_lab.probe.subprocess import ProbeOutput
 from tests.lab.one_node import FAST, Checkout, sets
 from tests.lab.several import environment_of
 from tests.lab.tiny_run import LIGHT, PD, ROOT, Outcome, Tiny, pd_here, rows, saved_steps
 from tests.plugin import needs_plugin
 
-GPUS = Place(nodes=2, per_node=4, simulated=None)
-CPUS = Place(nodes=1, per_node=2, simulated=3)
+GPUS = Layout(nodes=2, per_node=4, simulated=None)
+CPUS = Layout(nodes=1, per_node=2, simulated=3)
 
 
 # ---- sweeps ----
@@ -76,7 +76,7 @@ def test_copy_is_of_the_commit_and_stays(tmp_path: Path) -> None:
     checkout = Checkout.make(tmp_path / "checkout")
     (checkout.folder / "configs").mkdir()
     (checkout.folder / "configs" / "mine.yaml").write_text("a configuration is kept otherwise")
-    code = Code.of_checkout(checkout.folder)
+    code = Code.from_checkout(checkout.folder)
     assert code.changes == ()
     code.refuse_changes()
     committed = contents(checkout.folder)
@@ -99,7 +99,7 @@ def test_changes_are_refused_or_taken_along(tmp_path: Path) -> None:
     (lab / "image.png").write_bytes(bytes(range(256)))
     checkout.git("mv", "slurm/start.sh", "slurm/begin.sh")
     before = checkout.git("status", "--porcelain"), checkout.git("count-objects")
-    code = Code.of_checkout(checkout.folder)
+    code = Code.from_checkout(checkout.folder)
     with pytest.raises(UserError, match=r"has changes that are in no commit:(.|\n)*run\.py(.|\n)*--with-changes"):
         code.refuse_changes()
     code.copy_to(tmp_path / "copy")
@@ -115,11 +115,11 @@ def test_changes_are_refused_or_taken_along(tmp_path: Path) -> None:
 
 def test_no_checkout(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a git checkout; a run is launched from one"):
-        Code.of_checkout(tmp_path)
+        Code.from_checkout(tmp_path)
     checkout = Checkout.make(tmp_path / "other")
     (checkout.folder / "site-packages").mkdir()
     with pytest.raises(UserError, match=r"is not a git checkout of its own \(it lies in .*other\)"):
-        Code.of_checkout(checkout.folder / "site-packages")
+        Code.from_checkout(checkout.folder / "site-packages")
 
 
 # ---- the job ----
@@ -187,26 +187,26 @@ def test_another_jobs_variables_are_scrubbed() -> None:
     other = {"SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "x", "SBATCH_CPU_BIND": "x", "SUBMITIT_EXECUTOR": "slurm",
              "CUDA_VISIBLE_DEVICES": "0"}  # fmt: skip
     own = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab", "HOME": "/home/me"}
-    assert scrubbed({**other, **own}) == own
-    assert scrubbed({"CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert without_job_variables({**other, **own}) == own
+    assert without_job_variables({"CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_defaults_do_not_go_before_what_was_said() -> None:
     """sbatch prefers variables to what a script says."""
     script = script_text(Job(partition="gpu"), GPUS, "a", [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
     defaults = {"SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "cpu", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1"}
-    assert for_sbatch({**defaults, "HOME": "/"}, script) == {"SBATCH_ACCOUNT": "lab", "HOME": "/"}
+    assert sbatch_environment({**defaults, "HOME": "/"}, script) == {"SBATCH_ACCOUNT": "lab", "HOME": "/"}
 
 
 def test_places(tiny: Tiny) -> None:
-    def on(mesh: str, *where: Any) -> Place:
-        return find_place(load_config(tiny.config, [f"mesh={mesh}", "pd.batch_size=24", "eval=null"]), *where)
+    def on(mesh: str, *where: Any) -> Layout:
+        return choose_layout(load_config(tiny.config, [f"mesh={mesh}", "pd.batch_size=24", "eval=null"]), *where)
 
     eight = "{replica: 2, fsdp: 4}"
     assert on(eight, 2, 4, True) == on(eight, 2, None, True) == on(eight, None, 4, True) == GPUS
-    assert on(eight, None, None, True) == Place(1, 8, None)
+    assert on(eight, None, None, True) == Layout(1, 8, None)
     assert on("{fsdp: 6}", None, 2, False) == CPUS
-    assert on(eight, None, None, False) == Place(1, 1, 8)
+    assert on(eight, None, None, False) == Layout(1, 1, 8)
     with pytest.raises(UserError, match="2 nodes of 8 GPUs are 16; make them equal"):
         on(eight, 2, 8, True)
     with pytest.raises(UserError, match="are 8 devices, which do not spread evenly over 3 tasks"):
@@ -235,13 +235,13 @@ def launch(tiny: Tiny, out: Path, *arguments: str, settings: Sequence[str] = ())
     )  # fmt: skip
 
 
-def told(verdict: str) -> Told:
+def told(verdict: str) -> ProbeOutput:
     answer = {"verdict": verdict, "peak_gib": 171.5, "pool_gib": 160.1, "largest_part": "training step"}
     return {
-        "fits": Told(0, answer, "a table", ""),
-        "does_not_fit": Told(3, answer, "a table", ""),
-        "unknown": Told(1, None, "", "training step: the compiler gave up"),
-        "no compiler": Told(2, None, "", "no CUDA plugin to compile with: pip install 'param-decomp[probe]'"),
+        "fits": ProbeOutput(0, answer, "a table", ""),
+        "does_not_fit": ProbeOutput(3, answer, "a table", ""),
+        "unknown": ProbeOutput(1, None, "", "training step: the compiler gave up"),
+        "no compiler": ProbeOutput(2, None, "", "no CUDA plugin to compile with: pip install 'param-decomp[probe]'"),
     }[verdict]
 
 
@@ -263,11 +263,11 @@ def test_probed_before_it_is_submitted(
 ) -> None:  # fmt: skip
     asked = []
 
-    def answer(*question: Any) -> Told:
+    def answer(*question: Any) -> ProbeOutput:
         asked.append(question)
         return told(verdict)
 
-    monkeypatch.setattr("param_decomp_lab.launch.fits.probe_apart", answer)
+    monkeypatch.setattr("param_decomp_lab.launch.fits.probe_in_subprocess", answer)
     arguments = ("--gpu", "h100", "--gpus-per-node", "2", *filter(None, [option]))
     outcome = launch(tiny, tmp_path / "runs", *arguments, settings=["mesh.fsdp=2", "run_id=p-00000001"])
     assert outcome.status == status, outcome
@@ -332,7 +332,7 @@ def test_recipe_of_a_toy_is_kept(slurm: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["job", "--local"])
 def test_dry_run_writes_nothing(where: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And needs no Slurm, and no answer of the probe. What it prints is a script, and nothing else."""
-    monkeypatch.setattr("param_decomp_lab.launch.fits.probe_apart", None)
+    monkeypatch.setattr("param_decomp_lab.launch.fits.probe_in_subprocess", None)
     monkeypatch.setattr("param_decomp_lab.launch.command.gpus_here", lambda: 0)
     options = ("--gpus-per-node", "2", "--sweep", "pd.seed=1,2", "--dry-run", *([where] if where != "job" else []))
     outcome = launch(tiny, tmp_path / "runs", *options, settings=["mesh.fsdp=2"])
@@ -371,7 +371,7 @@ def test_refusals(arguments: tuple[str, ...], says: str, tiny: Tiny, tmp_path: P
 
 def test_uncommitted_changes_are_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = Code(ROOT, "0" * 40, (" M param_decomp_lab/training/run.py",))
-    monkeypatch.setattr(launching.Code, "of_checkout", lambda: code)
+    monkeypatch.setattr(launching.Code, "from_checkout", lambda: code)
     outcome = pd_here("launch", tiny.config, *sets([f"out_dir={tmp_path / 'runs'}"]), "--gpu", "none", "--dry-run")
     assert outcome.status == 2
     assert "M param_decomp_lab/training/run.py" in outcome.err
@@ -463,7 +463,7 @@ def test_what_processes_here_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     assert local.run_here(run, CPUS) == 0
     assert (run / "1").read_text() == "cpu --a --xla_force_host_platform_device_count=3  no no\n"
-    assert local.run_here(run, Place(1, 2, None)) == 0
+    assert local.run_here(run, Layout(1, 2, None)) == 0
     assert [(run / str(number)).read_text() for number in range(2)] == [" --a 5 no no\n", " --a 6 no no\n"]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from param_decomp_aot.buffers import Buffer, Ledger, Span, ledger, peak_of
+from param_decomp_aot.buffers import Buffer, Ledger, Span, find_peak, ledger
 from param_decomp_aot.timeline import Timeline, arguments_by_group, bands, timeline
 from param_decomp_lab.figures import save_figure
 from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page, write_memory_page
@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def page_of(found: Ledger, title: str = "a step", **lines: int) -> str:
-    return memory_page(title, timeline(found), peak_of(found), arguments_by_group(found), {"card": "b200"}, **lines)
+    return memory_page(title, timeline(found), find_peak(found), arguments_by_group(found), {"card": "b200"}, **lines)
 
 
 def data_of(page: str) -> Any:
@@ -48,7 +48,7 @@ def many(n: int) -> Ledger:
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     found = ledger(*TEXTS)
     path = tmp_path / "new" / "memory.html"
-    write_memory_page(path, "a step", timeline(found), peak_of(found), arguments_by_group(found), {"GPUs": "8"})
+    write_memory_page(path, "a step", timeline(found), find_peak(found), arguments_by_group(found), {"GPUs": "8"})
     page = path.read_text()
     assert [p.name for p in path.parent.iterdir()] == ["memory.html"]
     assert not re.search(r"https?://|src=|href=|url\(|@import", page)

@@ -24,15 +24,15 @@ from param_decomp_jax.mesh import make_mesh
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.probe.answer import Answer, ask
+from param_decomp_lab.probe.answer import Answer, compile_parts
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
-from param_decomp_lab.probe.command import gpus_of_a_node
-from param_decomp_lab.probe.fit import Question, fit, valid_kinds
+from param_decomp_lab.probe.command import gpus_per_node_of_mesh
+from param_decomp_lab.probe.fit import FitRequest, fit, valid_kinds
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
-from param_decomp_lab.probe.subprocess import probe_apart
+from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.setup import set_up
@@ -132,12 +132,12 @@ def counts(state: Any) -> int:
 
 def test_the_pool() -> None:
     """memory.md's figure for a B200."""
-    b200 = Pool.of(card("B200"))
+    b200 = Pool.from_card(card("B200"))
     assert b200.capacity / GIB == pytest.approx(178.4, abs=0.05)
     assert b200.usable / GIB == pytest.approx(178.36 * 0.92 - 5, abs=0.05)
     for wrong in ({"fraction": 1.2}, {"fraction": 0}, {"margin_gib": -1}, {"margin_gib": 400}):
         with pytest.raises(UserError):
-            Pool.of(card("b200"), **wrong)  # type: ignore[arg-type]
+            Pool.from_card(card("b200"), **wrong)  # type: ignore[arg-type]
 
 
 def test_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +179,7 @@ def test_a_probe_that_ends_without_an_answer(
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    told = probe_apart(LLAMA, (), ())
+    told = probe_in_subprocess(LLAMA, (), ())
     assert told.answer is None
     assert told.why == why
 
@@ -262,9 +262,9 @@ def test_a_compiler_that_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_gpus_of_a_node() -> None:
     mesh = run_subject(load_config(LLAMA)).mesh
-    assert gpus_of_a_node(mesh, None, None) == 8
-    assert gpus_of_a_node(mesh, 16, None) == 4
-    assert gpus_of_a_node(mesh, None, 4) == 4
+    assert gpus_per_node_of_mesh(mesh, None, None) == 8
+    assert gpus_per_node_of_mesh(mesh, 16, None) == 4
+    assert gpus_per_node_of_mesh(mesh, None, 4) == 4
 
 
 @needs_plugin
@@ -272,8 +272,8 @@ def test_a_whole_answer(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """All parts of the tiny run on a node; asked again at once; too large for a card with nothing left."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, page = tmp_path / "answer.json", tmp_path / "page.html"
-    question = ("probe", tiny.config, "--set", "mesh.fsdp=8", "--json", file)
-    outcome = pd_here(*question, "--html", page)
+    request = ("probe", tiny.config, "--set", "mesh.fsdp=8", "--json", file)
+    outcome = pd_here(*request, "--html", page)
     assert outcome.status == 0, outcome.err
     assert outcome.out.rstrip().splitlines()[-1].startswith("fits: 0.")
     answer = json.loads(file.read_text())
@@ -295,8 +295,8 @@ def test_a_whole_answer(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert page.stat().st_size > 10_000
     assert page.with_suffix(".png").stat().st_size > 10_000
     monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", None)
-    assert pd_here(*question).status == 0
-    small = pd_here(*question, "--margin-gib", str(answer["capacity_gib"] * 0.92 - 1e-6))
+    assert pd_here(*request).status == 0
+    small = pd_here(*request, "--margin-gib", str(answer["capacity_gib"] * 0.92 - 1e-6))
     assert small.status == 3
     assert small.out.rstrip().splitlines()[-1].startswith("does not fit: ")
 
@@ -320,7 +320,9 @@ def test_the_host_is_another_memory(tiny: Tiny, tmp_path: Path) -> None:
     def asked(*offloaded: str) -> Answer:
         sets = ["mesh.fsdp=8", wide, f"memory.offload={json.dumps(list(offloaded))}", "eval=null"]
         subject = run_subject(load_config(tiny.config, sets))
-        return ask(subject, "b200", Where(card("b200"), 8, None), Pool.of(card("b200")), lambda _: None, quick=True)
+        return compile_parts(
+            subject, "b200", Where(card("b200"), 8, None), Pool.from_card(card("b200")), lambda _: None, quick=True
+        )
 
     jax.config.update("jax_platforms", "cpu")
     here, there = asked(), asked(*parts)
@@ -405,8 +407,8 @@ def test_what_is_said_is_not_varied() -> None:
     """And batches are cut into micro-batches."""
 
     def found(*overrides: str, vary: Sequence[str] = ()) -> list[Kind]:
-        question = Question(LAYER_18, overrides, "h100", 8, 8)
-        return valid_kinds(question, load_config(LAYER_18, overrides), parse_vary(vary))
+        request = FitRequest(LAYER_18, overrides, "h100", 8, 8)
+        return valid_kinds(request, load_config(LAYER_18, overrides), parse_vary(vary))
 
     assert [kind.name for kind in found()] == ["lean", "balanced"]
     assert found()[0].batches == tuple(16 * 2**k for k in range(7))  # `memory.micro_batches` is 2
@@ -435,9 +437,9 @@ def test_documented_calls_of_fit_are_valid() -> None:
         for name, value in zip(words[::2], words[1::2], strict=True):
             options.setdefault(name, []).append(value)
         assert options.keys() <= {"--gpu", "--gpus", "--vary", "--set"}
-        question = Question(ROOT / path, tuple(options.get("--set", ())), "b200", int(options["--gpus"][0]), 8)
-        config = load_config(question.path, question.overrides)
-        assert valid_kinds(question, config, parse_vary(options.get("--vary", ())))
+        request = FitRequest(ROOT / path, tuple(options.get("--set", ())), "b200", int(options["--gpus"][0]), 8)
+        config = load_config(request.path, request.overrides)
+        assert valid_kinds(request, config, parse_vary(options.get("--vary", ())))
 
 
 @pytest.mark.parametrize(
@@ -484,8 +486,8 @@ def test_an_evaluation_that_is_too_large(
     each GPU."""
     asked: list[tuple[int, int]] = []
 
-    def needs(question: Question, kind: Kind, batch: int, options: tuple[str, ...]) -> Point:
-        config = load_config(question.path, question.sets(kind, batch))
+    def needs(request: FitRequest, kind: Kind, batch: int, options: tuple[str, ...]) -> Point:
+        config = load_config(request.path, request.sets(kind, batch))
         assert config.method.eval is not None
         evaluated = config.method.eval.batch_size
         if options:
@@ -494,10 +496,10 @@ def test_an_evaluation_that_is_too_large(
         point = made_up(kind, batch, peak=max(batch, evaluated), limit=40)
         return replace(point, answer={**point.answer, "largest_part": "figures"}) if evaluated > batch else point
 
-    monkeypatch.setattr("param_decomp_lab.probe.fit._ask", needs)
-    question = Question(LLAMA, overrides, "b200", 8, 8)
+    monkeypatch.setattr("param_decomp_lab.probe.fit._probe_point", needs)
+    request = FitRequest(LLAMA, overrides, "b200", 8, 8)
     vary = ["batch=16,32,64", "memory=lean"]
-    found = fit(question, vary, Console(quiet=True))
+    found = fit(request, vary, Console(quiet=True))
     own = load_config(LLAMA, overrides).method.eval
     assert own is not None
     assert asked[0] == (own.batch_size, own.n_steps)

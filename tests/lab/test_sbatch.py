@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab.launch.job import Job, script_text
-from param_decomp_lab.launch.place import Place
+from param_decomp_lab.launch.layout import Layout
 from tests.lab.tiny_run import ROOT
 
 FILES = sorted([*(ROOT / "slurm").glob("*.sbatch"), *(ROOT / "slurm").glob("*.sh")])
@@ -217,9 +217,9 @@ def test_signal_goes_to_the_tasks() -> None:
 
 def test_asks_for_what_pd_launch_asks_for() -> None:
     """But for the name, and where the log is."""
-    place = Place(nodes=1, per_node=8, simulated=None)
+    layout = Layout(nodes=1, per_node=8, simulated=None)
     launched = script_text(
-        Job(), place, "param-decomp", [Path("/runs/p-00000001")], Path("/runs/p-00000001/job.sbatch")
+        Job(), layout, "param-decomp", [Path("/runs/p-00000001")], Path("/runs/p-00000001/job.sbatch")
     )
     by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.probe.command import gpus_of_a_node
+from param_decomp_lab.probe.command import gpus_per_node_of_mesh
 from param_decomp_lab.probe.outline import mesh_shape
 
 NO_GPU = "none"
 
 
 @dataclass(frozen=True)
-class Place:
+class Layout:
     """``per_node``: tasks of a node. ``simulated``: devices that each of them simulates on the CPU; None: one GPU."""
 
     nodes: int
@@ -65,12 +65,12 @@ def _threads(devices: int) -> int:
     return max(16, 2 * devices)
 
 
-def find_place(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Place:
+def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Layout:
     """UserError unless the mesh takes all GPUs of all nodes, or can be spread evenly over the tasks of CPUs."""
     mesh: MeshShape = mesh_shape(config)
     if gpus:
-        each = gpus_of_a_node(mesh, nodes, per_node)
-        return Place(mesh.n_devices // each, each, None)
+        each = gpus_per_node_of_mesh(mesh, nodes, per_node)
+        return Layout(mesh.n_devices // each, each, None)
     nodes, per_node = nodes or 1, per_node or 1
     share, rest = divmod(mesh.n_devices, nodes * per_node)
     if rest or not share:
@@ -79,4 +79,4 @@ def find_place(config: RunConfig, nodes: int | None, per_node: int | None, gpus:
             f"which do not spread evenly over {nodes * per_node} tasks; set the mesh (--set mesh.fsdp=…) or the tasks "
             "(--nodes, --gpus-per-node)"
         )
-    return Place(nodes, per_node, share)
+    return Layout(nodes, per_node, share)
