@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the description cut off": (unlisted(lambda at: halve(at / "_CHECKPOINT_METADATA")), "_CHECKPOINT_METADATA cannot"),
     "another configuration": (
         unlisted(lambda at: replace_text(at / "_CHECKPOINT_METADATA", "of: 5", "of: 6")),
-        "does not say what it said",
+        "its digest does not match",
     ),
     "the list cut off": (lambda at: halve(at / "files.json"), "files.json cannot be read"),
 }
