@@ -320,7 +320,7 @@ def test_none_is_good(tmp_path: Path, small: State) -> None:
     for step in (3, 4):
         largest(tmp_path / "ckpts" / str(step), "learned").unlink()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"(?s)no checkpoint of this run is good.*ckpts/4.*ckpts/3"):
+        with pytest.raises(UserError, match=r"(?s)every checkpoint of this run is damaged.*ckpts/4.*ckpts/3"):
             Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
         assert saved_steps(tmp_path) == [3, 4]
     for step in (3, 4):

@@ -325,7 +325,7 @@ def test_what_cannot_be_opened(finished: Path, tmp_path: Path) -> None:
         load_run(run)
     (run / "config.yaml").write_text(config)
     (run / "ckpts" / str(STEPS) / "learned" / "manifest.ocdbt").unlink()
-    with pytest.raises(UserError, match=r"manifest.ocdbt: No such file.*to open another one, give its step \(40, 180\)"):
+    with pytest.raises(UserError, match=r"manifest.ocdbt: No such file.*open another one, give its step \(40, 180\)"):
         load_run(run)
     assert load_run(run, 180).step == 180
 
