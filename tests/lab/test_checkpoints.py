@@ -273,7 +273,7 @@ def fits(step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.AGAIN_S", 0.01)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.RETRY_AFTER_S", 0.01)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
@@ -338,7 +338,7 @@ def test_damage_that_was_there_for_a_moment(tmp_path: Path, small: State, monkey
         looks.append(checkpoint)
         return "learned/_METADATA: Stale file handle" if len(looks) == 1 else ""
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.wrong_on_disk", once)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.find_file_damage", once)
     found = Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert found is not None
     assert (found[0], found[2]) == (4, {})
