@@ -89,7 +89,7 @@ def announcing(file: Path, arguments: Sequence[str]) -> None:
         say(f"did {first + n}")
         add(self, first, n, *rest)
 
-    owners = {"warm-up": (run._Run, "_warmed_up"), "step": (run._Run, "_loop"), "finish": (run._Run, "_finish"),
+    owners = {"warm-up": (run._Run, "_warm_up"), "step": (run._Run, "_loop"), "finish": (run._Run, "_finish"),
               "build": (run, "build"), "compile": (run, "compile_steps")}  # fmt: skip
     with ExitStack() as stack:
         for name, (owner, function) in owners.items():

@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the description cut off": (unlisted(lambda at: halve(at / "_CHECKPOINT_METADATA")), "_CHECKPOINT_METADATA cannot"),
     "another configuration": (
         unlisted(lambda at: replace_text(at / "_CHECKPOINT_METADATA", "of: 5", "of: 6")),
-        "does not say what it said",
+        "its digest does not match",
     ),
     "the list cut off": (lambda at: halve(at / "files.json"), "files.json cannot be read"),
 }
@@ -273,7 +273,7 @@ def fits(step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.AGAIN_S", 0.01)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.RETRY_AFTER_S", 0.01)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
@@ -320,7 +320,7 @@ def test_none_is_good(tmp_path: Path, small: State) -> None:
     for step in (3, 4):
         largest(tmp_path / "ckpts" / str(step), "learned").unlink()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"(?s)no checkpoint of this run is good.*ckpts/4.*ckpts/3"):
+        with pytest.raises(UserError, match=r"(?s)every checkpoint of this run is damaged.*ckpts/4.*ckpts/3"):
             Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
         assert saved_steps(tmp_path) == [3, 4]
     for step in (3, 4):
@@ -338,7 +338,7 @@ def test_damage_that_was_there_for_a_moment(tmp_path: Path, small: State, monkey
         looks.append(checkpoint)
         return "learned/_METADATA: Stale file handle" if len(looks) == 1 else ""
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.wrong_on_disk", once)
+    monkeypatch.setattr("param_decomp_lab.checkpoints.store.find_file_damage", once)
     found = Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert found is not None
     assert (found[0], found[2]) == (4, {})

@@ -117,8 +117,8 @@ def test_other_data(run: Path, tiny: Tiny, tmp_path: Path) -> None:
         (["--metrics", "nowhere.yaml"], "nowhere.yaml: cannot read the metrics: No such file"),
         (["--batches", "1000"], "an evaluation reads 8000"),
         (["--batch-size", "12", "--devices", "8"], "eval.batch_size is 12; it must be a multiple of 8"),
-        (["--set", "pd.sigmoid_type=normal"], "an evaluation leaves the run what it is"),
-        (["--set", "mesh.fsdp=2"], "what can be set begins with eval, data, memory"),
+        (["--set", "pd.sigmoid_type=normal"], "an evaluation cannot change the run"),
+        (["--set", "mesh.fsdp=2"], "keys that can be set begin with eval, data, memory"),
         (["--out", "/proc/nothing/here.json"], "cannot write to /proc/nothing"),
     ],
 )

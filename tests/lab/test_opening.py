@@ -225,7 +225,7 @@ def test_a_toy(toy: Path) -> None:
     np.testing.assert_array_equal(W, U.T)
     np.testing.assert_array_equal(X, V.T)
     np.testing.assert_array_equal(run.component("linear2", 2).V, U[2])
-    with pytest.raises(UserError, match="a toy has no logits; ask for run"):
+    with pytest.raises(UserError, match="a toy has no logits; use run"):
         run.logits(features)
     for wrong in (features[:, :3], ["a"], features[None]):
         with pytest.raises(UserError, match=r"inputs should be features \[B, 5\]"):
@@ -325,7 +325,7 @@ def test_what_cannot_be_opened(finished: Path, tmp_path: Path) -> None:
         load_run(run)
     (run / "config.yaml").write_text(config)
     (run / "ckpts" / str(STEPS) / "learned" / "manifest.ocdbt").unlink()
-    with pytest.raises(UserError, match=r"manifest.ocdbt: No such file.*open another one with its step \(40, 180\)"):
+    with pytest.raises(UserError, match=r"manifest.ocdbt: No such file.*open another one, give its step \(40, 180\)"):
         load_run(run)
     assert load_run(run, 180).step == 180
 
