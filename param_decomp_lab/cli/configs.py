@@ -48,9 +48,7 @@ def configs(
         return
     chosen = find(names)
     for path, written in write_copies(chosen, out, overwrite=overwrite).items():
-        console.print(
-            f"{path}{'' if written else ' (there already)'}", soft_wrap=True, highlight=False, markup=False
-        )
+        console.print(f"{path}{'' if written else ' (there already)'}", soft_wrap=True, highlight=False, markup=False)
     first = chosen[0]
     use = "check" if first.command == "train" else first.command
     console.print(f"next: pd {use} {out / first.name}.yaml", soft_wrap=True, highlight=False, markup=False)

@@ -34,8 +34,8 @@ class Code:
             top = _git(root, "rev-parse", "--show-toplevel").strip()
         except (UserError, FileNotFoundError) as error:
             raise UserError(
-                f"{root} is not a git checkout; a run is launched from one, since it keeps a copy of the code. Clone the "
-                f"repository, install it with `pip install --editable .` and launch from there. ({error})"
+                f"{root} is not a git checkout; a run is launched from one, since it keeps a copy of the code. Clone "
+                f"the repository, install it with `pip install --editable .` and launch from there. ({error})"
             ) from error
         if Path(top).resolve() != root.resolve():
             raise UserError(
