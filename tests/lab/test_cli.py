@@ -13,6 +13,8 @@ from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
     (): ("train", "launch", "check", "profile", "pretrain", "data", "weights", "report", "runs", "eval", "export"),
+    ("demo",): ("pd demo --out /tmp/demo --set pd.steps=200",),
+    ("configs",): ("pd configs toys/tms_5-2", "--overwrite"),
     ("train",): (
         "pd train configs/demo/decompose.yaml",
         "--set pd.steps=200",
