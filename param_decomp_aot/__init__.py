@@ -1,1 +1,1 @@
-"""Compiling for hardware that is not here: takes strings and abstract arguments, returns tables."""
+"""Ahead-of-time compilation for GPUs that are not present, and analysis of the compiled programs."""
