@@ -44,9 +44,8 @@ STYLES: dict[State, str] = {
 @dataclass(frozen=True)
 class RunStatus:
     """The status of a run, read from its folder. ``step``: finished training steps; ``steps``: planned steps.
-    ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it failed or
-    is broken.
-    ``last``: the newest value of every metric."""
+    ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it
+    failed or is broken. ``last``: the newest value of every metric."""
 
     folder: str
     id: str
