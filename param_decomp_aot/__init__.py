@@ -1,4 +1,4 @@
-"""Compiling for hardware that is not here: takes strings and abstract arguments, returns tables."""
+"""Ahead-of-time compilation for GPUs that are not present, and analysis of the compiled programs."""
 
 JAX_VERSION = "0.10.2"
 """The JAX, with CUDA plugin, whose compiler this package drives and whose XLA texts it reads, as in the extra `probe`.

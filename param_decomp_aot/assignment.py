@@ -1,4 +1,4 @@
-"""What lies where and when in a compiled program, from two of the texts that XLA dumps beside it.
+"""Parses the buffer assignment and the live ranges of a compiled program from XLA's dump.
 
 These are ``*gpu_after_optimizations-buffer-assignment.txt`` (where every value lies, and how large it is) and
 ``-live-range.txt`` (from when to when).

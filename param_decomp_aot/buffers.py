@@ -1,4 +1,4 @@
-"""The buffers of a compiled program, when each is there, and which are there when it needs most.
+"""The buffers of a compiled program: when each is alive, and which are alive at the peak.
 
 Three files of a dump (`compile.py:compile_for`) matter, those of the last stage: ``*gpu_after_optimizations`` followed
 by ``-buffer-assignment.txt``, ``-live-range.txt`` (for both see `assignment.py`) and ``.txt`` (the program).
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Who holds which memory when.
+    """The memory of a program over time.
 
     ``fixed``: arguments, results and constants, which are there from beginning to end. ``spans``: the temporaries, each
     place of them at any time in at most one span. ``temp``: bytes set aside for these. ``schedule``: the scope of each

@@ -1,4 +1,4 @@
-"""Compiling a jitted function for GPUs that are not here, and what XLA says it needs there."""
+"""Compiles a jitted function for GPUs that are not present, and reports its memory plan."""
 
 import time
 from collections.abc import Callable, Mapping

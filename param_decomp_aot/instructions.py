@@ -1,4 +1,4 @@
-"""Where the instructions of a compiled program come from in our code, from the program's text."""
+"""Maps the instructions of a compiled program to their origin in our code."""
 
 import re
 from collections import deque

@@ -1,4 +1,4 @@
-"""How often a ``while`` of a compiled program goes round, where the program says so."""
+"""Trip counts of ``while`` loops in a compiled program."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How long a step takes on a card that is not here at that card's full rates, and what it is bound by.
+"""Roofline estimate of a step on a given card: its time at full rates, and the limiting resource.
 
 The cards' rates are figures of the vendor's data sheets: products of dense matrices (without sparsity) at boost clock,
 NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR) beside

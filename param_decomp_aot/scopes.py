@@ -1,4 +1,4 @@
-"""Names of scopes for people: what of the step an instruction belongs to, from XLA's name of it."""
+"""Readable scope names: which part of the step an instruction belongs to, from its op_name in XLA."""
 
 import re
 

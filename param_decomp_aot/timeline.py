@@ -1,4 +1,4 @@
-"""Memory over the course of a compiled program: how much is alive at each instruction of its schedule, and what.
+"""The memory of a compiled program over time: what is alive at each instruction of its schedule.
 
 The schedule has the body of a loop once: along it lie the kinds of moments of a program, not its duration.
 """

@@ -1,4 +1,4 @@
-"""GPUs that are not here: their description in XLA's words, and the devices of a cluster of them to compile for."""
+"""Descriptions of GPUs that are not present, and abstract devices of a cluster of them to compile for."""
 
 import csv
 import re

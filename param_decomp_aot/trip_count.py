@@ -1,4 +1,4 @@
-"""How often a `while` of a jaxpr goes round, where the jaxpr says so: counter, step and bound are integers it knows."""
+"""Trip counts of `while` loops in a jaxpr, where counter, step and bound are known integers."""
 
 from collections.abc import Sequence
 from typing import Any

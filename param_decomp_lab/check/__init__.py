@@ -1,4 +1,4 @@
-"""What a run would do, from its configuration alone (`pd check`): no weights, no data rows, no accelerator."""
+"""`pd check`: prints what a configuration would run, without loading weights or data or using an accelerator."""
 
 from functools import partial
 
@@ -28,13 +28,13 @@ from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch
 __all__ = ["check"]
 
 PLOT_WIDTH = (20, 60)
-"""Columns of a schedule's curve, at least and at most."""
+"""Smallest and largest width of a schedule's curve, in columns."""
 
 
 def check(config: RunConfig, console: Console) -> None:
-    """Prints what ``config`` would run. UserError where it would not start, or where the target is not known.
+    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown.
 
-    Weights and data that are not on this machine are listed and are no error; what is there has to fit.
+    Weights and data missing on this machine are listed and are not an error; those present must fit.
     """
     if config.wrapper.run_id is not None:
         refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
@@ -66,7 +66,7 @@ def check(config: RunConfig, console: Console) -> None:
 
 
 def _parent(config: RunConfig) -> tuple[Parent | None, tuple[str, ...]]:
-    """What the run begins with, and what of that is not on this machine."""
+    """The run that `init_from` names, and what of it is missing on this machine."""
     if config.wrapper.parent is None:
         return None, ()
     folder, _ = config.wrapper.parent

@@ -1,4 +1,4 @@
-"""Token data of a configuration, as far as the footers of its shards tell."""
+"""Checks the token data of a configuration using the footers of its shards."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from param_decomp_lab.errors import UserError
 
 
 def check_data(config: RunConfig) -> tuple[str, ...]:
-    """What is missing on this machine. UserError for data that is there and does not fit."""
+    """Lists data missing on this machine. UserError for data that does not fit the configuration."""
     method, replaced = config.method, config.wrapper.data
     if not isinstance(method, LanguageModelFile):
         return ()

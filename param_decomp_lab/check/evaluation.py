@@ -1,4 +1,4 @@
-"""What an evaluation measures, and when."""
+"""The table of metrics that `pd check` prints: what is evaluated, how often, at what cost."""
 
 from rich.table import Table
 
@@ -28,7 +28,7 @@ FIGURES = (CIHistograms, ComponentActivationDensity, CIMeanPerComponent, Permute
 
 
 def evaluation_table(settings: EvalConfig, pd: PDConfig, n_sites: int | None) -> Table:
-    """Metrics; ``n_sites``: None where the target is not known."""
+    """The table of metrics. ``n_sites``: None if the target is unknown."""
     batches = f"{settings.n_steps:,} batch{'es' if settings.n_steps > 1 else ''} of {settings.batch_size:,} rows"
     table = plain_table(f"Evaluation: {batches}", ("", "wrap"), ("every", "right"), ("passes", "right"))
     names = iter(term_names(tuple(metric for metric in settings.metrics if isinstance(metric, Loss))))

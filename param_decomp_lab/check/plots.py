@@ -1,10 +1,10 @@
-"""Curves in the terminal, two by four dots to a character."""
+"""Plots curves in the terminal with braille characters, two by four dots each."""
 
 from collections.abc import Sequence
 
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Of a braille character: by column, from top to bottom."""
+"""Bits of the dots of a braille character, by column from top to bottom."""
 
 
 def curve(values: Sequence[float | None], height: int) -> list[str]:

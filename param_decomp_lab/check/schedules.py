@@ -1,4 +1,4 @@
-"""Everything of a decomposition that changes over training by itself."""
+"""The table of schedules that `pd check` prints: learning rates and annealed parameters."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from param_decomp_lab.display.numbers import exact
 from param_decomp_lab.display.tables import plain_table
 
 HEIGHT = 2
-"""Lines of a curve; one that stays where it is takes a single line."""
+"""Lines per curve; a constant one takes a single line."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """``begins``: the first step at which it matters."""
+    """A scheduled quantity. ``begins``: the first step at which it is used."""
 
     name: str
     value: Schedule | Anneal
@@ -33,7 +33,7 @@ class Course:
 
 
 def courses(spec: Decomposition) -> list[Course]:
-    """Learning rates, then what the importance terms anneal; an exponent that stays is none of them."""
+    """Learning rates, then annealed parameters of importance terms; constant exponents are left out."""
     found = [
         Course("components lr", spec.components_optimizer.schedule),
         Course("CI function lr", spec.ci_optimizer.schedule),
@@ -64,5 +64,5 @@ def schedules_table(spec: Decomposition, width: int) -> Table:
 
 
 def _rounded(value: float) -> float:
-    """Without the digits that fp32 does not have."""
+    """Rounded to the precision of fp32."""
     return float(f"{value:.5g}")

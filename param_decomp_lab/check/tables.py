@@ -1,4 +1,4 @@
-"""What `pd check` prints, table by table."""
+"""Tables that `pd check` prints: sites, loss terms, training state."""
 
 from collections.abc import Iterable
 from math import prod

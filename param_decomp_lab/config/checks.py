@@ -1,4 +1,4 @@
-"""What cannot be seen in one key alone: rules between keys and files, what is not supported yet, and warnings."""
+"""Checks that involve several keys or both files: errors, unsupported combinations, and warnings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,21 +22,24 @@ from param_decomp_lab.config.strict import Mistake, Strict
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
-    "tms": ("linear1", "linear2", *(f"hidden_layers.{n}" for n in range(10))),
-    "resid_mlp": tuple(f"layers.{n}.{kind}" for n in range(20) for kind in ("mlp_in", "mlp_out")),
+    "tms": ("linear1", "linear2", "hidden_layers.{layer}"),
+    "resid_mlp": ("layers.{layer}.mlp_in", "layers.{layer}.mlp_out"),
 }
-"""Modules that a toy may have; enough of them to tell what a pattern means."""
+"""Names of the modules of each toy."""
+_TOY_LAYERS = range(100)
+"""Layer numbers tried for ``{layer}``."""
 _NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
-"""Metrics that switch on one feature at a time."""
+"""Metrics that evaluate the model with one feature active at a time."""
 
 
 def infer_toy(patterns: Sequence[str]) -> Experiment | None:
-    """The toy whose modules the patterns name; None if they name none, or could be of either."""
+    """The toy whose modules every pattern matches; None if neither or both qualify."""
 
-    def named(modules: tuple[str, ...]) -> bool:
+    def all_match(templates: tuple[str, ...]) -> bool:
+        modules = {template.format(layer=layer) for template in templates for layer in _TOY_LAYERS}
         return all(any(matches_module(pattern, module) for module in modules) for pattern in patterns)
 
-    found = [toy for toy, modules in _TOY_MODULES.items() if named(modules)]
+    found = [toy for toy, templates in _TOY_MODULES.items() if all_match(templates)]
     return found[0] if len(found) == 1 else None
 
 
@@ -52,7 +55,7 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
 
 
 def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
-    """Mistakes in the wrapper, given the schema file."""
+    """Yields mistakes in the wrapper, given the schema file."""
     parts, devices = wrapper.memory.micro_batches, wrapper.mesh.batch_devices
     for section in (method.pd, method.eval):
         if section is not None and section.batch_size % devices == 0 and section.batch_size // devices % parts:
@@ -77,7 +80,7 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
 
 
 def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
-    """Mistakes in the schema file, given the wrapper."""
+    """Yields mistakes in the schema file, given the wrapper."""
     yield from _unsupported(method)
     yield from _metric_mistakes(method)
     yield from _batch_mistakes(wrapper, method)
@@ -102,18 +105,18 @@ def _metric_mistakes(method: MethodFile) -> Iterator[Mistake]:
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         key, kind = f"eval.metrics.{n}.type", getattr(metric, "type", "")
         if any(_one_output(metric, other) for other in seen):
-            yield Mistake(key, f"{kind} is asked for twice under the same keys; keep one")
+            yield Mistake(key, f"{kind} is listed twice and would log the same keys; keep one")
         seen.append(metric)
         if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
-            yield Mistake(key, f"{kind} needs a toy, whose features can be switched on one at a time; remove it")
+            yield Mistake(key, f"{kind} needs a toy, where single features can be activated; remove it")
         if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
             yield Mistake(key, f"{kind} is for language models; remove it")
         if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
-            yield Mistake(key, f"{kind} has neither identity_ci nor dense_ci and so measures nothing; give one")
+            yield Mistake(key, f"{kind} has neither identity_ci nor dense_ci, so it measures nothing; give one of them")
 
 
 def _takes_roots(loss: Strict) -> bool:
-    """Whether some step takes υ to a power that is not an integer."""
+    """Whether the loss raises υ to a non-integer power at any step."""
     if not isinstance(loss, ImportanceMinimalityLoss) or loss.penalty != "lp":
         return False
     anneals = loss.p_anneal_final_p is not None and loss.p_anneal_start_frac < 1
@@ -121,7 +124,7 @@ def _takes_roots(loss: Strict) -> bool:
 
 
 def _one_output(a: Strict, b: Strict) -> bool:
-    """Whether two metrics would write the same keys; losses have names of their own."""
+    """Whether two metrics would log the same keys; losses are distinguished by name instead."""
     if type(a) is not type(b) or isinstance(a, Loss):
         return False
     return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
@@ -178,7 +181,7 @@ def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mist
 
 
 def warnings(wrapper: Wrapper, method: MethodFile) -> tuple[str, ...]:
-    """What is valid and probably not meant, one line each, beginning with the key."""
+    """Settings that are valid but probably unintended: one line each, starting with the key."""
     return tuple(_warnings(wrapper, method))
 
 
@@ -214,7 +217,7 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
 
 
 def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
-    """The largest part of the state is split by component, or else not at all."""
+    """Warns where V, U and their moments cannot be sharded: they are sharded over components or not at all."""
     parts = wrapper.mesh.fsdp * wrapper.mesh.tensor
     for name in ("decomposition_targets", "identity_decomposition_targets"):
         for n, target in enumerate(getattr(method.pd, name) or ()):

@@ -1,4 +1,4 @@
-"""The configuration in the core's own terms: every class becomes the point of docs/semantics.md it names."""
+"""Converts a configuration to the types of the core (`param_decomp_jax`); rule ids refer to docs/semantics.md."""
 
 from typing import Literal, assert_never
 
@@ -15,7 +15,7 @@ Sources = masks.Stochastic | masks.Constant | adversary.FreshAttack | adversary.
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
-    """What the core needs to know of a run, sites and target apart."""
+    """The core's description of a run, without its sites and target."""
     pd = config.method.pd
     terms = zip(pd.loss_metrics, term_names(pd.loss_metrics), strict=True)
     return state.Decomposition(

@@ -1,4 +1,4 @@
-"""The LOSS, SCHEDULE and ROUTING tables of the torch schema. A class bears the `type` that it stands for."""
+"""The LOSS, SCHEDULE and ROUTING tables of the torch schema. Each class is named after its `type`."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule_error
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
-"""A slash would part metric keys and the paths of a checkpoint."""
+"""No slashes: names become parts of metric keys and of paths in a checkpoint."""
 
 
 class ScheduleConfig(Strict):
@@ -39,7 +39,7 @@ Routing = Annotated[UniformKSubsetRouting | StaticProbabilityRouting, Field(disc
 
 
 class Loss(Strict):
-    """What every LOSS has. ``coeff`` is required in `pd.loss_metrics` and absent in `eval.metrics`."""
+    """Keys that every LOSS has. ``coeff`` is required in `pd.loss_metrics` and absent in `eval.metrics`."""
 
     type: str
     coeff: float | None = None
@@ -105,7 +105,7 @@ class FrequencyConfig(Strict):
 
 
 class ImportanceMinimalityLoss(Loss):
-    """L2, L4. ``penalty``, ``gamma`` and ``frequency`` are ours; smooth_l0 has a gamma, and no p."""
+    """L2, L4. ``penalty``, ``gamma`` and ``frequency`` extend the torch schema; smooth_l0 uses gamma instead of p."""
 
     type: Literal["ImportanceMinimalityLoss"]
     pnorm: Positive
@@ -242,11 +242,11 @@ AnyLoss = (
 
 
 REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
-"""Types of the torch project that are refused by name."""
+"""Types of the torch project that are not supported."""
 
 
 def not_refused(raw: Any) -> Any:
-    """An entry as it is given, unless its type is one of `REFUSED`."""
+    """Returns an entry unchanged. Raises if its type is one of `REFUSED`."""
     if isinstance(raw, dict) and raw.get("type") in REFUSED:
         instead = "CIHiddenActsReconLoss and StochasticHiddenActsReconLoss measure the sites' outputs"
         raise rule_error(("type", f"'{raw['type']}' is not supported; remove this entry ({instead})"))

@@ -1,4 +1,4 @@
-"""The wrapper's `memory` section: a preset, any part of which can be replaced."""
+"""The wrapper's `memory` section: a preset whose settings can be overridden one by one."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -32,14 +32,14 @@ OptimizerName = Literal["adamw", "lion", "adafactor"]
 
 
 class Optimizers(Strict):
-    """Which optimiser takes the place of AdamW (T1), with the schema file's learning rates, betas and decay."""
+    """The optimiser used instead of AdamW (T1), with the schema file's learning rates, betas and weight decay."""
 
     components: OptimizerName = "adamw"
     ci_fn: OptimizerName = "adamw"
 
 
 class Memory(Strict):
-    """``preset``: null as `remat_recon_forwards` says. Every other key that is given replaces the preset's choice."""
+    """Memory settings. ``preset``: if null, `remat_recon_forwards` decides. Every other key overrides the preset."""
 
     preset: Preset | None = None
     save: Names = ()
@@ -72,15 +72,15 @@ class Memory(Strict):
         for name in INTERMEDIATES:
             keys = [key for key, names in lists.items() if name in names]
             if len(keys) > 1:
-                raise rule_error((keys[1], f"'{name}' stands in {' and in '.join(keys)}; keep one"))
+                raise rule_error((keys[1], f"'{name}' is listed in {' and in '.join(keys)}; keep one"))
         can = (*(name for name in INTERMEDIATES if name in OFFLOADABLE), *STATE_PARTS)
         held = [name for name in self.offload if name not in can]
         if held:
-            raise rule_error(("offload", f"'{held[0]}' cannot wait in host memory; these can: {', '.join(can)}"))
+            raise rule_error(("offload", f"'{held[0]}' cannot be kept in host memory; these can: {', '.join(can)}"))
         return self
 
     def resolved(self, preset: Preset) -> "Memory":
-        """The same with every choice written out, those of ``preset`` where none was given."""
+        """A copy with every setting explicit, taken from ``preset`` where none was given."""
         policy = self.policy(preset)
         chosen = {name: getattr(policy, name) for name in _CHOICES}
         return Memory(
@@ -98,7 +98,7 @@ class Memory(Strict):
         return frozenset((*policy.offload, *policy.offload_state))
 
     def policy(self, preset: Preset) -> MemoryPolicy:
-        """What the core is told: ``preset`` with the keys that were given in its place."""
+        """The core's memory policy: ``preset`` with the given keys overridden."""
         base = PRESETS[preset]
         moved: frozenset[Any] = frozenset((*self.save, *self.offload, *self.recompute))
         given: dict[str, Any] = {name: getattr(self, name) for name in _CHOICES if name in self.model_fields_set}
@@ -114,7 +114,7 @@ _CHOICES = (
     *("layers", "layer_group", "component_block", "token_block", "vocabulary_block"),
     *("attention", "micro_batches", "donate", "xla_remat"),
 )
-"""Keys that are fields of `MemoryPolicy` as they stand."""
+"""Keys that are fields of `MemoryPolicy` under the same name."""
 
 
 def _names(given: tuple[str, ...]) -> tuple[Intermediate, ...]:

@@ -1,4 +1,4 @@
-"""The torch schema, key for key (docs/configuration.md), with the rules that one file can be held to by itself."""
+"""The torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
 
 from typing import Annotated, Literal
 
@@ -37,7 +37,7 @@ class LayerwiseCI(Strict):
     @model_validator(mode="after")
     def _hidden(self) -> "LayerwiseCI":
         if not self.hidden_dims and self.fn_type != "shared_mlp":
-            rule = f"{self.fn_type} needs a hidden layer, only shared_mlp can do without"
+            rule = f"{self.fn_type} needs at least one hidden layer; only shared_mlp may have none"
             raise rule_error(("hidden_dims", f"is empty; {rule}"))
         return self
 
@@ -98,7 +98,7 @@ class OptimizerConfig(Strict):
 
 
 class PDConfig(Strict):
-    """`pd`: the method. ``batch_size`` is global; ``n_mask_samples`` counts the draws of the stochastic losses."""
+    """The `pd` section: the method. ``batch_size`` is global; ``n_mask_samples``: draws per stochastic loss."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     n_mask_samples: Count
@@ -205,7 +205,7 @@ class ToyData(Strict):
     data_generation_type: Literal["at_least_zero_active", "exactly_one_active"] = "at_least_zero_active"
 
 
-class _TorchFile(Strict):
+class _MethodFile(Strict):
     pd: PDConfig
     runtime: RuntimeConfig = RuntimeConfig()
     cadence: CadenceConfig
@@ -213,14 +213,14 @@ class _TorchFile(Strict):
     wandb: WandbConfig | None = None
 
 
-class LanguageModelFile(_TorchFile):
+class LanguageModelFile(_MethodFile):
     """A schema file whose target has a ``spec``."""
 
     target: LanguageModelTarget
     data: LanguageModelData
 
 
-class ToyFile(_TorchFile):
+class ToyFile(_MethodFile):
     """A schema file for TMS or ResidMLP."""
 
     target: ToyTarget

@@ -1,4 +1,4 @@
-"""The METRIC table of the torch schema: any LOSS without a coefficient, and what is only measured."""
+"""The METRIC table of the torch schema: any LOSS without a coefficient, and metrics that are not losses."""
 
 from typing import Annotated, Literal
 
@@ -81,7 +81,7 @@ OnlyMeasured = (
 def _without_coefficient(metric: Strict) -> Strict:
     if isinstance(metric, Loss) and metric.coeff is not None:
         raise rule_error(
-            ("coeff", f"is {metric.coeff}, but a metric is reported as it is; remove it or set it to null")
+            ("coeff", f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null")
         )
     return metric
 

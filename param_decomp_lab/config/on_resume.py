@@ -1,4 +1,4 @@
-"""What a run may be told anew when it goes on: what changes none of its numbers, up to the order of sums."""
+"""Settings that may change when a run is resumed: those that affect no results, up to the order of summation."""
 
 from collections.abc import Iterable
 
@@ -6,33 +6,33 @@ from param_decomp_lab.config.resolve import RunConfig, difference
 from param_decomp_lab.errors import UserError
 
 MAY_CHANGE: dict[str, str] = {
-    "mesh": "on which devices",
+    "mesh": "devices",
     "memory": "what is kept and recomputed",
-    "remat_recon_forwards": "the same in one word",
-    "steps_per_dispatch": "how many steps are started at once",
-    "data.train": "where the same data lies now",
-    "data.eval": "where the same data lies now",
-    "data.data_files": "where the same data lies now",
-    "target.folder": "where the same weights lie now",
-    "target.pretrain": "where the recipe of the same weights lies now",
-    "target.spec.model_name": "where the same weights lie now",
-    "out_dir": "where the run folder lies now",
+    "remat_recon_forwards": "shorthand for a memory preset",
+    "steps_per_dispatch": "steps per dispatch",
+    "data.train": "new location of the same data",
+    "data.eval": "new location of the same data",
+    "data.data_files": "new location of the same data",
+    "target.folder": "new location of the same weights",
+    "target.pretrain": "new location of the recipe of the same weights",
+    "target.spec.model_name": "new location of the same weights",
+    "out_dir": "new location of the run folder",
     "cadence.save_every": "when checkpoints are saved",
-    "cadence.keep_last_n_checkpoints": "which of them stay",
-    "milestones": "which of them stay",
-    "run_name": "what people call it",
+    "cadence.keep_last_n_checkpoints": "which checkpoints are kept",
+    "milestones": "which checkpoints are kept",
+    "run_name": "name of the run",
     "wandb": "tracking",
     "wandb_group": "tracking",
     "wandb_tags": "tracking",
 }
-"""Keys, or sections as a whole, and what they are about."""
+"""Keys and whole sections that may change, with what they control."""
 
 MUST_NOT = ("memory.state_dtypes", "memory.optimizers")
-"""Within them: what does change numbers."""
+"""Exceptions within `MAY_CHANGE`: these affect results."""
 
 
 SECTIONS = ("data", "target")
-"""As keys, sections of the wrapper that were null or are it now. Fingerprints tell whether data and weights changed."""
+"""Sections that may also appear or disappear as a whole; fingerprints detect changed data or weights."""
 
 
 def may_change(key: str) -> bool:
@@ -43,16 +43,18 @@ def may_change(key: str) -> bool:
 
 
 def allowed_changes(saved: RunConfig, now: RunConfig, what: str) -> list[str]:
-    """What ``now`` changes, as lines `key: old -> new`. UserError if anything that makes another run of it is among
-    them; ``what`` was made with ``saved``, for the message."""
+    """The differences between ``saved`` and ``now``, as lines `key: old -> new`.
+
+    ``what``: names in the message what was made with ``saved``. UserError if a difference affects results.
+    """
     changes = difference(saved, now)
     refused = [line for line in changes if not may_change(line.partition(":")[0])]
     if refused:
         lines = "\n  ".join(refused)
         keys = ", ".join(key for key in MAY_CHANGE)
         raise UserError(
-            f"{what} was made with another configuration; a run that goes on must not change it:\n  {lines}\n"
-            f"These may change, since no number depends on them: {keys} (of memory all but state_dtypes and "
-            "optimizers). For another run from what this one has learned, give a new configuration init_from: RUN"
+            f"{what} was made with another configuration; a resumed run must not change:\n  {lines}\n"
+            f"These may change, since they affect no results: {keys} (of memory all but state_dtypes and "
+            "optimizers). To start a new run from the parameters of this one, set init_from: RUN in a new configuration"
         )
     return changes

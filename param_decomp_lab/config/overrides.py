@@ -1,4 +1,4 @@
-"""`--set a.b=c`: single keys of the wrapper or of the schema file replaced from the command line, before validation."""
+"""`--set a.b=c`: overrides single keys of the wrapper or the schema file before validation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SHARED: dict[str, type[Strict]] = {"data": DataFolders, "target": TargetSource}
 
 @dataclass(frozen=True)
 class Override:
-    """One assignment: where, what, and how it was written."""
+    """One `--set` assignment: key path, value, and its original text."""
 
     path: tuple[str, ...]
     value: Any
@@ -25,7 +25,7 @@ class Override:
 
     @property
     def is_for_wrapper(self) -> bool:
-        """Keys are resolved against the wrapper first, so `data.train` is the wrapper's, `data.max_seq_len` is not."""
+        """Whether the key is the wrapper's: `data.train` is, `data.max_seq_len` is the schema file's."""
         first, *rest = self.path
         if first in _SHARED:
             return not rest or rest[0] in _SHARED[first].model_fields
@@ -33,7 +33,7 @@ class Override:
 
 
 def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
-    """The assignments, their values read as YAML and their first key checked."""
+    """Parses assignments. Values are YAML. UserError for an unknown first key."""
     return tuple(map(_parse, texts))
 
 
@@ -49,7 +49,7 @@ def _parse(text: str) -> Override:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """``raw`` with the assignments made, later ones last. ``raw`` itself stays: YAML aliases share parts of it."""
+    """A copy of ``raw`` with the assignments applied in order; ``raw`` is not modified (YAML aliases share parts)."""
     for override in overrides:
         raw = _replaced(raw, override.path, override)
     return raw
@@ -76,5 +76,5 @@ def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:
 
 
 def override_source(file: Path, overrides: Sequence[Override]) -> ConfigSource:
-    """``file`` with the assignments made on it, for error messages."""
+    """``file`` and the assignments applied to it, for error messages."""
     return ConfigSource(str(file), tuple((".".join(override.path), override.text) for override in overrides))

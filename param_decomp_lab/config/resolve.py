@@ -1,4 +1,4 @@
-"""A wrapper and its schema file as one validated configuration; saved, read back, and compared."""
+"""Loads a wrapper and its schema file as one validated configuration; saves, reads and compares configurations."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from param_decomp_lab.errors import UserError
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run was told, valid in itself.
+    """The complete, validated configuration of a run.
 
-    ``wrapper``: paths made relative to where one stands, memory preset chosen. ``torch``: the schema file.
-    ``ignored``: dotted keys that were given and have no meaning here. ``warnings``: what is
-    valid and probably not meant.
+    ``wrapper``: with paths relative to the current folder and the memory preset chosen. ``method``: the schema file.
+    ``ignored``: dotted keys that were given but have no effect here. ``warnings``: settings that are valid but
+    probably unintended.
     """
 
     wrapper: Wrapper
@@ -43,24 +43,24 @@ class RunConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for people, to be shown before anything is done: `warnings`, and what is `ignored`."""
+        """Lines to print before a run starts: `warnings`, and the `ignored` keys."""
         return (
             *self.warnings,
-            *([f"accepted, without meaning here: {', '.join(self.ignored)}"] if self.ignored else ()),
+            *([f"accepted, without effect here: {', '.join(self.ignored)}"] if self.ignored else ()),
         )
 
     def with_run_id(self, run_id: str) -> "RunConfig":
-        """The same run under the id it was given."""
+        """A copy with ``run_id`` set."""
         return replace(self, wrapper=self.wrapper.model_copy(update={"run_id": run_id}))
 
     def with_overrides(self, overrides: Sequence[str]) -> "RunConfig":
-        """A run's configuration with `--set` assignments; relative paths are from where one stands."""
+        """A copy with `--set` assignments applied; relative paths refer to the current folder."""
         assignments = parse_overrides(overrides)
         wrapper, method = self.wrapper.model_dump(mode="json"), self.method.model_dump(mode="json")
         if any(override.path[0] == "memory" for override in assignments):
             del wrapper["remat_recon_forwards"]  # follows from the preset
         if any(override.path == ("memory", "preset") for override in assignments):
-            # Written out, every choice of the old preset would stand in the way of the new one's.
+            # The explicit settings of the old preset would override those of the new one.
             wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
         for_wrapper = [override for override in assignments if override.is_for_wrapper]
         for_method = [override for override in assignments if not override.is_for_wrapper]
@@ -73,18 +73,18 @@ class RunConfig:
         return replace(config, ignored=self.ignored)
 
     def to_yaml(self) -> str:
-        """The whole configuration in one document, every default written out; `from_yaml` reads it back equal."""
+        """The whole configuration as one YAML document with all defaults; `from_yaml` reads it back equal."""
         parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.method.model_dump(mode="json")}
         return dump_yaml({**parts, "ignored": list(self.ignored), "notes": list(self.warnings)})
 
     @classmethod
     def from_yaml(cls, path: Path) -> "RunConfig":
-        """The configuration that a run saved."""
+        """Reads the configuration that a run saved."""
         return cls.from_mapping(read_mapping(path, "the configuration of a run"), str(path))
 
     @classmethod
     def from_mapping(cls, raw: dict[str, Any], where: str) -> "RunConfig":
-        """As `from_yaml`, from what the YAML says; ``where`` it was found, for errors."""
+        """As `from_yaml`, from parsed YAML. ``where``: its origin, for errors."""
         for key in ("wrapper", "torch"):
             if not isinstance(raw.get(key), dict):
                 raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper and torch")
@@ -94,7 +94,7 @@ class RunConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that the wrapper ``path`` describes, with `--set` assignments ``overrides`` such as `pd.steps=100`."""
+    """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied."""
     assignments = parse_overrides(overrides)
     for_wrapper = [override for override in assignments if override.is_for_wrapper]
     for_method = [override for override in assignments if not override.is_for_wrapper]
@@ -124,7 +124,7 @@ def _configuration(
 def _schema(
     wrapper: Wrapper, raw: dict[str, Any], method_source: ConfigSource
 ) -> type[LanguageModelFile] | type[ToyFile]:
-    """A file with target.spec is a language model's; a toy is named by the wrapper or known by its patterns."""
+    """The schema that the file follows. A toy is named by the wrapper, or inferred from its module patterns."""
     target = raw.get("target")
     if isinstance(target, dict) and "spec" in target:
         return LanguageModelFile
@@ -132,15 +132,15 @@ def _schema(
         if isinstance(target, dict) and "run_path" in target:
             advice = "give the wrapper experiment: tms or resid_mlp"
             raise method_source.error(
-                [Mistake("pd.decomposition_targets", f"could be of either toy, or of none; {advice}")]
+                [Mistake("pd.decomposition_targets", f"match the modules of both toys or of neither; {advice}")]
             )
-        otherwise = "a toy is known by its patterns or by the wrapper's experiment: tms or resid_mlp"
+        otherwise = "a toy is inferred from its patterns, or named by the wrapper's experiment: tms or resid_mlp"
         raise method_source.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
     return ToyFile
 
 
 def _patterns(pd: Any) -> list[str]:
-    """Of a `pd` section that nobody has checked yet."""
+    """Module patterns of a `pd` section that is not validated yet."""
     sections = ("decomposition_targets", "identity_decomposition_targets")
     lists = [pd.get(key) for key in sections] if isinstance(pd, dict) else []
     entries = [entry for found in lists if isinstance(found, list) for entry in found]
@@ -148,7 +148,7 @@ def _patterns(pd: Any) -> list[str]:
 
 
 def _without_meaning(model: BaseModel, above: str = "") -> Iterator[tuple[str, bool]]:
-    """Dotted keys marked (n), and whether they were given."""
+    """Yields the dotted keys marked `NO_MEANING`, and whether each was given."""
     for key, value in model:
         if isinstance(value, Strict):
             yield from _without_meaning(value, f"{above}{key}.")
@@ -157,9 +157,9 @@ def _without_meaning(model: BaseModel, above: str = "") -> Iterator[tuple[str, b
 
 
 def difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """What ``new`` changes, as lines `key: old -> new` with keys as `--set` takes them.
+    """The differences from ``old`` to ``new``, as lines `key: old -> new` with keys as `--set` takes them.
 
-    The run id, where the schema file lies, and the keys without meaning are no part of what a run does.
+    The run id, the path of the schema file and the keys without effect are not compared.
     """
     before, after = _leaves(old), _leaves(new)
     keys = [*before, *(key for key in after if key not in before)]

@@ -1,4 +1,4 @@
-"""Which modules of a target are decomposed: the patterns of `decomposition_targets` against its module names."""
+"""Matches the patterns of `decomposition_targets` against the module names of a target."""
 
 import difflib
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def match_sites(
 
 
 def matches_module(pattern: str, name: str) -> bool:
-    """Whether an fnmatch pattern, with or without `model.`, names the module ``name`` (without)."""
+    """Whether an fnmatch pattern, with or without `model.`, matches the module ``name`` (without `model.`)."""
     return fnmatchcase(name, pattern) or fnmatchcase(_PREFIX + name, pattern)
 
 

@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of: frozen models without unknown keys, and errors people can act on."""
+"""Base classes of the configuration: frozen models that refuse unknown keys, and errors that say how to fix them."""
 
 import difflib
 import json
@@ -21,16 +21,16 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 NO_MEANING = object()
-"""Marks a key (n) of the torch schema: accepted, listed by `pd check`, without effect."""
+"""Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
 
 
 class Strict(BaseModel):
-    """A mapping of the configuration. An int will do for a float; nothing else is converted."""
+    """Base class of a mapping in the configuration. Ints are accepted as floats; nothing else is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     later: ClassVar[frozenset[str]] = frozenset()
-    """Keys that a later release brings: refused by name until then."""
+    """Keys planned for a later release: refused by name until then."""
 
     @model_validator(mode="before")
     @classmethod
@@ -49,7 +49,7 @@ class Strict(BaseModel):
 
 
 def nearest(wrong: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'? (valid: …)`, however far off ``wrong`` is."""
+    """The text `did you mean 'x'? (valid: …)` with the valid name most similar to ``wrong``."""
     names = sorted(valid)
     assert names
     (best,) = difflib.get_close_matches(wrong, names, n=1, cutoff=0.0)
@@ -57,14 +57,14 @@ def nearest(wrong: str, valid: Iterable[str]) -> str:
 
 
 def rule_error(*mistakes: tuple[str, str]) -> PydanticCustomError:
-    """A validator's error: pairs of a key (below the value at hand; "" for itself) and what is wrong with it."""
+    """The error that a validator raises, from pairs of a key (relative to the model; "" for itself) and a message."""
     text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
     return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake: dotted path of the key, and what is wrong and what would be right."""
+    """A mistake in the configuration: dotted path of the key, and a message that says how to fix it."""
 
     key: str
     message: str
@@ -72,17 +72,17 @@ class Mistake:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where configuration came from: a file, and the `--set` assignments (dotted path, text) made on it."""
+    """Origin of a configuration: a file, and the `--set` assignments (dotted path, text) applied to it."""
 
     file: str
     assignments: tuple[tuple[str, str], ...] = ()
 
     def error(self, mistakes: Sequence[Mistake]) -> UserError:
-        """All mistakes, one line each."""
+        """An error that lists all mistakes, one per line."""
         return UserError("\n".join(map(self.line, mistakes)))
 
     def line(self, mistake: Mistake) -> str:
-        """File, the last assignment that touches the key if there is one, key, message."""
+        """One line: file, the last assignment that affects the key (if any), key, message."""
         texts = [text for path, text in self.assignments if _touches(path, mistake.key)]
         by = f" with --set {texts[-1]}" if texts else ""
         key = f"{mistake.key}: " if mistake.key else ""
@@ -97,7 +97,7 @@ Model = TypeVar("Model", bound=Strict)
 
 
 def validate(model: type[Model], raw: object, source: ConfigSource) -> Model:
-    """``raw`` as a ``model``, or a UserError that lists everything wrong with it."""
+    """``raw`` as a ``model``. UserError listing all mistakes if it is not valid."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def _mistakes(details: ErrorDetails, raw: object) -> Iterator[Mistake]:
 
 
 def _path(location: tuple[int | str, ...], raw: object) -> Iterator[str]:
-    """Pydantic's location without the tags of unions, which are no keys of the file."""
+    """Pydantic's location without the tags of unions, which are not keys of the file."""
     for part in location:
         inside = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, dict) else ()
         if part in inside:

@@ -1,4 +1,4 @@
-"""The wrapper YAML: one run, as a schema file of the torch project and what such a file cannot say."""
+"""The wrapper YAML: a run, described by a schema file of the torch project plus the settings that file lacks."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ Experiment = Literal["tms", "resid_mlp"]
 
 
 class Mesh(Strict):
-    """Devices: replica × fsdp × tensor. The batch is split over the first two, the state over the last two."""
+    """Device mesh, replica × fsdp × tensor: shards the batch over the first two axes, the state over the last two."""
 
     replica: Count = 1
     fsdp: Count = 1
@@ -32,14 +32,14 @@ class Mesh(Strict):
 
 
 class DataFolders(Strict):
-    """Folders of Parquet shards in place of what the schema file's `data` names."""
+    """Folders of Parquet shards used instead of the schema file's `data`."""
 
     train: FilePath
     eval: FilePath
 
 
 class TargetSource(Strict):
-    """Where the target's weights come from: a folder, or (toys) a recipe to pretrain one."""
+    """Source of the target's weights: a folder, or (toys) a recipe to pretrain it."""
 
     folder: FilePath | None = None
     pretrain: FilePath | None = None
@@ -66,10 +66,10 @@ Milestones = Annotated[
 
 
 class Wrapper(Strict):
-    """A run. ``milestones``: steps whose checkpoints are never deleted; ``out_dir`` is relative to where one stands.
+    """A run. ``milestones``: steps whose checkpoints are never deleted. ``out_dir``: relative to the current folder.
 
-    ``steps_per_dispatch``: how many steps are started at once; no number depends on it. ``init_from``: a run, or
-    RUN@STEP, that this one begins with.
+    ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_from``: RUN or RUN@STEP whose
+    parameters this run starts from.
     """
 
     torch_config: FilePath
@@ -90,7 +90,7 @@ class Wrapper(Strict):
 
     @property
     def parent(self) -> tuple[Path, int | None] | None:
-        """The run folder that `init_from` names, and the step; None for its newest checkpoint."""
+        """Run folder and step of `init_from`; step None means the newest checkpoint. None without `init_from`."""
         if self.init_from is None:
             return None
         run, at, step = self.init_from.rpartition("@")
@@ -105,8 +105,7 @@ class Wrapper(Strict):
         return self
 
     def resolved(self) -> "Wrapper":
-        """The same run with its memory preset chosen, `remat_recon_forwards` agreeing with it, and the path of its
-        parent made absolute."""
+        """A copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute `init_from`."""
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
         update = {"memory": self.memory.resolved(preset), "remat_recon_forwards": preset != "plain"}
         if self.parent is not None:
@@ -115,7 +114,7 @@ class Wrapper(Strict):
         return self.model_copy(update=update)
 
     def relative_to(self, folder: Path) -> "Wrapper":
-        """The same run with the paths that were relative to ``folder``, the wrapper's own, made absolute."""
+        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative."""
 
         def below(part: Strict | None) -> Strict | None:
             paths = {key: _absolute(folder / path) for key, path in part or () if path is not None}
@@ -129,7 +128,7 @@ class Wrapper(Strict):
         return self.model_copy(update=update)
 
     def is_milestone(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is never deleted."""
+        """Whether the checkpoint of ``step`` is kept forever."""
         match self.milestones:
             case MilestonesEvery(every=every):
                 return step % every == 0
@@ -138,12 +137,12 @@ class Wrapper(Strict):
 
 
 def _absolute(path: Path) -> Path:
-    # Without following links: a link that is moved later still means what was written.
+    # Does not follow symbolic links, so that a link changed later still takes effect.
     return Path(os.path.abspath(path))
 
 
 def _contradicts(preset: Preset, implied: Preset) -> bool:
-    """Whether `remat_recon_forwards` says another thing: it knows only whether something is recomputed."""
+    """Whether a preset contradicts `remat_recon_forwards`, which only says whether anything is recomputed."""
     return (preset == "plain") != (implied == "plain")
 
 

@@ -1,4 +1,4 @@
-"""YAML in and out: floats as people write them, no key twice, and errors that give file and line."""
+"""Reads and writes YAML: accepts floats such as 5e-5, refuses duplicate keys, reports errors with file and line."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader with YAML 1.2's floats, which refuses a key given twice."""
+    """A safe loader with YAML 1.2's floats that refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -41,22 +41,22 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def parse_yaml(text: str, place: str) -> Any:
-    """The value of a YAML text; ``place`` names it in errors."""
+def parse_yaml(text: str, name: str) -> Any:
+    """Parses a YAML text. ``name``: of the text, for errors."""
     try:
         loader = _Loader(text)
-        loader.name = place
+        loader.name = name
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{place}{line}: not valid YAML: {error.problem or error.context}") from error
+        raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{place}: not valid YAML: {error}") from error
+        raise UserError(f"{name}: not valid YAML: {error}") from error
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in the YAML file ``path``; ``what`` the file is, for errors."""
+    """Reads the mapping in the YAML file ``path``. ``what``: description of the file, for errors."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -71,5 +71,5 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def dump_yaml(value: object) -> str:
-    """YAML text that ``parse_yaml`` reads back equal, in ASCII: PyYAML would take U+0085 for the end of a line."""
+    """YAML text that ``parse_yaml`` reads back equal. ASCII only: PyYAML treats U+0085 as a line break."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)

@@ -1,4 +1,4 @@
-"""Terms, metrics and targets in a few words."""
+"""Short descriptions of loss terms, CI functions, memory policies and paths, for printing."""
 
 import os
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from param_decomp_lab.display.numbers import exact
 
 
 def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
-    """What a term computes. ``n_sites``: None where the target is not known."""
+    """Describes what a term computes. ``n_sites``: None if the target is unknown."""
     match term:
         case Faithfulness():
             return "mean squared entry of W − V U"
@@ -147,13 +147,13 @@ def describe_ci(ci: CIConfig) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the current folder where that is shorter."""
+    """The path, relative to the current folder if that is shorter."""
     relative = os.path.relpath(path)
     return min(str(path), relative, key=len)
 
 
 def describe_memory(preset: str, policy: MemoryPolicy) -> str:
-    """What a policy keeps, and what it does block by block; the presets' usual choices are left out."""
+    """Describes what a policy keeps and what it computes in blocks; settings at their defaults are left out."""
     kept = [name for name in INTERMEDIATES if name in policy.save]
     summary = [f"{preset}: everything kept" if len(kept) == len(INTERMEDIATES) else f"{preset}: keeps {_listed(kept)}"]
     offloaded = [*(name for name in INTERMEDIATES if name in policy.offload), *sorted(policy.offload_state)]

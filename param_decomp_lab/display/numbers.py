@@ -1,10 +1,10 @@
-"""Numbers as a reader wants them: three digits, no needless zeros."""
+"""Formats numbers for people: three significant digits, no superfluous zeros."""
 
 from math import isfinite
 
 
 def number(value: float | None) -> str:
-    """``0.0123``, ``12.3``, ``12,345``, ``1.23e-05``; ``–`` for nothing, ``NaN`` and ``∞`` by name."""
+    """``0.0123``, ``12.3``, ``12,345``, ``1.23e-05``; ``–`` for None, ``NaN``, ``∞``."""
     if value is None:
         return "–"
     if not isfinite(value):
@@ -21,7 +21,7 @@ def number(value: float | None) -> str:
 
 
 def exact(value: float | None) -> str:
-    """A number that a person chose, as they wrote it: ``0.003``, ``1``, ``100,000``, ``1e7``."""
+    """A number from a configuration, as a person would write it: ``0.003``, ``1``, ``100,000``, ``1e7``."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e7:

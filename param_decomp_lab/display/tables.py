@@ -1,11 +1,11 @@
-"""Tables on the terminal, alike everywhere."""
+"""The one style of table that all commands print."""
 
 from rich import box
 from rich.table import Table
 
 
 def plain_table(title: str, *columns: tuple[str, str]) -> Table:
-    """A table without a body. ``columns``: heading, and ``left``, ``right``, or ``wrap`` (left, may take lines)."""
+    """An empty table. ``columns``: heading, and ``left``, ``right``, or ``wrap`` (left-aligned, lines may wrap)."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title)
     )

@@ -1,4 +1,4 @@
-"""Jinja templates beside the module that fills them in; a value that is missing is an error, never a gap."""
+"""Jinja templates stored beside the module that renders them; an undefined variable is an error."""
 
 from pathlib import Path
 
@@ -6,7 +6,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def templates_beside(module: str, *, html: bool = True) -> Environment:
-    """``module``: its ``__file__``. Text that is not ``html`` is not escaped, and keeps its last newline."""
+    """An environment for the templates in the folder of ``module`` (a ``__file__``).
+
+    ``html``: escape values. Otherwise nothing is escaped, and a template keeps its trailing newline.
+    """
     return Environment(
         loader=FileSystemLoader(Path(module).parent),
         autoescape=html,

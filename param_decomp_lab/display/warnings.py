@@ -1,4 +1,4 @@
-"""What people should know before something long is begun, in one form wherever it is told."""
+"""Warnings and notes printed before a run starts, in the same form for every command."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,6 @@ from rich.text import Text
 
 
 def print_warnings(lines: Iterable[str], console: Console, label: str = "note", wrap: bool = False) -> None:
-    """A line each, the same one only once. ``wrap``: broken where the console ends, as tables are."""
+    """Prints each distinct line once, after ``label``. ``wrap``: wrap lines at the width of the console."""
     for line in dict.fromkeys(lines):
         console.print(Text.assemble((f"{label}: ", "yellow"), line), soft_wrap=not wrap)

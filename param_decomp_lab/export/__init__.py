@@ -1,4 +1,4 @@
-"""`pd export`: what a run learned as safetensors, with a description that suffices to use them without this package."""
+"""`pd export`: writes learned parameters as safetensors, with a description for use without this package."""
 
 import json
 import platform
@@ -60,7 +60,7 @@ def export_run(
 
 
 def _check_arrays(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) -> None:
-    """UserError unless the arrays are those of this configuration."""
+    """Raises UserError unless the arrays match the configuration in shape and dtype."""
     wanted = flatten(learned_shapes(found.problem, make_mesh(MeshShape())))
     expected = {name: tuple(x.shape) for name, x in wanted.items()}
     wrong = sorted(name for name in {*expected, *arrays.shapes} if expected.get(name) != arrays.shapes.get(name))
@@ -95,7 +95,7 @@ def _copy(
 
 
 def _verify_files(folder: Path, slots: Mapping[str, Slot]) -> None:
-    """What was written, as the library reads it."""
+    """Checks that the safetensors library reads back the tensors that were written."""
     for file in {slot.file for slot in slots.values()}:
         with safe_open(folder / file, framework="numpy") as tensors:
             here = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

@@ -1,6 +1,6 @@
 """Arrays of a checkpoint read chunk by chunk, as they lie in its files: never more on the host than one of them.
 
-They are judged as those that `Checkpoints` reads whole: by the sizes of the files and by fingerprints.
+They are verified as `Checkpoints` does for whole arrays: by file sizes and fingerprints.
 """
 
 from collections.abc import Iterator

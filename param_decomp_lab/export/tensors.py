@@ -1,4 +1,4 @@
-"""What is exported under which name: one tensor per site (or block of the CI function), from the arrays of stacks."""
+"""Names of exported tensors: one per site (or block of the CI function), from the stacked arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

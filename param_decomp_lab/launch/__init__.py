@@ -1,1 +1,1 @@
-"""`pd launch`: runs as jobs of Slurm, or as processes here, from copies of the code and the configuration."""
+"""`pd launch`: starts runs as Slurm jobs or local processes, from copies of the code and the configuration."""

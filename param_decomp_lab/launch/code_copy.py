@@ -1,4 +1,4 @@
-"""The code of a run: a copy of the checkout at its present commit, which nobody edits."""
+"""Copies the code of a run from the checkout, so that later edits do not affect the run."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from param_decomp_lab.run_folder.folder import COMMIT_FILE
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "slurm", "pyproject.toml")
-"""What is copied, and what must not have changed since the commit. A configuration may: the run's folder has it."""
+"""Files that are copied and must have no uncommitted changes. Configurations are saved in the run folder instead."""
 NOT_COPIED = ":(exclude)param_decomp_lab/configs"
 """A link to `configs/`, which would lead nowhere in the copy."""
 CODE, PATCH = "code", "changes.patch"
@@ -21,7 +21,7 @@ CODE, PATCH = "code", "changes.patch"
 
 @dataclass(frozen=True)
 class Code:
-    """A checkout. ``changes``: what `git status` says of its code, a line each."""
+    """A git checkout. ``changes``: lines of `git status` for its code."""
 
     root: Path
     commit: str
@@ -29,7 +29,7 @@ class Code:
 
     @classmethod
     def from_checkout(cls, root: Path = ROOT) -> "Code":
-        """The code that runs here. UserError where it is in no checkout of its own."""
+        """The checkout that contains the running code. UserError if there is none."""
         try:
             top = _git(root, "rev-parse", "--show-toplevel").strip()
         except (UserError, FileNotFoundError) as error:
@@ -47,25 +47,27 @@ class Code:
         return cls(root, _git(root, "rev-parse", "HEAD").strip(), tuple(status.splitlines()))
 
     def refuse_changes(self) -> None:
-        """UserError where the code is not that of its commit."""
+        """Raises UserError if there are uncommitted changes."""
         if not self.changes:
             return
         shown = "\n  ".join(self.changes[:10]) + (
             f"\n  … ({len(self.changes)} files)" if len(self.changes) > 10 else ""
         )
         raise UserError(
-            f"{self.root} has changes that are in no commit:\n  {shown}\n"
-            "commit them, or take them along with --with-changes: the run then keeps them as a patch beside its code"
+            f"{self.root} has uncommitted changes:\n  {shown}\n"
+            "commit them, or include them with --with-changes: the run then keeps them as a patch beside its code"
         )
 
     def copy_to(self, folder: Path) -> None:
-        """Makes ``folder`` with the code as it is now. Files cannot be written; folders can, so that one may remove
-        them. Uncommitted changes are in it, and in a patch."""
+        """Copies the current code to ``folder``, including uncommitted changes, which are also saved as a patch.
+
+        Files are made read-only; folders stay writable so that they can be removed.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="param-decomp-") as scratch:
             tree, environment = self.commit, dict(os.environ)
             if self.changes:
-                # An index and a store of its own: nothing is left in the checkout's.
+                # A temporary index and object store leave the repository of the checkout unchanged.
                 objects = _git(self.root, "rev-parse", "--git-path", "objects").strip()
                 environment |= {
                     "GIT_INDEX_FILE": f"{scratch}/index",
@@ -88,7 +90,7 @@ class Code:
 
 
 def _git(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """What git says. UserError with its own words where it refuses."""
+    """The output of a git command. UserError with git's message if it fails."""
     done = subprocess.run(
         ["git", "-C", str(root), *arguments], env=environment, capture_output=True, text=True,
         errors="replace", check=False,

@@ -1,4 +1,4 @@
-"""`pd launch`: from a configuration to runs, submitted as a job or made here."""
+"""`pd launch`: plans the runs of a configuration and submits them as a job or executes them locally."""
 
 import secrets
 import shlex
@@ -32,8 +32,8 @@ DOES_NOT_FIT = 3
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be launched. ``path``: a wrapper, or the folder of a run to go on with. ``sets``, ``sweeps``: as on
-    the command line. ``per_node``: GPUs, and tasks."""
+    """Arguments of `pd launch`. ``path``: a wrapper, or the folder of a run to resume. ``sets``, ``sweeps``: as on the
+    command line. ``per_node``: GPUs, and tasks, per node."""
 
     path: Path
     sets: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """``folder``: absolute; there already if ``made``."""
+    """A run to launch. ``folder``: absolute path. ``exists``: the folder exists and the run is resumed."""
 
     config: RunConfig
     folder: Path
@@ -62,10 +62,11 @@ class PlannedRun:
 
 
 def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyway: bool, dry: bool) -> int:
-    """Submits the runs as one job, and gives the exit status. ``anyway``: whatever the probe says. ``dry``: prints the
-    batch script instead, and writes nothing.
+    """Submits the runs as one job and returns the exit status.
 
-    UserError, before anything is written, for what cannot work; CannotTell where the probe gets no answer.
+    ``anyway``: submit whatever the probe finds. ``dry``: only print the batch script.
+
+    UserError, before anything is written, for invalid requests; CannotTell if the probe fails.
     """
     runs, code = _plan_runs(request, console), _code(request)
     layout = _common_layout(
@@ -81,7 +82,7 @@ def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyw
         return DOES_NOT_FIT
 
     def submit_script() -> str:
-        # Under another name: a run that is there keeps its script until Slurm has taken the new one.
+        # Written under another name: an existing run keeps its script until Slurm has accepted the new one.
         new = script.with_name(f"{script.name}.new")
         existed = script.parent.is_dir()
         try:
@@ -104,7 +105,7 @@ def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyw
         record_job(run.folder, one)
         console.print(f"job {one}: {escape(str(run))}", highlight=False, soft_wrap=True)
     console.print(
-        f"{layout}; preempted, it goes on by itself. Logs are in the run folders (slurm-*.log).\n"
+        f"{layout}; if preempted, it resumes by itself. Logs are in the run folders (slurm-*.log).\n"
         f"after a failure: sbatch {'--array=INDEX ' if len(runs) > 1 else ''}{script}\n"
         f"to stop it:      scancel {number}",
         highlight=False, soft_wrap=True,
@@ -113,9 +114,10 @@ def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyw
 
 
 def launch_here(request: Launch, console: Console, *, dry: bool) -> int:
-    """Makes the runs on this machine, one after the other; the status of the first that failed, 75 when told to stop.
+    """Executes the runs on this machine, one after the other.
 
-    UserError, before anything is written, for what cannot work.
+    Returns the exit status of the first that failed, 75 after a signal to stop. UserError, before anything is
+    written, for invalid requests.
     """
     runs, code = _plan_runs(request, console), _code(request)
     available = gpus_here() if request.on_gpus else 0
@@ -137,7 +139,7 @@ def launch_here(request: Launch, console: Console, *, dry: bool) -> int:
 
 
 def prepare(request: Launch, console: Console) -> int:
-    """Makes the run's folder and stops there; for `slurm/train.sbatch`."""
+    """Creates the run folder without starting the run; for `slurm/train.sbatch`."""
     runs = _plan_runs(request, console)
     if len(runs) > 1:
         raise UserError("--prepare makes one run's folder; leave out --sweep")
@@ -150,10 +152,10 @@ def prepare(request: Launch, console: Console) -> int:
 
 
 def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
-    """All of them, valid; nothing is made."""
+    """The runs of the request, validated; creates nothing."""
     if (request.path / CONFIG_FILE).is_file():
         if request.sets or request.sweeps:
-            raise UserError(f"{request.path} is a run, which keeps its configuration; leave out --set and --sweep")
+            raise UserError(f"{request.path} is a run, whose configuration is fixed; leave out --set and --sweep")
         return [PlannedRun(RunConfig.from_yaml(request.path / CONFIG_FILE), request.path.absolute(), exists=True)]
     found = []
     for choice in choices(request.sweeps, request.sets):
@@ -170,7 +172,7 @@ def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
 
 
 def _print_warnings(configs: Sequence[RunConfig], console: Console) -> None:
-    """What people should know, once; UserError where a target does not fit its configuration, or is not known."""
+    """Prints warnings of all runs. UserError if a target is unknown or does not fit its configuration."""
     missing = [line for config in configs for line in (*known_target(config).missing, *check_data(config))]
     print_warnings((line for config in configs for line in config.notes), console)
     print_warnings(missing, console, "not on this machine")
@@ -185,12 +187,12 @@ def _code(request: Launch) -> Code:
 
 def _common_layout(layouts: Sequence[Layout]) -> Layout:
     if len(set(layouts)) > 1:
-        raise UserError("--sweep: all runs of a sweep take as many nodes and GPUs; launch meshes of other sizes apart")
+        raise UserError("--sweep: all runs must use the same number of nodes and GPUs; launch other meshes separately")
     return layouts[0]
 
 
 def _script_path(runs: Sequence[PlannedRun]) -> Path:
-    """In the run's folder; that of a sweep beside the runs, in a folder of its own."""
+    """Path of the batch script: in the run folder, or for a sweep in a folder of its own beside the runs."""
     if len(runs) == 1:
         return runs[0].folder / SCRIPT
     name = "s" + runs[0].folder.name.removeprefix("p")
@@ -200,7 +202,7 @@ def _script_path(runs: Sequence[PlannedRun]) -> Path:
 def _create_runs(
     runs: Sequence[PlannedRun], code: Code, request: Launch, layout: Layout | None, then: Callable[[], str]
 ) -> str:
-    """Makes the folders, and gives what ``then`` does; where that fails or is interrupted, nothing new stays."""
+    """Creates the run folders and returns ``then()``; removes the new folders if that fails or is interrupted."""
     new: list[Path] = []
     described = {"configuration": str(request.path.absolute()), "place": layout and str(layout)}
     try:

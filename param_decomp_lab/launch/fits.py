@@ -1,4 +1,4 @@
-"""Whether runs fit on the GPUs that they are to be submitted to, before they wait in a queue for that answer."""
+"""Checks with `pd probe` whether runs fit on the requested GPUs before they are queued."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.layout import Layout
 from param_decomp_lab.probe.subprocess import ProbeOutput, probe_in_subprocess
 
-SKIP_PROBE = "submit without asking: --no-probe"
+SKIP_PROBE = "to submit without this check: --no-probe"
 
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A run: its wrapper with assignments, and what it is called here."""
+    """A run to probe: its wrapper, assignments, and a name for messages."""
 
     path: Path
     sets: tuple[str, ...]
@@ -25,22 +25,22 @@ class PlannedProbe:
 
 
 def all_fit(probes: Sequence[PlannedProbe], layout: Layout, gpu: str, console: Console, anyway: bool) -> bool:
-    """Asks `pd probe` about every run, and says what it answers; False where one does not fit and ``anyway`` is not so.
+    """Probes every run and prints the results. False if one does not fit (unless ``anyway``).
 
-    UserError where the question cannot be asked, CannotTell where it gets no answer (unless ``anyway``).
+    UserError if the probe rejects its arguments, CannotTell if it fails (unless ``anyway``).
     """
     options = ("--gpu", gpu, "--nodes", str(layout.nodes), "--gpus-per-node", str(layout.per_node))
     all_good = True
     for planned in probes:
         name = escape(planned.name)
-        console.print(f"asking whether {name} fits on {gpu.upper()}s (minutes the first time) …", highlight=False)
+        console.print(f"checking whether {name} fits on {gpu.upper()}s (minutes the first time) …", highlight=False)
         output = probe_in_subprocess(planned.path, planned.sets, options)
         if output.status == 2:
             raise UserError(f"pd probe: {output.why}\n{SKIP_PROBE}")
         if output.answer is None:
             if not anyway:
-                raise CannotTell(f"{planned.name}: pd probe cannot tell whether it fits: {output.why}\n{SKIP_PROBE}")
-            print_warnings([f"nobody knows whether {planned.name} fits; submitted anyway"], console)
+                raise CannotTell(f"{planned.name}: pd probe could not tell if it fits: {output.why}\n{SKIP_PROBE}")
+            print_warnings([f"it is unknown whether {planned.name} fits; submitted anyway"], console)
             continue
         fits = output.answer["verdict"] == "fits"
         console.print(_describe_result(planned, output), highlight=False, soft_wrap=True)

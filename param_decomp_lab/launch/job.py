@@ -1,8 +1,8 @@
-"""A job of Slurm: its batch script, made by submitit, and its submission.
+"""Writes the batch script of a Slurm job with submitit, and submits it.
 
-Of submitit we take how options become a script and an array, and how a job's number is read. We do not let it run the
-job: it would start a pickled function, and on its signal requeue the job from a handler in the first task, while the
-others are somewhere else in a step. Our tasks agree on a step, save together, and `slurm/start.sh` requeues.
+submitit turns options into a script and an array, and parses the job number. It does not run the job: it would start a
+pickled function, and on a signal requeue the job from a handler in the first task, while the others are elsewhere in a
+step. Our tasks agree on a step, save together, and `slurm/start.sh` requeues.
 """
 
 import os
@@ -24,13 +24,13 @@ MANAGED = {
     "signal": "--notice", "nodes": "--nodes", "ntasks-per-node": "--gpus-per-node", "array": "--sweep",
     "output": "", "requeue": "", "no-requeue": "", "open-mode": "", "chdir": "", "ntasks": "--gpus-per-node",
 }  # fmt: skip
-"""Options of sbatch on which it depends that a run goes on, or where it is; and the options of ours that set them."""
+"""Options of sbatch that resuming and layout depend on, with the option of `pd launch` that sets each."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of Slurm. ``notice_s``: seconds from being told to stop to the end; ``more``: options of `sbatch`,
-    without value where it is None."""
+    """Options of a Slurm job. ``notice_s``: seconds between the signal to stop and the end; ``more``: other options of
+    `sbatch`, None for options without a value."""
 
     time: str = "24:00:00"
     partition: str | None = None
@@ -43,7 +43,7 @@ class Job:
 
 
 def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
-    """`--sbatch key=value` or `--sbatch key`. UserError for options that are ours to set."""
+    """Parses `--sbatch key=value` or `--sbatch key`. UserError for options that `pd launch` sets itself."""
     found: dict[str, str | None] = {}
     for text in texts:
         key, equals, value = text.removeprefix("--").partition("=")
@@ -58,8 +58,8 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
 
 
 def script_text(job: Job, layout: Layout, name: str, runs: Sequence[Path], script: Path) -> str:
-    """The batch script that starts ``runs``, as an array where there are several. ``name``: for people; ``script``:
-    where it will be."""
+    """The batch script that starts ``runs``, as an array if there are several. ``name``: of the job; ``script``: path
+    where it will be saved."""
     executor = _Script(script.parent)
     options: dict[str, Any] = {"partition": job.partition, "account": job.account, "qos": job.qos}
     if layout.on_gpus:
@@ -106,7 +106,7 @@ def _setup(layout: Layout, runs: Sequence[Path], script: Path) -> list[str]:
 
 
 def submit(script: Path) -> str:
-    """The number of the job. UserError where Slurm refuses, with its own words. After `check_slurm`."""
+    """Submits a script and returns the job number. UserError if Slurm refuses. Call `check_slurm` first."""
     environment = sbatch_environment(os.environ, script.read_text())
     done = subprocess.run(
         ["sbatch", str(script)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -117,7 +117,7 @@ def submit(script: Path) -> str:
 
 
 def check_slurm() -> None:
-    """UserError where jobs cannot be submitted."""
+    """Raises UserError if there is no `sbatch`."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "there is no Slurm here (no sbatch); submit on the cluster, run it here with --local, or see the script "
@@ -126,16 +126,15 @@ def check_slurm() -> None:
 
 
 KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
-"""Which Slurm, and how it shows things; no part of another job."""
+"""Variables that configure Slurm's commands and do not describe a job."""
 JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
 USER_DEFAULTS = ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT", "CLUSTERS")
-"""As ``SBATCH_ACCOUNT``: what people set once for all their jobs."""
+"""Suffixes of variables such as ``SBATCH_ACCOUNT``, which users set once for all their jobs."""
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what Slurm has set for a job inside of which we may be: sbatch would take options from it, and hand it on
-    to the new job."""
+    """The environment without the variables of an enclosing Slurm job, which sbatch would read and pass on."""
     gone = GPU_VARIABLES if "SLURM_JOB_ID" in environment else ()
     return {
         name: value
@@ -145,8 +144,7 @@ def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sbatch_environment(environment: Mapping[str, str], script: str) -> dict[str, str]:
-    """Scrubbed, and without variables that would go before what the script says: of a user's defaults stays what the
-    script leaves open."""
+    """The environment for sbatch: `without_job_variables`, without defaults that override the script's options."""
     open_options = {f"SBATCH_{name}" for name in USER_DEFAULTS if f"#SBATCH --{name.lower()}=" not in script}
     return {
         name: value
@@ -156,7 +154,7 @@ def sbatch_environment(environment: Mapping[str, str], script: str) -> dict[str,
 
 
 class _Script(submitit.SlurmExecutor):
-    """For its text alone, which can be made where there is no Slurm."""
+    """Generates the script's text, also on machines without Slurm."""
 
     @classmethod
     def affinity(cls) -> int:

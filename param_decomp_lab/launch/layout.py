@@ -1,4 +1,4 @@
-"""Where a run is to be made: nodes, tasks, and what devices each task has."""
+"""The layout of a run: nodes, tasks, and the devices of each task."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NO_GPU = "none"
 
 @dataclass(frozen=True)
 class Layout:
-    """``per_node``: tasks of a node. ``simulated``: devices that each of them simulates on the CPU; None: one GPU."""
+    """``per_node``: tasks per node. ``simulated``: CPU devices that each task simulates; None: one GPU per task."""
 
     nodes: int
     per_node: int
@@ -38,14 +38,14 @@ class Layout:
         return f"{several(self.nodes, 'node')} of {several(self.per_node, 'task')} of {of}"
 
     def shell_variables(self) -> Iterator[tuple[str, str]]:
-        """Names and values, for a shell; the values may name what is inherited."""
+        """Names and values of environment variables, in shell syntax; values may refer to inherited ones."""
         if self.simulated is not None:
             yield "JAX_PLATFORMS", "cpu"
             yield "XLA_FLAGS", f'"${{XLA_FLAGS:-}} {_flag(self.simulated)}"'
             yield "NPROC", f"${{NPROC:-{_threads(self.simulated)}}}"
 
     def variables(self, inherited: dict[str, str]) -> dict[str, str]:
-        """The same, for a process."""
+        """The same variables, expanded for a process."""
         if self.simulated is None:
             return {}
         flags = f"{inherited.get('XLA_FLAGS', '')} {_flag(self.simulated)}"
@@ -61,12 +61,15 @@ def _flag(devices: int) -> str:
 
 
 def _threads(devices: int) -> int:
-    """Enough for all simulated devices to wait for each other; with fewer they hang."""
+    """Enough threads for all simulated devices to wait for each other; fewer would deadlock."""
     return max(16, 2 * devices)
 
 
 def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Layout:
-    """UserError unless the mesh takes all GPUs of all nodes, or can be spread evenly over the tasks of CPUs."""
+    """The layout for the mesh of ``config``.
+
+    UserError unless the mesh uses all GPUs of all nodes, or divides evenly over the CPU tasks.
+    """
     mesh: MeshShape = mesh_shape(config)
     if gpus:
         each = gpus_per_node_of_mesh(mesh, nodes, per_node)
@@ -76,7 +79,7 @@ def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gp
     if rest or not share:
         raise UserError(
             f"mesh: replica {mesh.replica} × fsdp {mesh.fsdp} × tensor {mesh.tensor} are {mesh.n_devices} devices, "
-            f"which do not spread evenly over {nodes * per_node} tasks; set the mesh (--set mesh.fsdp=…) or the tasks "
-            "(--nodes, --gpus-per-node)"
+            f"which cannot be divided evenly over {nodes * per_node} tasks; set the mesh (--set mesh.fsdp=…) or the "
+            "tasks (--nodes, --gpus-per-node)"
         )
     return Layout(nodes, per_node, share)

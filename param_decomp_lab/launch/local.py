@@ -1,4 +1,4 @@
-"""`pd launch --local`: the tasks of a job as processes on this machine."""
+"""`pd launch --local`: runs the tasks of a job as processes on this machine."""
 
 import os
 import signal
@@ -19,13 +19,13 @@ from param_decomp_lab.launch.layout import Layout, choose_layout
 from param_decomp_lab.processes.stop_signal import STOPPED
 
 GRACE_S = 30.0
-"""For the other processes to end, once one has failed: what `srun --kill-on-bad-exit` does, with time for a message."""
+"""Seconds that the other processes have to end after one has failed, as with `srun --kill-on-bad-exit`."""
 
 
 def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, available: int) -> Layout:
-    """One GPU for each process where ``there`` are some, else simulated devices.
+    """One GPU for each process if any are ``available``, else simulated devices.
 
-    UserError where there are too few, or the mesh does not suit.
+    UserError for too few GPUs or an unsuitable mesh.
     """
     layout = choose_layout(config, nodes, per_node, gpus=available > 0)
     if layout.on_gpus and layout.tasks > available:
@@ -37,7 +37,7 @@ def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, ava
 
 
 def gpus_here() -> int:
-    """Of those that JAX would use. Asked in a process of its own, since JAX takes their memory."""
+    """Number of GPUs that JAX would use. Counted in a subprocess, since JAX reserves their memory."""
     code = "import jax; print(jax.local_device_count() if jax.default_backend() == 'gpu' else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -46,7 +46,7 @@ def gpus_here() -> int:
 
 
 def commands(run: Path, layout: Layout, port: int) -> list[list[str]]:
-    """The processes of ``run``, from its copy of the code; process 0 listens at ``port``."""
+    """Commands of the processes of ``run``, using its copy of the code; process 0 listens at ``port``."""
     command = ["bash", str(run / CODE / "slurm" / "task.sh"), str(run)]
     if layout.tasks == 1:
         return [[*command, "--processes", "1"]]
@@ -55,7 +55,7 @@ def commands(run: Path, layout: Layout, port: int) -> list[list[str]]:
 
 
 def run_here(run: Path, layout: Layout) -> int:
-    """Makes the run, to its end; the status of what failed first, 75 where it was told to stop."""
+    """Executes the run. Returns the exit status of the first process that failed, 75 after a signal to stop."""
     with _catch_stop_signals() as signals:
         processes = [
             subprocess.Popen(command, env=_environment(layout, number), start_new_session=True)
@@ -71,10 +71,10 @@ def run_here(run: Path, layout: Layout) -> int:
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: list[int]) -> int:
     n_forwarded, deadline, first_bad = 0, float("inf"), 0
-    while None in [process.poll() for process in processes]:  # all are asked, not only up to the first that runs
+    while None in [process.poll() for process in processes]:  # polls all of them, not only up to the first that runs
         time.sleep(0.1)
         while n_forwarded < len(signals):
-            # All are told, as by Slurm. A second Ctrl-C interrupts at once.
+            # Forwarded to all, as Slurm does. A second Ctrl-C interrupts at once.
             for process in processes:
                 _signal(process, signals[n_forwarded])
             n_forwarded += 1
@@ -94,7 +94,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: list[int]) ->
 
 @contextmanager
 def _catch_stop_signals() -> Iterator[list[int]]:
-    """The signals that came, instead of their ending this process."""
+    """Collects the stop signals received meanwhile, instead of letting them end this process."""
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -116,7 +116,7 @@ def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
 
 def _environment(layout: Layout, number: int) -> dict[str, str]:
     inherited = without_job_variables(os.environ)
-    inherited.pop("PD_PREEMPTED", None)  # of a job that this is done in
+    inherited.pop("PD_PREEMPTED", None)  # set by an enclosing job
     mine = {"PYTHON": sys.executable, **layout.variables(inherited)}
     if layout.on_gpus:
         seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,4 +1,4 @@
-"""A run's folder before anything runs: its configuration and its code, out of reach of what is edited later."""
+"""Creates a run folder before the run starts, with copies of its configuration and code."""
 
 import json
 import shutil
@@ -19,9 +19,9 @@ RECIPE_FILE = "target.yaml"
 
 
 def make_run(folder: Path, config: RunConfig, code: Code, details: Mapping[str, Any]) -> None:
-    """Makes the run's folder, whole or not at all. ``told``: what the launch was told, for `launch.json`.
+    """Creates the run folder atomically. ``details``: of the launch, for `launch.json`.
 
-    UserError where there is one already, or where it cannot be written.
+    UserError if it exists or cannot be written.
     """
     refuse_taken(folder)
     try:
@@ -35,17 +35,17 @@ def make_run(folder: Path, config: RunConfig, code: Code, details: Mapping[str, 
 
 
 def record_job(folder: Path, job: str) -> None:
-    """Adds a job to those that `launch.json` names."""
+    """Adds a job number to `launch.json`."""
     file = folder / LAUNCH_FILE
     try:
         described = json.loads(file.read_text()) if file.exists() else {}
         write_whole(file, json.dumps({**described, "jobs": [*described.get("jobs", ()), job]}, indent=2) + "\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: job {job} cannot be noted: {error}") from error
+        raise UserError(f"{file}: job {job} cannot be recorded: {error}") from error
 
 
 def add_code(folder: Path, code: Code) -> None:
-    """Gives a run that was not launched a copy of the code to go on with."""
+    """Adds a copy of the code to a run that was started without `pd launch`."""
     try:
         with new_folder(folder / CODE, marker="slurm", overwrite=False) as partial:
             code.copy_to(partial)
@@ -54,7 +54,7 @@ def add_code(folder: Path, code: Code) -> None:
 
 
 def _with_recipe(config: RunConfig, folder: Path, partial: Path) -> RunConfig:
-    """The recipe of a toy's target is read at every start: it is a part of the configuration, and kept like it."""
+    """Copies the recipe of a toy's target into the run folder, because it is read at every start."""
     source = config.wrapper.target
     if source is None or source.pretrain is None:
         return config

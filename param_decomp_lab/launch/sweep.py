@@ -1,4 +1,4 @@
-"""`--sweep`: one run for each value of a key, and for each combination where there are several keys."""
+"""`--sweep`: one run for each value of a key, or for each combination of values of several keys."""
 
 import itertools
 import json
@@ -10,18 +10,18 @@ from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 
 UNSWEPT = ("run_id", "out_dir")
-"""Each run of a sweep gets an id of its own, and all of them lie together."""
+"""Keys that cannot be swept: every run gets its own id, and all share one folder."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one run of a sweep sets: keys with their values."""
+    """The keys and values that one run of a sweep sets."""
 
     values: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """As `--set` takes them."""
+        """The assignments in the syntax of `--set`."""
         return tuple(f"{key}={json.dumps(value)}" for key, value in self.values)
 
     def __str__(self) -> str:
@@ -29,10 +29,10 @@ class Choice:
 
 
 def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[Choice]:
-    """All combinations of what ``sweeps`` say (``key=a,b,c``), the last key changing fastest; without any, one that
-    sets nothing. ``sets``: assignments that hold for all runs.
+    """All combinations of the values in ``sweeps`` (``key=a,b,c``), the last key changing fastest; one empty choice
+    without sweeps. ``sets``: assignments that hold for all runs.
 
-    UserError for what is no sweep, and for a key that is given twice.
+    UserError for invalid syntax and for a key given twice.
     """
     fixed = {text.partition("=")[0].strip() for text in sets}
     found: dict[str, list[tuple[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""A run asked about: its parts compiled one after the other, and whether all of them fit."""
+"""Compiles the parts of a run one after the other and decides whether all of them fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ Verdict = Literal["fits", "does_not_fit"]
 OnProgress = Callable[[str], None]
 
 N_BUFFERS = 400
-"""How many of the buffers at the peak are kept; the rest as a sum."""
+"""Number of buffers at the peak that are kept; the rest are summed."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of the step beside its size.
+    """Properties of the training step besides its size.
 
     ``buffers``: alive at its peak, largest first, ``smaller`` bytes more in lesser ones and ``unused`` between them.
     ``matmul_flops``: of all devices; ``unknown``: what was counted once, not knowing how often it is run. ``hbm``,
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def limit_bound(self) -> bool | None:
-        """Whether the step's size is what XLA made of it seeing the end of the memory; None if that is not known."""
+        """Whether XLA reduced the step's size because of the memory limit; None if unknown."""
         return None if self.unlimited is None else limit_bound(self.parts[STEP].peak, self.unlimited.peak)
 
     @property
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def roofline(self) -> Roofline | None:
-        """None for a card whose rates are not in the table."""
+        """Roofline times; None for a card whose rates are not in the table."""
         rates = card_rates(TABLE.read_text()).get(self.gpu)
         if rates is None:
             return None
@@ -172,7 +172,7 @@ def compile_parts(
 
 
 def read_step(subject: Subject, step: Measured, where: Where) -> Step:
-    """What is in the dump of a step that was measured, and the arithmetic it does."""
+    """Reads buffers and traffic from the dump of a measured step, and counts its FLOPs."""
 
     def answer() -> dict[str, Any]:
         kept = ledger(*step.dump)

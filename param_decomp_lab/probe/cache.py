@@ -1,4 +1,4 @@
-"""Answers of the compiler kept on disk, so that a question asked before is answered at once."""
+"""Caches results of the compiler on disk."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc", "nvidia-nvvm",
     "equinox", "optax",
 )  # fmt: skip
-"""Whose versions decide what is compiled, besides our own code."""
+"""Packages whose versions are part of the cache key, besides our own code."""
 NO_PROGRAM = ("cache", "platform", "log", "cpu_")
 """Parts of the names of JAX's settings that no program for a GPU depends on."""
 
@@ -48,7 +48,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     except OSError as error:
-        print_warnings([f"{folder}: the answer cannot be kept for later ({error.strerror})"], Console(stderr=True))
+        print_warnings([f"{folder}: the result cannot be cached ({error.strerror})"], Console(stderr=True))
     return found, False
 
 
@@ -67,7 +67,7 @@ def _versions() -> str:
 
 
 def _settings() -> str:
-    """What JAX and XLA were told from outside."""
+    """Settings of JAX and XLA that affect compilation."""
     values = sorted(jax.config.values.items())
     settings = [f"{name} {value!r}" for name, value in values if not any(part in name for part in NO_PROGRAM)]
     return " ".join((os.environ.get("XLA_FLAGS", ""), *settings))

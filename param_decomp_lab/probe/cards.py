@@ -1,4 +1,4 @@
-"""The GPUs that can be asked about, and how much of their memory a run can use."""
+"""The GPUs that can be probed, and how much of their memory a run can use."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`pd probe`: a configuration, and GPUs to ask about, to an answer."""
+"""`pd probe`: measures a configuration on given GPUs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ def probe(
     console: Console,
     quick: bool,
 ) -> Answer:
-    """The answer for the configuration in ``path``. UserError for a question that cannot be asked."""
+    """Probes the configuration in ``path``. UserError for invalid arguments."""
     refuse_another_version()
     compile_without_gpus()
     subject = make_subject(path, overrides, batch, seq)
@@ -52,7 +52,7 @@ def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: i
     raw = read_mapping(path, "the configuration")
     if "model" in raw and "torch_config" not in raw:
         if overrides:
-            raise UserError(f"{path}: is a recipe, which takes no --set; --batch and --seq it does")
+            raise UserError(f"{path}: is a recipe, which takes no --set, only --batch and --seq")
         return recipe_subject(path, batch, seq)
     given = {"pd.batch_size": batch, "data.max_seq_len": seq}
     sets = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -60,7 +60,7 @@ def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: i
 
 
 def compile_without_gpus() -> None:
-    """Before JAX starts: with a GPU at hand it would take its memory, and no compiler would answer for another one."""
+    """Selects the CPU backend, before JAX starts: with a GPU, JAX would reserve it and compile only for that one."""
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -85,7 +85,7 @@ def gpus_per_node_of_mesh(mesh: MeshShape, nodes: int | None, per_node: int | No
 
 @contextmanager
 def progress(console: Console) -> Iterator[OnProgress]:
-    """What is under way and for how long; on a terminal one line that goes, elsewhere a line each."""
+    """Shows the current activity and its duration: one transient line on a terminal, else a line each."""
     if not console.is_terminal:
         yield lambda what: console.print(f"{what} …", highlight=False, soft_wrap=True)
         return

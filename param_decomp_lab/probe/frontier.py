@@ -1,4 +1,4 @@
-"""What `pd fit` found, as a table and as a figure."""
+"""The results of `pd fit` as a table and a figure."""
 
 from collections.abc import Sequence
 from pathlib import Path

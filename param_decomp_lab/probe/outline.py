@@ -1,4 +1,4 @@
-"""A run on devices that need not exist: its outline, from its configuration alone."""
+"""Builds the outline (shapes and shardings) of a run from its configuration, on devices that need not exist."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which of many runs fit: the largest batch of each kind of run, by bisection, several kinds at a time."""
+"""Finds the largest batch that fits for each kind of run, by bisection, several kinds in parallel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""An answer on the terminal: tables, and the verdict as the last line."""
+"""Prints the result of a probe: tables, and the verdict as the last line."""
 
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a probe asks about: the parts of a run, each a program to be compiled for a mesh."""
+"""The parts of a run that `pd probe` compiles for a mesh."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""`pd probe` in a process of its own: compilers take memory that they do not give back."""
+"""Runs `pd probe` in a subprocess, because compilers do not release their memory."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ class ProbeOutput:
 
 
 def probe_in_subprocess(path: Path, sets: Sequence[str], options: Sequence[str]) -> ProbeOutput:
-    """What `pd probe` says of the configuration in ``path`` with the assignments ``sets``."""
+    """Runs `pd probe` on the configuration in ``path`` with the assignments ``sets``."""
     with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
         file = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "param_decomp_lab", "probe", str(path), "--json", str(file), *options]
@@ -34,7 +34,7 @@ def probe_in_subprocess(path: Path, sets: Sequence[str], options: Sequence[str])
 
 
 def _why(done: "subprocess.CompletedProcess[str]") -> str:
-    """Its error; else what it said last, which is one if Python or a library ended it."""
+    """The error message of `pd probe`, or its last output if Python or a library ended it."""
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return f"pd probe was ended by {name}{' (was there enough memory?)' * (name == 'SIGKILL')}"

@@ -1,4 +1,4 @@
-"""A few real steps of a run's own program under the profiler (`pd profile`), and where their time went."""
+"""`pd profile`: traces a few training steps of a run and prints where their time goes."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What a run says about itself at its end: the page ``report.html`` and a summary for the terminal."""
+"""Reports on a run: the page ``report.html`` and a summary for the terminal."""
 
 from param_decomp_lab.report.summary import summary_table
 from param_decomp_lab.report.write import write_report

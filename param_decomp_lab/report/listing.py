@@ -1,4 +1,4 @@
-"""`pd runs`: what there is in the run folders below a folder, from small files alone, none of them believed whole."""
+"""`pd runs`: lists the runs below a folder, from small files only, any of which may be damaged."""
 
 import json
 import os
@@ -25,15 +25,15 @@ from param_decomp_lab.run_folder.folder import CHECKPOINTS, CONFIG_FILE, checkpo
 from param_decomp_lab.run_folder.lock import LOCK_FILE, holder, is_held
 
 DEPTH = 4
-"""Folders below the one given that are looked into: sweeps and experiments keep their runs in folders of their own."""
+"""Depth of the search below the given folder: sweeps and experiments keep their runs in subfolders."""
 PATIENCE_S = 900.0
-"""A run that has written nothing for so long, and for ten times the span between two of its rows, goes on no more."""
+"""A run counts as stopped if it wrote nothing for this long and for ten times its logging interval."""
 TAIL = 1 << 20
-"""Bytes at the end of `metrics.jsonl` among which the last rows are looked for."""
+"""Bytes read from the end of `metrics.jsonl` to find the last rows."""
 WIDTH = 150
-"""Of the table where nobody says how wide (a file, a pipe)."""
+"""Width of the table if it is unknown (output to a file or pipe)."""
 WIDEST = 60
-"""Characters that a folder gets before it is broken into lines."""
+"""Longest folder name that is not wrapped, in characters."""
 
 State = Literal["waiting", "training", "stopped", "finished", "failed", "broken"]
 STYLES: dict[State, str] = {
@@ -43,9 +43,9 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as its folder shows it. ``step``: finished training steps; ``steps``: those it is to take. ``seconds``: of
-    a step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: of a run that failed or is broken.
-    ``last``: the newest value of every metric."""
+    """The status of a run, read from its folder. ``step``: finished training steps; ``steps``: planned steps.
+    ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it
+    failed or is broken. ``last``: the newest value of every metric."""
 
     folder: str
     id: str
@@ -63,7 +63,7 @@ class RunStatus:
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunStatus]:
-    """All runs in or below ``folders``, the one seen last first. UserError for a folder that is not there."""
+    """All runs in or below ``folders``, the most recently active first. UserError for a missing folder."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; say where the runs are: pd runs FOLDER")
@@ -93,7 +93,7 @@ def _looks_like_a_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunStatus:
-    """One run; whatever is wrong with its folder is said in it, never raised."""
+    """The status of one run; problems with its folder are reported in it, not raised."""
     try:
         return _read(folder)
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -112,7 +112,7 @@ def _read(folder: Path) -> RunStatus:
     seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
     ending = read_ending(folder)
     held, locked_at = is_held(folder), _changed(folder / LOCK_FILE)
-    # By a process on another machine, of which no more can be known than that it came in after the last end.
+    # Locked by another machine, whose process cannot be checked: only that it took the lock after the last end.
     on_other_machine = held is None and holder(folder) is not None and locked_at > _changed(folder / ENDING_FILE)
     quiet = time.time() - max(seen, locked_at if on_other_machine else 0.0)
     writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
@@ -194,7 +194,7 @@ def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _headline(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
-    """The few numbers that a decomposition is judged by first."""
+    """The main metrics of a decomposition."""
     series = series_by_key([{"step": 0, **last}])
     found = {"loss": last.get("train/loss/total")}
     for name, masking in (("kl ci", "ci_masked"), ("kl stoch", "stoch_masked")):

@@ -1,4 +1,4 @@
-"""The few numbers by which one judges a decomposition, each beside the rule of thumb it is measured with."""
+"""Headline metrics of a decomposition, each compared with a rule of thumb."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``report.html``: a run folder as one page that stands by itself."""
+"""Writes ``report.html``: a run as one self-contained page."""
 
 import json
 from collections.abc import Mapping

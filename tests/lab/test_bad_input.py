@@ -165,7 +165,7 @@ def test_resuming_under_another_configuration(tiny: Tiny, finished: Path, copied
         "another configuration",
         "pd.steps: 200 -> 300",
         "pd.loss_metrics.3.coeff: 0.5 -> 0.25",
-        "These may change, since no number depends on them: mesh, memory,",
+        "These may change, since they affect no results: mesh, memory,",
     )
     outcome = pd_here(*changed, "--resume", copied)
     assert_refused(outcome, *says)

@@ -71,7 +71,7 @@ def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "StochasticReconLayerwiseLoss 1 3 0" in said
     assert "total 4 0" in said
     assert "components lr 0.001" in said
-    assert "accepted, without meaning here: runtime.device" in said
+    assert "accepted, without effect here: runtime.device" in said
 
 
 def test_language_model(tiny: Tiny) -> None:

@@ -383,7 +383,7 @@ REFUSED = [
     ("pd.tied_weights=[[a, b, c]]", "pd.tied_weights.0: takes at most 2"),
     ("pd.components_optimizer.betas=[0.9]", "pd.components_optimizer.betas"),
     ("pd.components_optimizer.betas=[0.9, 1.0]", "pd.components_optimizer.betas.1: should be less than 1"),
-    (f"{CI}={{mode: layerwise, fn_type: mlp, hidden_dims: []}}", f"{CI}.hidden_dims: is empty; mlp needs a hidden"),
+    (f"{CI}={{mode: layerwise, fn_type: mlp, hidden_dims: []}}", f"{CI}.hidden_dims: is empty; mlp needs at least"),
     (
         f"{CI}={{mode: layerwise, fn_type: vector_mlp, hidden_dims: []}}",
         f"{CI}.hidden_dims: is empty; vector_mlp needs",
@@ -405,7 +405,7 @@ REFUSED = [
     ),
     ("eval.slow_every=1500", "eval.slow_every: is 1500; it must be a multiple of every (1000)"),
     ("eval.metrics.0.n_batches=1", "eval.metrics.0.n_batches: unknown key 'n_batches'; did you mean 'n_batches_accum'"),
-    ("eval.metrics.7.coeff=0.5", "eval.metrics.7.coeff: is 0.5, but a metric"),
+    ("eval.metrics.7.coeff=0.5", "eval.metrics.7.coeff: is 0.5, but metrics"),
     (
         "eval.metrics.5={type: PGDReconLoss, init: ones, step_size: 1, n_steps: 1, mask_scope: shared}",
         "mask_scope: shou",
@@ -446,12 +446,15 @@ REFUSED = [
     ),
     (
         "memory={save: [layers, ci], recompute: [ci]}",
-        "memory.recompute: 'ci' stands in save and in recompute; keep one",
+        "memory.recompute: 'ci' is listed in save and in recompute; keep one",
     ),
-    ("memory={offload: [attention], save: [attention]}", "memory.offload: 'attention' stands in save and in offload"),
+    (
+        "memory={offload: [attention], save: [attention]}",
+        "memory.offload: 'attention' is listed in save and in offload",
+    ),
     (
         "memory.offload=[logits]",
-        "memory.offload: 'logits' cannot wait in host memory; these can: attention, site_outputs, attack_outputs, comp",
+        "memory.offload: 'logits' cannot be kept in host memory; these can: attention, site_outputs, attack_outputs, c",
     ),
     ("memory.attention=fast", "memory.attention: should be 'plain', 'blocked' or 'flash', not 'fast'"),
     *(
@@ -493,7 +496,7 @@ REFUSED_AT_ANOTHER_KEY = [
         "pd.components_optimizer.lr_schedule.final_val_frac: is 0",
     ),
     (f"{CI}.fn_type=global_shared_mlp", f"{CI}.hidden_dims: is required"),
-    ("eval.metrics.0={type: CIHiddenActsReconLoss}", "eval.metrics.6.type: CIHiddenActsReconLoss is asked for twice"),
+    ("eval.metrics.0={type: CIHiddenActsReconLoss}", "eval.metrics.6.type: CIHiddenActsReconLoss is listed twice"),
     (
         "data=null",
         "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text, is_tokenized: False; data must be",
@@ -570,7 +573,7 @@ def test_toys_are_known(patterns: list[str], wrapper: str, toy: str | None, tmp_
     path = write(tmp_path, f"target: {{folder: x}}\n{wrapper}", toy_file(decomposition_targets=targets))
     if toy is None:
         with pytest.raises(
-            UserError, match=r"decomposition_targets: could be of either toy.*experiment: tms or resid_mlp"
+            UserError, match=r"decomposition_targets: match the modules of both toys.*experiment: tms or resid_mlp"
         ):
             load_config(path)
         return

@@ -110,7 +110,7 @@ def test_other_data(run: Path, tiny: Tiny, tmp_path: Path) -> None:
     [
         (["--step", "41"], "has no checkpoint of step 41; it has those of 40, 180, 200"),
         (["--metric", "CIL0"], "eval.metrics.0"),
-        (["--metric", "CI_L0", "--metric", "CI_L0"], "CI_L0 is asked for twice under the same keys"),
+        (["--metric", "CI_L0", "--metric", "CI_L0"], "CI_L0 is listed twice and would log the same keys"),
         (["--metric", "{type: CI_L0, groups: {a: [layers.9.*]}}"], "layers.9.* matches none of the sites"),
         (["--metric", "UVPlots"], "eval.metrics.0.identity_patterns: is required"),
         (["--metric", "IdentityCIError"], "eval.metrics.0.identity_ci: is required"),

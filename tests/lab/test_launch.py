@@ -100,7 +100,7 @@ def test_changes_are_refused_or_taken_along(tmp_path: Path) -> None:
     checkout.git("mv", "slurm/start.sh", "slurm/begin.sh")
     before = checkout.git("status", "--porcelain"), checkout.git("count-objects")
     code = Code.from_checkout(checkout.folder)
-    with pytest.raises(UserError, match=r"has changes that are in no commit:(.|\n)*run\.py(.|\n)*--with-changes"):
+    with pytest.raises(UserError, match=r"has uncommitted changes:(.|\n)*run\.py(.|\n)*--with-changes"):
         code.refuse_changes()
     code.copy_to(tmp_path / "copy")
     assert (checkout.git("status", "--porcelain"), checkout.git("count-objects")) == before
@@ -209,7 +209,7 @@ def test_places(tiny: Tiny) -> None:
     assert on(eight, None, None, False) == Layout(1, 1, 8)
     with pytest.raises(UserError, match="2 nodes of 8 GPUs are 16; make them equal"):
         on(eight, 2, 8, True)
-    with pytest.raises(UserError, match="are 8 devices, which do not spread evenly over 3 tasks"):
+    with pytest.raises(UserError, match="are 8 devices, which cannot be divided evenly over 3 tasks"):
         on(eight, None, 3, False)
 
 
@@ -251,9 +251,9 @@ def told(verdict: str) -> ProbeOutput:
         ("fits", "", 0, "fits: tiny needs 171.5 of 160.1 GiB"),
         ("does_not_fit", "", 3, "a table\ndoes not fit: tiny needs 171.5 of 160.1 GiB of each GPU (training step)"),
         ("does_not_fit", "--anyway", 0, "note: submitted anyway"),
-        ("unknown", "", 1, "pd probe cannot tell whether it fits: training step: the compiler gave up"),
-        ("unknown", "--anyway", 0, "nobody knows whether tiny fits; submitted anyway"),
-        ("no compiler", "", 2, "pip install 'param-decomp[probe]'\nsubmit without asking: --no-probe"),
+        ("unknown", "", 1, "pd probe could not tell if it fits: training step: the compiler gave up"),
+        ("unknown", "--anyway", 0, "it is unknown whether tiny fits; submitted anyway"),
+        ("no compiler", "", 2, "pip install 'param-decomp[probe]'\nto submit without this check: --no-probe"),
         ("no compiler", "--no-probe", 0, ""),
     ],
 )
@@ -404,7 +404,7 @@ def test_a_run_that_is_there(tiny: Tiny, slurm: Path, tmp_path: Path) -> None:
     assert not list(run.glob("*.new"))
     refused = pd_here("launch", run, "--gpu", "none", "--with-changes", "--set", "pd.steps=3")
     assert refused.status == 2
-    assert f"{run} is a run, which keeps its configuration" in refused.err
+    assert f"{run} is a run, whose configuration is fixed" in refused.err
 
 
 # ---- processes here ----

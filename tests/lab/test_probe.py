@@ -160,7 +160,7 @@ def test_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert cached(tmp_path, "q", answer) == ({"a": 6}, False)
     (tmp_path / "file").touch()
     assert cached(tmp_path / "file" / "folder", "q", answer) == ({"a": 7}, False)
-    assert "the answer cannot be kept for later (Not a directory)" in capsys.readouterr().err
+    assert "the result cannot be cached (Not a directory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
