@@ -56,7 +56,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
 def _code() -> str:
     """A digest of everything of ours that may decide what is compiled."""
     digest = hashlib.sha256()
-    for package in ("param_decomp_jax", "param_decomp_lab"):
+    for package in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"):
         for file in sorted((ROOT / package).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

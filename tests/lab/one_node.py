@@ -110,7 +110,7 @@ class Checkout:
     @contextmanager
     def broken(self) -> Iterator[None]:
         """Somebody edits it meanwhile: nothing that is run from it would start."""
-        file = self.folder / "param_decomp_lab" / "run.py"
+        file = self.folder / "param_decomp_lab" / "training" / "run.py"
         text = file.read_text()
         try:
             file.write_text("raise SystemExit('this is not what was launched')\n")
