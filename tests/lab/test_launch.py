@@ -93,14 +93,14 @@ def test_changes_are_refused_or_taken_along(tmp_path: Path) -> None:
     checkout = Checkout.make(tmp_path / "checkout")
     lab, clean = checkout.folder / "param_decomp_lab", tmp_path / "clean"
     checkout.git("clone", "--quiet", str(checkout.folder), str(clean))
-    (lab / "run.py").write_text((lab / "run.py").read_text() + "# edited\r\n")
-    (lab / "sinks.py").unlink()
+    (lab / "folders.py").write_text((lab / "folders.py").read_text() + "# edited\r\n")
+    (lab / "errors.py").unlink()
     (lab / "new one.py").write_bytes(b"caf\xe9 = 1\n")
     (lab / "image.png").write_bytes(bytes(range(256)))
     checkout.git("mv", "slurm/start.sh", "slurm/begin.sh")
     before = checkout.git("status", "--porcelain"), checkout.git("count-objects")
     code = Code.from_checkout(checkout.folder)
-    with pytest.raises(UserError, match=r"has uncommitted changes:(.|\n)*run\.py(.|\n)*--with-changes"):
+    with pytest.raises(UserError, match=r"has uncommitted changes:(.|\n)*folders\.py(.|\n)*--with-changes"):
         code.refuse_changes()
     code.copy_to(tmp_path / "copy")
     assert (checkout.git("status", "--porcelain"), checkout.git("count-objects")) == before
