@@ -15,7 +15,6 @@ from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import EachSite, Reconstruction
 from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.targets import resid_mlp
 from param_decomp_jax.targets.base import UniformLayers, choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from tests.core import tiny, toys
@@ -37,7 +36,7 @@ class TwoGroups(ResidMLP):
 
 def two_groups(named: bool) -> TwoGroups:
     """``named``: the matrices say which group their layer is in."""
-    matrices = resid_mlp.matrices(CONFIG)
+    matrices = CONFIG.matrices()
     if named:
         matrices = tuple(dataclasses.replace(m, group=m.layer // 2) for m in matrices)
     return TwoGroups(CONFIG, choose_sites(matrices, toys.EVERY_LAYER))

@@ -76,7 +76,7 @@ class Checkout:
             source, to = ROOT / part, folder / part
             to.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, to, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copyfile(source, to)
         (folder / ".gitignore").write_text("__pycache__/\n")

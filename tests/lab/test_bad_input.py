@@ -141,7 +141,7 @@ def test_run_folder_that_cannot_be_written(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_run_id_that_is_taken(tiny: Tiny, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert_refused(pd_here(*tiny.train(finished.parent, 1)), str(finished), "there already", "--resume")
+    assert_refused(pd_here(*tiny.train(finished.parent, 1)), str(finished), "exists already", "--resume")
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 

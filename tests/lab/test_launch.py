@@ -352,7 +352,10 @@ def test_dry_run_writes_nothing(where: str, tiny: Tiny, tmp_path: Path, monkeypa
     [
         (("--gpu", "b20"), "--gpu b20: unknown"),
         (("--gpus-per-node", "4"), "4 GPUs are 4; make them equal, such as with --set mesh.fsdp=4"),
-        (("--sweep", "mesh.fsdp=2,4", "--gpu", "none", "--gpus-per-node", "2"), "all runs of a sweep take as many"),
+        (
+            ("--sweep", "mesh.fsdp=2,4", "--gpu", "none", "--gpus-per-node", "2"),
+            "all runs must use the same number of nodes and GPUs",
+        ),
         (("--sweep", "pd.stepz=1,2"), "pd.stepz"),
         (("--sbatch", "array=0-3"), "--sbatch array=0-3: array cannot be set; use --sweep"),
         (("--prepare", "--local"), "--prepare makes a run's folder and nothing else"),
@@ -471,7 +474,7 @@ def test_gpus_that_are_not_here(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("param_decomp_lab.launch.command.gpus_here", lambda: 1)
     outcome = launch(tiny, tmp_path / "runs", "--local", settings=["mesh.fsdp=2"])
     assert outcome.status == 2
-    assert "this machine has 1 GPU for 2 processes; take a smaller mesh, or --gpu none" in outcome.err
+    assert "this machine has 1 GPU for 2 processes; take a smaller mesh, or simulate devices on the CPU" in outcome.err
 
 
 @pytest.mark.slow
