@@ -24,7 +24,7 @@ from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLIS
 from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere
 from param_decomp_jax.step import Problem, training_step
-from param_decomp_jax.targets import llama as llama_module
+from param_decomp_jax.targets import decoder as decoder_module
 from tests.core import tiny
 from tests.core.test_step import CASES as OF_STEPS
 from tests.core.test_step import FAITHFUL, PERSISTENT
@@ -125,7 +125,7 @@ def calls_in_a_step(policy: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> se
         for module, names in SAME_FOR_ALL.items():
             for name in names:
                 function = getattr(module, name)
-                for user in (module, fused_kl_module, llama_module):
+                for user in (module, fused_kl_module, decoder_module):
                     if getattr(user, name, None) is function:
                         patch.setattr(user, name, spied(name, function))
         problem = under(CASES[TRANSFORMER], policy)

@@ -260,7 +260,7 @@ def test_without_the_target(moved: Path, run: Run, tiny: Tiny) -> None:
 def test_with_another_target(moved: Path, tmp_path: Path) -> None:
     other = replace(ARCHITECTURE, n_heads=4, head_dim=4)
     save_target(tmp_path / "other", other, core.weights(other))
-    with pytest.raises(UserError, match="another target than the run decomposed: n_heads 2 -> 4, head_dim 8 -> 4"):
+    with pytest.raises(UserError, match="another target than the one the run decomposed: n_heads 2 -> 4, head_dim 8 -> 4"):
         load_run(moved, target=tmp_path / "other").logits(TOKENS)
 
 
@@ -284,8 +284,8 @@ def test_an_older_run_asks_its_target(finished: Path, moved: Path, tmp_path: Pat
     ("asked", "message"),
     [
         (lambda run: run.component("layers.0.mlp.upproj", 1), "is no site; did you mean 'layers.0.mlp.up_proj'"),
-        (lambda run: run.component(UP, 20), "has components 0 to 19; and no component 20"),
-        (lambda run: run.component(UP, -1), "has components 0 to 19; and no component -1"),
+        (lambda run: run.component(UP, 20), "has components 0 to 19, and no component 20"),
+        (lambda run: run.component(UP, -1), "has components 0 to 19, and no component -1"),
         (lambda run: run.causal_importances(TOKENS, sites="layers.7.*"), "'layers.7.*' is no site"),
         (lambda run: run.causal_importances(TOKENS, kind="both"), "should be lower, upper or logits"),
         (lambda run: run.causal_importances(TOKENS[None]), r"token ids \[B, T\] or \[T\], not int64 \[1, 3, 16\]"),
@@ -297,7 +297,7 @@ def test_an_older_run_asks_its_target(finished: Path, moved: Path, tmp_path: Pat
         (lambda run: run.logits(TOKENS, masks=FLOATS), "should be 'ci', or masks by site, not ndarray"),
         (lambda run: run.logits(TOKENS, masks={"layers.0.up": "ci"}), "'layers.0.up' is no site; did you mean"),
         (lambda run: run.logits(TOKENS, masks={"*": "ci", UP: [1]}), f"{UP} is named twice"),
-        (lambda run: run.logits(TOKENS, masks={UP: [1, 20]}), "has components 0 to 19; and no component 20"),
+        (lambda run: run.logits(TOKENS, masks={UP: [1, 20]}), "has components 0 to 19, and no component 20"),
         (lambda run: run.logits(TOKENS, masks={UP: [0, 1, 1]}), "integers are numbers of components, and one is given"),
         (lambda run: run.logits(TOKENS, masks={UP: FLOATS}), r"\[3, 16, 12\] does not broadcast to \[3, 16, 20\]"),
     ],
