@@ -260,7 +260,7 @@ def test_without_the_target(moved: Path, run: Run, tiny: Tiny) -> None:
 def test_with_another_target(moved: Path, tmp_path: Path) -> None:
     other = replace(ARCHITECTURE, n_heads=4, head_dim=4)
     save_target(tmp_path / "other", other, core.weights(other))
-    with pytest.raises(UserError, match="another target than the one the run decomposed: n_heads 2 -> 4, head_dim 8 -> 4"):
+    with pytest.raises(UserError, match="target than the one the run decomposed: n_heads 2 -> 4, head_dim 8 -> 4"):
         load_run(moved, target=tmp_path / "other").logits(TOKENS)
 
 
