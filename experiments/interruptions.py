@@ -90,7 +90,7 @@ def announcing(file: Path, arguments: Sequence[str]) -> None:
         add(self, first, n, *rest)
 
     owners = {"warm-up": (run._Run, "_warm_up"), "step": (run._Run, "_loop"), "finish": (run._Run, "_finish"),
-              "build": (run, "build"), "compile": (run, "compile_steps")}  # fmt: skip
+              "build": (run, "set_up"), "compile": (run, "compile_steps")}  # fmt: skip
     with ExitStack() as stack:
         for name, (owner, function) in owners.items():
             stack.enter_context(mock.patch.object(owner, function, phase(name, getattr(owner, function))))

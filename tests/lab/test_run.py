@@ -117,7 +117,7 @@ def test_stop_in_an_evaluation_abandons_and_saves(
 
         return replace(setup, eval=batches)
 
-    monkeypatch.setattr("param_decomp_lab.training.run.build", interrupted)
+    monkeypatch.setattr("param_decomp_lab.training.run.set_up", interrupted)
     stopped = pd_here(*tiny.train(tmp_path, 2, *settings))
     monkeypatch.undo()
     run = tmp_path / "p-00000002"

@@ -185,7 +185,7 @@ REFUSED = {
     "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_na"),
     "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
     "another architecture": (
-        "llama_transformer", "target.spec.model_class=transformers.GPT2LMHeadModel", "only LlamaForCausalLM is"
+        "llama_transformer", "target.spec.model_class=transformers.GPT2LMHeadModel", "holds a Llama; say LlamaForCausalLM"
     ),
     "a hub id that is not here": (
         "llama_transformer", "target.spec.model_name=no/model", "target.spec.model_name: 'no/model' is neither"
@@ -201,7 +201,7 @@ REFUSED = {
         "eval.metrics.0.type: CEandKLLosses is for language models",
     ),
     "a run on a server": ("tms_stochastic", "target=null", "target: is required: the schema file's run_path (wandb:"),
-    "a toy that is not here": ("tms_stochastic", "target.folder=nowhere", "give the folder of a toy"),
+    "a toy that is not here": ("tms_stochastic", "target.folder=nowhere", "nowhere"),
     "a pattern without a match": (
         "tms_attacks", "pd.decomposition_targets.0.module_pattern=model.linear3", "'model.linear3' matches no module"
     ),
