@@ -123,11 +123,11 @@ def test_stop_in_an_evaluation_abandons_and_saves(
     run = tmp_path / "p-00000002"
     assert stopped.status == 75, stopped
     if batch == 3:
-        assert "stopped while evaluating and saved at step 4; go on with" in stopped.out
+        assert "stopped while evaluating and saved at step 4; resume with" in stopped.out
         assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
         assert saved_steps(run) == [4]
     else:  # nothing was left to abandon: that evaluation counts, and the next step is the first that is not made
-        assert "stopped and saved at step 5; go on with" in stopped.out
+        assert "stopped and saved at step 5; resume with" in stopped.out
         assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
         assert saved_steps(run) == [5]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the run

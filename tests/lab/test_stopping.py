@@ -73,7 +73,7 @@ def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
-    text = stopped_where_stuck(tiny, "param_decomp_lab.training.run.build", tiny.train(tmp_path, 1, *LIGHT), at_most=20)
+    text = stopped_where_stuck(tiny, "param_decomp_lab.training.run.set_up", tiny.train(tmp_path, 1, *LIGHT), at_most=20)
     assert "stopped while loading the target and the data; nothing was to be saved\n" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -148,12 +148,12 @@ def test_while_finishing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         return replace(setup, eval=batches)
 
-    monkeypatch.setattr("param_decomp_lab.training.run.build", interrupted)
+    monkeypatch.setattr("param_decomp_lab.training.run.set_up", interrupted)
     stopped = pd_here(*tiny.train(tmp_path, 1, *EVALUATED))
     monkeypatch.undo()
     run = tmp_path / RUN
     assert stopped.status == 75, stopped
-    assert "stopped after the last step, which is saved; the report is not written; go on with" in stopped.out
+    assert "stopped after the last step, which is saved; the report is not written; resume with" in stopped.out
     assert saved_steps(run) == [4, 8, 12]
     left = rows(run)
     assert not (run / "report.html").exists()
@@ -219,7 +219,7 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
 def test_of_two_processes_one_loads(tiny: Tiny, tmp_path: Path) -> None:
     texts = both_stopped(
         tiny,
-        stuck_in("param_decomp_lab.training.run.build", number=1),
+        stuck_in("param_decomp_lab.training.run.set_up", number=1),
         tiny.train(tmp_path, 1, *TWO),
         lambda processes: "stuck" in processes[1].text(),
         told=0,
