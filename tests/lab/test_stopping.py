@@ -73,7 +73,9 @@ def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
-    text = stopped_where_stuck(tiny, "param_decomp_lab.training.run.set_up", tiny.train(tmp_path, 1, *LIGHT), at_most=20)
+    text = stopped_where_stuck(
+        tiny, "param_decomp_lab.training.run.set_up", tiny.train(tmp_path, 1, *LIGHT), at_most=20
+    )
     assert "stopped while loading the target and the data; nothing was to be saved\n" in text
     assert list(tmp_path.iterdir()) == []
 
