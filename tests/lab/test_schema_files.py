@@ -185,7 +185,9 @@ REFUSED = {
     "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_na"),
     "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
     "another architecture": (
-        "llama_transformer", "target.spec.model_class=transformers.GPT2LMHeadModel", "holds a Llama; say LlamaForCausalLM"
+        "llama_transformer",
+        "target.spec.model_class=transformers.GPT2LMHeadModel",
+        "holds a Llama; say LlamaForCausalLM",
     ),
     "a hub id that is not here": (
         "llama_transformer", "target.spec.model_name=no/model", "target.spec.model_name: 'no/model' is neither"
