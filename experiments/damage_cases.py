@@ -264,7 +264,7 @@ def _rows_lost(rig: Rig) -> Seen:
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:10]) + lines[10][:40])
     ended, left = rig.resume(), rig.left()
-    said = rig.shown(ended.line("has no rows"))
+    said = rig.shown(ended.line("lacks the rows"))
     (rig.checkpoint(STEPS)).rename(rig.run / "ckpts" / "later")
     return Seen("pd train --resume RUN", ended.status, said, left, f"with `ckpts/60` renamed: {rig.then()}")
 
@@ -438,19 +438,19 @@ _AGAIN = "finishes, to the last bit like the undisturbed run"
 CASES: dict[str, Case] = {
     "truncated": Case("a file of the newest checkpoint cut in half", _truncated, 0, "were saved", _AGAIN),
     "missing": Case("an array file of the newest checkpoint removed", _missing, 0, "No such file", _AGAIN),
-    "bits": Case("bits of an array file turned over", _bits, 0, "is now damaged-60", _AGAIN),
+    "bits": Case("bits of an array file turned over", _bits, 0, "was renamed to damaged-60", _AGAIN),
     "other-values": Case(
         "the arrays of another step under the newest one's name, and no list of files", _other_values, 0,
         "does not hold what was saved", _AGAIN,
     ),
-    "all-damaged": Case("a file of every checkpoint removed", _all, 2, "no checkpoint of this run is good", _AGAIN),
+    "all-damaged": Case("a file of every checkpoint removed", _all, 2, "every checkpoint of this run is damaged", _AGAIN),
     "mid-line": Case(
         "`metrics.jsonl` cut in the middle of its last line, behind the last checkpoint", _mid_line, 0,
         "resuming RUN at step 40", _AGAIN,
     ),
     "rows-lost": Case(
         "`metrics.jsonl` cut in the middle of a line, before the last checkpoint", _rows_lost, 0,
-        "has no rows of steps 46 to 55", _AGAIN,
+        "lacks the rows of steps 46 to 55", _AGAIN,
     ),
     "garbled": Case("a line in the middle of `metrics.jsonl` garbled", _garbled, 2, "metrics.jsonl:4: not a", _AGAIN),
     "edited": Case("`config.yaml` edited: another seed", _edited, 2, "pd.seed: 0 -> 1", _AGAIN),
