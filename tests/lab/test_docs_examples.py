@@ -177,7 +177,9 @@ def check_pd(command: str, given: dict[str, Any], written: Path) -> None:
             assert metric in {model.__name__ for union in (AnyLoss, OnlyMeasured) for model in get_args(union)}
     if "overrides" not in given or command == "eval":
         return
-    config = found(given.get("config") or given.get("resume"), written)
+    config = (
+        DEMO / "decompose.yaml" if command == "demo" else found(given.get("config") or given.get("resume"), written)
+    )
     if "torch_config:" in config.read_text():
         # The first value of every key that is swept.
         swept = [re.split(r",(?![^{\[]*[}\]])", assignment)[0] for assignment in given.get("sweep") or ()]
