@@ -296,12 +296,14 @@ def _fresh_state(outline: Any) -> tuple[Any, int]:
 
 
 def _weights(shapes: Any) -> Any:
-    """Random weights where they lie, one array after the other: all at once their making would be the peak."""
+    """Random weights where they lie, norms of ones; one array after the other, or their making would be the peak."""
+    from functools import partial
+
     import jax
     import jax.numpy as jnp
 
-    def make(key: Any, shape: Any) -> Any:
-        if len(shape.shape) == 1:
+    def make(key: Any, name: str, shape: Any) -> Any:
+        if "norm" in name:
             return jnp.ones(shape.shape, shape.dtype)
         if len(shape.shape) < 3:
             return 0.02 * jax.random.normal(key, shape.shape, shape.dtype)
@@ -309,11 +311,12 @@ def _weights(shapes: Any) -> Any:
         keys = jax.random.split(key, shape.shape[0])
         return jax.lax.map(lambda k: 0.02 * jax.random.normal(k, shape.shape[1:], shape.dtype), keys)
 
-    leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    named, structure = jax.tree.flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(0), len(named))
     arrays = []
-    for key, shape in zip(keys, leaves, strict=True):
-        made = jax.jit(lambda k, shape=shape: make(k, shape), out_shardings=shape.sharding)(key)
+    for key, (path, shape) in zip(keys, named, strict=True):
+        of_shape = partial(make, name=jax.tree_util.keystr(path), shape=shape)
+        made = jax.jit(of_shape, out_shardings=shape.sharding)(key)
         arrays.append(jax.block_until_ready(made))
     return jax.tree.unflatten(structure, arrays)
 
@@ -505,8 +508,8 @@ def run_all(options: argparse.Namespace, items: Sequence[Item], folder: Path) ->
     if "machine" not in found.all:
         found.describe(apart("machine", "", 120.0))
         print(found.all["machine"], flush=True)
-    to_probe = [item for item in chosen if item.over_plan is None and not item.traced or options.toy]
-    with ThreadPoolExecutor(options.beside) as pool:
+    to_probe = [item for item in chosen if (item.over_plan is None and not item.traced) or options.toy]
+    with ThreadPoolExecutor(max(1, options.beside)) as pool:
         if options.beside:
             for item in to_probe:
                 if not found.has("probed", item.name):
@@ -566,7 +569,7 @@ class _Apart:
                 "JAX_COMPILATION_CACHE_DIR": os.environ.get(
                     "JAX_COMPILATION_CACHE_DIR", str(self._folder / "compiled")
                 ),
-                **({"JAX_PLATFORMS": "cpu"} if what == "probe" else {}),
+                **({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if what == "probe" else {}),
                 **(extra or {}),
             }
             limit = max(1.0, min(limit_s, self._ends - time.monotonic()))
