@@ -137,6 +137,7 @@ def toy_items(folder: Path) -> tuple[Item, ...]:
         "pd.faithfulness_warmup_steps=0",
         "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
         "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+        "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
         "pd.batch_size=2",
         "data.max_seq_len=8",
     )
