@@ -7,7 +7,7 @@ from typing import Any
 from experiments.gpu_day import DENSE_BF16, GIB
 
 Tree = Mapping[str, Any]
-PLAIN = "layer 18, plain, 16 × 512"
+PLAIN = "layer 18, plain, 8 × 512"
 """Whose arithmetic is done without anything being made twice."""
 
 
