@@ -32,13 +32,13 @@ def _head(found: Tree) -> Iterator[str]:
         f"Python {here['python']}, {versions}."
     )
     yield ""
-    yield "Weights and tokens are random, drawn on the device; the state is fresh, all attacks on. A step is `pd train`'s"
-    yield "own program. Its time is the median over dispatches after a first one."
+    yield "Weights and tokens are random, drawn on the device; the state is fresh, all attacks on. A step is"
+    yield "`pd train`'s own program. Its time is the median over dispatches after a first one."
     yield ""
     product, copy = rates["matmul_flops_per_s"] / 1e12, rates["copy_bytes_per_s"] / 1e12
     yield (
-        f"The machine's own rates in the same call: a bf16 product of two {rates['size']:,} × {rates['size']:,} matrices "
-        f"of normal numbers {product:,.0f} TFLOP/s, a copy {copy:.2f} TB/s, read and written."
+        f"The machine's own rates in the same call: a bf16 product of two {rates['size']:,} × {rates['size']:,} "
+        f"matrices of normal numbers {product:,.0f} TFLOP/s, a copy {copy:.2f} TB/s, read and written."
     )
     yield ""
 
@@ -49,9 +49,9 @@ def _plan(found: Tree) -> Iterator[str]:
         return
     yield "## Memory: planned and taken"
     yield ""
-    yield "*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the allocator"
-    yield "had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan for an H200 that"
-    yield "is not there. *Libraries*: what the driver counts beyond JAX's pool (0.92 of the card). GiB."
+    yield "*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the"
+    yield "allocator had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan for"
+    yield "an H200 that is not there. *Libraries*: what the driver counts beyond JAX's pool (0.92 of the card). GiB."
     yield ""
     yield "| configuration | plan | live | live − plan | `pd probe` | live − `pd probe` | libraries |"
     yield "|---|---|---|---|---|---|---|"
@@ -82,8 +82,9 @@ def _step(found: Tree) -> Iterator[str]:
     yield "## The layer-18 step"
     yield ""
     yield "*MFU*: matrix products, those made again included (`aot/flops.py`), against "
-    yield f"{DENSE_BF16 / 1e12:.0f} TFLOP/s, the dense bf16 rate of the data sheet; then against the rate measured above."
-    yield "*Useful MFU*: with the arithmetic of the plain policy, which makes nothing twice, in place of the policy's own."
+    yield f"{DENSE_BF16 / 1e12:.0f} TFLOP/s, the dense bf16 rate of the data sheet; then against the rate measured"
+    yield "above. *Useful MFU*: with the arithmetic of the plain policy, which makes nothing twice, in place of the"
+    yield "policy's own."
     yield ""
     yield "| configuration | step | tokens/s | TFLOP | MFU | of the measured rate | useful MFU | compiled in |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -113,8 +114,8 @@ def _phases(found: Tree) -> Iterator[str]:
         yield ""
         traced, untraced = 1e3 * profile["step_s_traced"], 1e3 * profile["step_s_untraced"]
         yield (
-            f"`pd profile`'s account of {profile['steps']} traced steps, without CUDA graphs: {traced:,.1f} ms a step traced, "
-            f"{untraced:,.1f} not; operations under way in {profile['busy']:.1%} of the time; "
+            f"`pd profile`'s account of {profile['steps']} traced steps, without CUDA graphs: {traced:,.1f} ms a step "
+            f"traced, {untraced:,.1f} not; operations under way in {profile['busy']:.1%} of the time; "
             f"{profile['unknown_ms']:,.2f} ms a step in kernels of no known operation."
         )
         yield ""
