@@ -95,7 +95,7 @@ def _of_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -> _
             count.by_scope[scope] += 5 * _attention_product(eqn)
         case "scan":
             body = eqn.params["jaxpr"]
-            inside = _inside(body, eqn.invars[: eqn.params["num_consts"]], known)
+            inside = _inside(body, eqn.invars[: _scan_constants(eqn)], known)
             count.add(_of(body.jaxpr, [True] * len(body.jaxpr.outvars), scope, inside), eqn.params["length"])
         case "while":
             count = _while(eqn, used, scope, known)
@@ -132,6 +132,18 @@ def _subjaxprs(eqn: JaxprEqn, scope: str, known: Known) -> _Count:
 def _inside(body: ClosedJaxpr, operands: Sequence[Any], known: Known) -> Known:
     """What is known inside ``body`` of its constants and of its first arguments, which are these operands."""
     return constants(body) | passed(body.jaxpr.invars, operands, known)
+
+
+def _scan_constants(eqn: JaxprEqn) -> int:
+    """How many of a scan's operands, the first ones, are the same in every round.
+
+    Told from shapes, since JAX's parameters for it change: what is scanned over has one axis more outside than inside,
+    and so have the stacked results, but not the carry.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    scanned = sum(len(_shape(a)) > len(_shape(v)) for a, v in zip(eqn.invars, body.invars, strict=True))
+    carried = sum(len(_shape(a)) == len(_shape(v)) for a, v in zip(eqn.outvars, body.outvars, strict=True))
+    return len(eqn.invars) - carried - scanned
 
 
 def _while(eqn: JaxprEqn, used: list[bool], scope: str, known: Known) -> _Count:
