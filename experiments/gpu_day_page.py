@@ -51,7 +51,7 @@ def _plan(found: Tree) -> Iterator[str]:
     yield ""
     yield "*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the"
     yield "allocator had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan"
-    yield "for an H200 that is not there. *Libraries*: what the driver counts beyond JAX's pool (0.92 of the card). GiB."
+    yield "for an H200 that is not there. *Libraries*: what the driver counts beyond JAX's pool (0.92 of it). GiB."
     yield ""
     yield "| configuration | plan | live | live − plan | `pd probe` | live − `pd probe` | libraries |"
     yield "|---|---|---|---|---|---|---|"
