@@ -241,7 +241,8 @@ def _run(item: Item, outline: Any, step: Any, at_once: int, live: dict[str, Any]
     draw = _draws(outline, at_once)
     jax.block_until_ready((state, weights))
     live["made"] = _stats(device).get("peak_bytes_in_use")
-    number, times, rows = np.int32(at_once), [], None
+    number, times = np.int32(at_once), []
+    rows: Any = None
     for n in range(item.rounds + 1):
         inputs = jax.block_until_ready(draw(n))
         if n == 1:
@@ -252,7 +253,7 @@ def _run(item: Item, outline: Any, step: Any, at_once: int, live: dict[str, Any]
         times.append(time.perf_counter() - started)
     stats = _stats(device)
     live["steps"] = stats.get("peak_bytes_in_use")
-    values = np.asarray(rows.values)  # type: ignore[attr-defined]
+    values = np.asarray(rows.values)
     found: dict[str, Any] = {
         "stats": stats,
         "driver_used": _driver_used(device),
@@ -260,7 +261,7 @@ def _run(item: Item, outline: Any, step: Any, at_once: int, live: dict[str, Any]
         "step_s": statistics.median(times[1:]) / at_once,
         "steps_s": [seconds / at_once for seconds in times[1:]],
         "finite": bool(np.isfinite(values).all()),
-        "metrics": dict(zip(rows.names, map(float, values[-1]), strict=True)),  # type: ignore[attr-defined]
+        "metrics": dict(zip(rows.names, map(float, values[-1]), strict=True)),
     }
     if item.traced:
         run = _Traced(outline, step, weights, draw, at_once, first_step + at_once * (item.rounds + 1))
@@ -517,7 +518,7 @@ def run_all(options: argparse.Namespace, items: Sequence[Item], folder: Path) ->
         if options.beside:
             for item in to_probe:
                 if not found.has("probed", item.name):
-                    pool.submit(lambda item=item: found.add("probed", item.name, apart("probe", item.name, 400.0)))
+                    pool.submit(_probe_beside, found, apart, item.name)
         for item in chosen:
             if found.has("measured", item.name):
                 continue
@@ -534,6 +535,10 @@ def run_all(options: argparse.Namespace, items: Sequence[Item], folder: Path) ->
             result |= {"over_plan_gib": item.over_plan, "of": item.of, "traced": item.traced}
             found.add("measured", item.name, result)
             print(f"{_line(item.name, result)} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def _probe_beside(found: Found, apart: "_Apart", name: str) -> None:
+    found.add("probed", name, apart("probe", name, 400.0))
 
 
 def _environment(item: Item, found: Found) -> dict[str, str] | None:
