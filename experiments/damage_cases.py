@@ -443,7 +443,9 @@ CASES: dict[str, Case] = {
         "the arrays of another step under the newest one's name, and no list of files", _other_values, 0,
         "does not hold what was saved", _AGAIN,
     ),
-    "all-damaged": Case("a file of every checkpoint removed", _all, 2, "every checkpoint of this run is damaged", _AGAIN),
+    "all-damaged": Case(
+        "a file of every checkpoint removed", _all, 2, "every checkpoint of this run is damaged", _AGAIN
+    ),
     "mid-line": Case(
         "`metrics.jsonl` cut in the middle of its last line, behind the last checkpoint", _mid_line, 0,
         "resuming RUN at step 40", _AGAIN,
