@@ -334,7 +334,7 @@ def _draws(outline: Any, at_once: int) -> Callable[[int], Any]:
     inputs = outline.train.input_shapes(at_once)
     if not jax.tree.leaves(inputs):
         return lambda number: inputs
-    vocabulary = outline.problem.target.config.vocab_size
+    vocabulary = outline.problem.target.architecture.vocab_size
 
     def draw(number: Any) -> Any:
         return jax.random.randint(jax.random.key(number), inputs.shape, 0, vocabulary, jnp.int32)

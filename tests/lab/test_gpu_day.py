@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from experiments.gpu_day import ITEMS, PARTS
 from experiments.gpu_day_page import page
 from param_decomp_lab.config import load_config
@@ -19,6 +21,7 @@ def run(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_small_items_to_the_end(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     run("--toy", "--beside", "0", "--json", str(file))
