@@ -14,6 +14,7 @@ from param_decomp_jax.losses import Term
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
 from param_decomp_jax.sites import PRE_IDENTITY, Sites
 from param_decomp_jax.state import State
+from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.display.descriptions import describe_term
 from param_decomp_lab.display.numbers import amount, byte_size, exact
@@ -107,7 +108,7 @@ def state_table(target: KnownTarget, state: State) -> Table:
         row(*part)
     table.add_section()
     row("total", [values for _, values, _ in parts], [moments for _, _, moments in parts])
-    shapes = jax.tree.leaves(target.architecture.weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    shapes = jax.tree.leaves(target.architecture.weight_shapes(), is_leaf=is_shape)
     n = sum(prod(shape) for shape in shapes)
     stored = byte_size(n * target.dtype.itemsize)
     table.add_row("target, frozen", amount(n), stored, "", "")
