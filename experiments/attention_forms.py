@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,8 +26,8 @@ from param_decomp_aot.topology import target_configs
 from param_decomp_jax.attention import attend, blocked, plain
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_jax.placement import batch_sharding
+from param_decomp_lab.probe.cards import TABLE
 
-CARDS = Path(__file__).parents[1] / "param_decomp_jax" / "aot" / "gpus" / "cards.csv"
 
 Shape = tuple[int, int, int, int, int]
 """Rows, positions, heads, key heads, dimensions of a head."""
@@ -80,7 +79,7 @@ def temporaries(shape: Shape, causal: bool, implementation: Any, gpu: str) -> fl
         q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=batch_sharding(mesh, s)) for s in shapes)
         return backward(partial(attend, implementation=implementation), causal), (q, k, k)
 
-    card = target_configs(CARDS.read_text())[gpu]
+    card = target_configs(TABLE.read_text())[gpu]
     return compile_for(program, MeshShape(fsdp=8), card).memory.temp / 2**20
 
 

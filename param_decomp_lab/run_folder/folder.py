@@ -106,11 +106,12 @@ def refuse_unseen(folder: Path) -> None:
         )
 
 
-def _commit() -> str | None:
-    copied = Path(__file__).parents[1] / COMMIT_FILE
+def commit_of_the_code() -> str | None:
+    """The commit that this code is of, as `git` or the copy that `pd launch` made tells it; None of an installed one."""
+    root = Path(__file__).parents[2]
+    copied = root / COMMIT_FILE
     if copied.is_file():  # the copy may lie inside an unrelated checkout
         return copied.read_text().strip()
-    root = Path(__file__).parents[2]
     try:
         told = subprocess.run(
             ["git", "rev-parse", "--show-toplevel", "HEAD"], cwd=root, capture_output=True, text=True, check=False
@@ -127,7 +128,7 @@ def _environment() -> dict[str, Any]:
 
     return {
         "command": sys.argv,
-        "git_commit": _commit(),
+        "git_commit": commit_of_the_code(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {
