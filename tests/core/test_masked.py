@@ -195,25 +195,28 @@ def test_importances_of_a_site_are_computed_once_however_many_streams_it_is_live
 # ---- C1: the leak is of the sum ----
 
 
-SIGNS = np.array([1.0, -1.0])
-
-
 @cache
-def to_logits(policy: str, squash: Squash, streams: tuple[int, ...]) -> Any:
-    """Logits, most of them below 0, and the gradient by them of the difference of two errors, or of one of these."""
+def to_logits(policy: str, squash: Squash, alone: bool = False) -> Any:
+    """Logits, most of them below 0, and the gradient by them of the difference of two errors; ``alone``: of each of
+    its two terms, along a first axis."""
     target = dataclasses.replace(TARGET, memory=(POLICIES | LAZY)[policy])
 
-    def loss(z: Any, weights: Any, components: Any) -> jax.Array:
+    def terms(z: Any, weights: Any, components: Any) -> jax.Array:
         clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
         reader = tiny.importance_reader(z, clean_pass, squash, lazy=policy in LAZY)
-        drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in streams]
+        drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in range(2)]
         found, _ = errors(clean_pass, components, reader, [Stream(ALL, of) for of in drawn], ["output"] * len(drawn))
-        return jnp.sum(SIGNS[list(streams)] * found)
+        return found * jnp.asarray([1.0, -1.0])
+
+    def difference(*arguments: Any) -> jax.Array:
+        return jnp.sum(terms(*arguments))
 
     with jax.enable_x64(True):
         weights, components, _, _ = setting()
         z = tiny.to_float64(logits(shift=-1.0))
-        return jax.device_get((z, jax.jit(jax.grad(loss))(z, weights, components)))
+        return jax.device_get(
+            (z, jax.jit(jax.jacrev(terms) if alone else jax.grad(difference))(z, weights, components))
+        )
 
 
 def leaked(z: np.ndarray, g: np.ndarray) -> np.ndarray:
@@ -227,11 +230,11 @@ def test_the_one_sided_leak_is_of_the_summed_gradient(policy: str) -> None:
 
     Their cotangents have opposite signs, so leaking forward by forward is another number.
     """
-    z, got = to_logits(policy, lower_leaky, (0, 1))
+    z, got = to_logits(policy, lower_leaky)
     # What each stream alone sends to λ: its gradient by way of a squashing that lets everything pass.
-    sent = [to_logits("plain", passing, (n,))[1] for n in range(2)]
+    _, sent = to_logits("plain", passing, alone=True)
     for name in z:
-        first, second = (of[name] for of in sent)
+        first, second = sent[name]
         once = leaked(z[name], first + second)
         forward_by_forward = leaked(z[name], first) + leaked(z[name], second)
         assert tiny.deviation(once, got[name]) <= 1e-11, name

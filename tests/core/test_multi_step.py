@@ -18,7 +18,7 @@ from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.step import training_step
-from tests.core import tiny
+from tests.core import tiny, toys
 
 ATTACK = PersistentAttack(AdamAscent(Schedule(0.05)), BroadcastAcrossBatch(), n_warmup_steps=1, start_frac=0.5)
 PROBLEM = tiny.problem(
@@ -27,14 +27,15 @@ PROBLEM = tiny.problem(
         Reconstruction("Persistent", 0.5, AllSites(), Everywhere(), ATTACK),
         Faithfulness("Faithful", 1.0),
     ),
+    toys.target(toys.SPARSE, toys.EVERY_MATRIX),
     ci=tiny.SHARED,
 )
+WEIGHTS, LEADING = toys.weights(toys.SPARSE), (toys.ROWS,)
 SIZE, N = 4, 9
 
 
 def batches() -> np.ndarray:
-    rng = np.random.default_rng(3)
-    return rng.integers(0, tiny.CONFIG.vocab_size, (N, *tiny.LEADING)).astype(np.int32)
+    return np.stack([toys.features(toys.SPARSE, seed=n) for n in range(N)])
 
 
 def from_host(inputs: Any, row: Any, step: Any) -> Any:
@@ -43,23 +44,23 @@ def from_host(inputs: Any, row: Any, step: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    state = tiny.ruffled_state(PROBLEM, step=0)
-    inputs = jnp.zeros((SIZE, *tiny.LEADING), jnp.int32)
+    state = tiny.ruffled_state(PROBLEM, step=0, leading=LEADING)
+    inputs = jnp.zeros((SIZE, *batches().shape[1:]))
     steps = jax.jit(partial(training_steps, PROBLEM, from_host, SIZE), donate_argnums=0)
     with mock.patch.object(program_module, "training_step", wraps=training_step) as step:
-        lowered = steps.lower(state, tiny.weights(), inputs, np.int32(1))
+        lowered = steps.lower(state, WEIGHTS, inputs, np.int32(1))
     assert step.call_count == 1, "tracing it takes half as long as compiling it"
     return lowered.compile()
 
 
 def run(program: Any, groups: list[int]) -> tuple[Any, tuple[str, ...], np.ndarray]:
     """State, names of the metrics, and rows after the ``N`` steps, taken in these groups."""
-    state, weights, tokens = tiny.ruffled_state(PROBLEM, step=0), tiny.weights(), batches()
+    state, features = tiny.ruffled_state(PROBLEM, step=0, leading=LEADING), batches()
     done, rows = 0, []
     for n in groups:
-        inputs = np.zeros((SIZE, *tiny.LEADING), np.int32)
-        inputs[:n] = tokens[done : done + n]
-        state, found = program(state, weights, jnp.asarray(inputs), np.int32(n))
+        inputs = np.zeros((SIZE, *features.shape[1:]), np.float32)
+        inputs[:n] = features[done : done + n]
+        state, found = program(state, WEIGHTS, jnp.asarray(inputs), np.int32(n))
         assert found.values.shape[0] == SIZE
         assert not np.any(found.values[n:]), "rows of steps that were not taken are empty"
         rows.append(np.asarray(found.values[:n]))
@@ -81,14 +82,14 @@ def test_grouping_changes_no_bit(program: Any) -> None:
 def test_rows_bear_the_metrics_of_their_steps(program: Any) -> None:
     """Against the step alone; the learning rate tells the steps apart."""
     _, names, values = run(program, [4, 4, 1])
-    state, weights = tiny.ruffled_state(PROBLEM, step=0), tiny.weights()
+    state = tiny.ruffled_state(PROBLEM, step=0, leading=LEADING)
     step = jax.jit(partial(training_step, PROBLEM))
-    for row, tokens in zip(values, batches(), strict=True):
-        state, metrics = step(state, weights, jnp.asarray(tokens))
+    for row, features in zip(values, batches(), strict=True):
+        state, metrics = step(state, WEIGHTS, jnp.asarray(features))
         assert sorted(metrics) == list(names)
         np.testing.assert_allclose(row, [metrics[name] for name in names], rtol=1e-5)
 
 
 def test_every_byte_of_the_state_is_aliased(program: Any) -> None:
-    state = tiny.ruffled_state(PROBLEM)
+    state = tiny.ruffled_state(PROBLEM, leading=LEADING)
     assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))

@@ -27,7 +27,7 @@ from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets import decoder as decoder_module
 from tests.core import tiny
 from tests.core.test_step import CASES as OF_STEPS
-from tests.core.test_step import FAITHFUL, PERSISTENT
+from tests.core.test_step import FAITHFUL, PERSISTENT, wanted
 
 TRANSFORMER, SHARED, SCALAR, NO_DELTA = OF_STEPS
 LATE = "persistent terms that begin later (A6), one of them on"
@@ -134,7 +134,15 @@ def calls_in_a_step(policy: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> se
     return called
 
 
-@pytest.mark.parametrize("preset", [PLAIN, BALANCED, LEAN, PUBLISHED], ids=["plain", "balanced", "lean", "published"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        PLAIN,
+        LEAN,
+        *(pytest.param(preset, marks=pytest.mark.slow) for preset in (BALANCED, PUBLISHED)),
+    ],
+    ids=["plain", "lean", "balanced", "published"],
+)
 def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """All go through the same functions, and none of these knows one preset from another."""
     everything = {name for names in SAME_FOR_ALL.values() for name in names}
@@ -145,7 +153,6 @@ def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pyte
 
 
 COMBINED = ("lean", "balanced", "published", "blocks of tokens and components, lazy")
-FAST = [(TRANSFORMER, "lean", True)]
 ALL = [
     (case, name, exact)
     for p, name in enumerate(POLICIES)
@@ -157,8 +164,16 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "exact"), [pytest.param(*of, marks=[] if of in FAST else pytest.mark.slow) for of in ALL]
-)
+def test_the_leanest_step_is_the_reference() -> None:
+    """A whole step under the preset with the most levers: what it differs in from `PLAIN` would show here as well."""
+    with jax.enable_x64(True):
+        problem = tiny.in_float64(under(CASES[TRANSFORMER], POLICIES["lean"]))
+        state, weights = map(tiny.to_float64, (tiny.ruffled_state(CASES[TRANSFORMER]), tiny.weights()))
+        got = tiny.jit_step(problem, state, weights, jnp.asarray(tiny.TOKENS))
+        tiny.assert_step(problem, got, wanted(TRANSFORMER), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name", "exact"), ALL)
 def test_a_policy_changes_no_number(case: str, name: str, exact: bool) -> None:
     assert_same(case, name, exact)

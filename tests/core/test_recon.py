@@ -162,12 +162,13 @@ def plain() -> tuple[Any, Any]:
         return core_term(CHUNKWISE, TARGET, setting(), jax.random.key(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory",
     [
         MemoryPolicy(layers="unroll"),
         RECOMPUTED,
-        pytest.param(dataclasses.replace(RECOMPUTED, layers="unroll"), marks=pytest.mark.slow),
+        dataclasses.replace(RECOMPUTED, layers="unroll"),
     ],
     ids=["unrolled", "recomputed", "both"],
 )

@@ -106,10 +106,8 @@ def test_step_in_fp32(case: str) -> None:
     print(f"{case}: {tiny.assert_step(problem, got, wanted(case), 1e-5):.1e}")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if "transformer" in case or "subset" in case else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_step_in_float64(case: str) -> None:
     state = tiny.ruffled_state(CASES[case])
     with jax.enable_x64(True):

@@ -146,8 +146,12 @@ CASES: dict[str, Problem] = {
 }  # fmt: skip
 
 
+FAST = ("mlp, leaky_hard, relu", "shared_mlp, hard, relu, no delta", "global_shared_transformer, normal, relu")
+"""Each kind of live sets, of sources and of attack is among them."""
+
+
 @tiny.SLOW_IN_FP32
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES])
 def test_step(case: str, exact: bool) -> None:
     problem = CASES[case]
     config = problem.target.architecture

@@ -83,12 +83,13 @@ def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
     """fp32 weights at which every path of the network matters; norms away from 1."""
     rng = np.random.default_rng(seed)
 
-    def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+    def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.normal(size=shape)
         value = 1 + 0.2 * noise if "norm" in path[-1].key else noise / shape[-2] ** 0.5
-        return jnp.asarray(noise if path[-1].key == "embed" else value, jnp.float32)
+        return np.asarray(noise if path[-1].key == "embed" else value, np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, config.weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    made = jax.tree_util.tree_map_with_path(leaf, config.weight_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.device_put(made)
 
 
 def target(
@@ -138,11 +139,11 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     def moments(state: Tree) -> Tree:
         adam, *rest = state
         adam = adam._replace(
-            count=jnp.asarray(step, jnp.int32),
+            count=jax.device_put(np.int32(step)),
             mu=jax.tree.map(lambda x: noise(x, 0.01), adam.mu),
             nu=jax.tree.map(lambda x: squares(x, 0.01), adam.nu),
         )
-        return (adam, *(jax.tree.map(lambda x: jnp.asarray(step, x.dtype), part) for part in rest))
+        return (adam, *(jax.tree.map(lambda x: np.asarray(step, x.dtype), part) for part in rest))
 
     def raw(x: jax.ShapeDtypeStruct, sigmoid: bool) -> np.ndarray:
         return (rng.normal(size=x.shape) if sigmoid else rng.uniform(size=x.shape)).astype(x.dtype)
@@ -153,7 +154,7 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
             raw=jax.tree.map(lambda x: raw(x, attack.sigmoid), old.raw),
             mean=jax.tree.map(lambda x: noise(x, 1e-3), old.mean),
             square=jax.tree.map(lambda x: squares(x, 1e-3), old.square),
-            count=jnp.asarray(5, jnp.int32),
+            count=jax.device_put(np.int32(5)),
         )
 
     state = State(
@@ -162,9 +163,9 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
         components_moments=moments(shapes.components_moments),
         ci_moments=moments(shapes.ci_moments),
         adversaries={name: adversary(name, a) for name, a in shapes.adversaries.items()},
-        step=jnp.asarray(step, jnp.int32),
+        step=jax.device_put(np.int32(step)),
     )
-    return jax.tree.map(jnp.asarray, state)
+    return jax.device_put(state)  # `jnp.asarray` compiles a program for each shape
 
 
 def clean_pass(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> CleanPass:
@@ -192,9 +193,9 @@ def to_float64(tree: Tree) -> Tree:
     """Every float leaf in float64; for use under ``jax.enable_x64``."""
 
     def widen(x: Any) -> Any:
-        return jnp.asarray(np.asarray(x, np.float64)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return jax.tree.map(widen, tree)
+    return jax.device_put(jax.tree.map(widen, tree))
 
 
 def in_float64(problem: Problem) -> Problem:
@@ -214,7 +215,7 @@ def array(x: Any) -> np.ndarray:
 
 def ref_components(components: Tree, sites: Sites) -> Tree:
     """By site. As in the reference's state, a site that is a view of another has no entry (T4)."""
-    by_site = unstack_sites(sites, components)
+    by_site = unstack_sites(sites, jax.device_get(components))
     return {name: {"V": array(factors.V), "U": array(factors.U)} for name, factors in by_site.items()}
 
 
@@ -222,6 +223,7 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
     def affine(layer: Any, row: Any = ...) -> Tree:
         return {"w": array(layer.W[row]), "b": array(layer.b[row])}
 
+    ci = jax.device_get(ci)  # rows of NumPy's arrays: no program for each
     rows = list(zip(sites.all, sites.stack_rows, strict=True))
 
     def joint(layer: Any) -> Tree:
@@ -258,7 +260,7 @@ def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None
     return {
         name: {"components": array(source.components)}
         | ({} if source.delta is None else {"delta": array(source.delta)})
-        for name, source in unstack_sites(sites, bundle).items()
+        for name, source in unstack_sites(sites, jax.device_get(bundle)).items()
         if names is None or name in names
     }
 
