@@ -54,7 +54,7 @@ LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_
 
 def components() -> Any:
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+        return jax.device_put(RNG.normal(size=shape).astype(np.float32))
 
     return {s.name: Factors(normal(s.n_layers, s.d_in, s.C), normal(s.n_layers, s.C, s.d_out)) for s in SITES.stacks}
 
@@ -62,19 +62,19 @@ def components() -> Any:
 def ci_of(config: CIConfig) -> Any:
     """With numbers that are special in nothing, biases too."""
     shapes = jax.eval_shape(lambda: init_ci(config, jax.random.key(0), SITES))
-    return jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, x.dtype), shapes)
+    return jax.tree.map(lambda x: jax.device_put((RNG.normal(size=x.shape) / 2).astype(x.dtype)), shapes)
 
 
 def inputs_of(lead: tuple[int, ...]) -> Any:
     """Of different sizes: the transformer's norms have something to do."""
     return {
-        s.name: jnp.asarray((1 + 3 * n) * RNG.normal(size=(s.n_layers, *lead, s.d_in)), jnp.float32)
+        s.name: jax.device_put(((1 + 3 * n) * RNG.normal(size=(s.n_layers, *lead, s.d_in))).astype(np.float32))
         for n, s in enumerate(SITES.stacks)
     }
 
 
 def cotangents_of(lead: tuple[int, ...]) -> Any:
-    return {s.name: jnp.asarray(RNG.normal(size=(s.n_layers, *lead, s.C)), jnp.float32) for s in SITES.stacks}
+    return {s.name: jax.device_put(RNG.normal(size=(s.n_layers, *lead, s.C)).astype(np.float32)) for s in SITES.stacks}
 
 
 def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryPolicy = PLAIN) -> Any:

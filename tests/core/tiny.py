@@ -139,11 +139,11 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     def moments(state: Tree) -> Tree:
         adam, *rest = state
         adam = adam._replace(
-            count=jax.device_put(np.int32(step)),
+            count=jnp.asarray(step, jnp.int32),
             mu=jax.tree.map(lambda x: noise(x, 0.01), adam.mu),
             nu=jax.tree.map(lambda x: squares(x, 0.01), adam.nu),
         )
-        return (adam, *(jax.tree.map(lambda x: np.asarray(step, x.dtype), part) for part in rest))
+        return (adam, *(jax.tree.map(lambda x: jnp.asarray(step, x.dtype), part) for part in rest))
 
     def raw(x: jax.ShapeDtypeStruct, sigmoid: bool) -> np.ndarray:
         return (rng.normal(size=x.shape) if sigmoid else rng.uniform(size=x.shape)).astype(x.dtype)
@@ -154,7 +154,7 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
             raw=jax.tree.map(lambda x: raw(x, attack.sigmoid), old.raw),
             mean=jax.tree.map(lambda x: noise(x, 1e-3), old.mean),
             square=jax.tree.map(lambda x: squares(x, 1e-3), old.square),
-            count=jax.device_put(np.int32(5)),
+            count=jnp.asarray(5, jnp.int32),
         )
 
     state = State(
@@ -163,9 +163,9 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
         components_moments=moments(shapes.components_moments),
         ci_moments=moments(shapes.ci_moments),
         adversaries={name: adversary(name, a) for name, a in shapes.adversaries.items()},
-        step=jax.device_put(np.int32(step)),
+        step=jnp.asarray(step, jnp.int32),
     )
-    return jax.device_put(state)  # `jnp.asarray` compiles a program for each shape
+    return jax.device_put(state)  # `jnp.asarray` would compile a program for each shape
 
 
 def clean_pass(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> CleanPass:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from param_decomp_jax.sites import PRE_IDENTITY
@@ -45,13 +44,13 @@ def weights(config: Config, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     shapes = config.weight_shapes()
 
-    def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+    def leaf(path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
         name, noise = path[-1].key, rng.normal(size=shape)
         if name == "embed":
-            return jnp.asarray(noise / np.linalg.norm(noise, axis=-1, keepdims=True), jnp.float32)
-        return jnp.asarray(0.3 * noise if "bias" in name else 1.4 * noise / shape[-2] ** 0.5, jnp.float32)
+            return (noise / np.linalg.norm(noise, axis=-1, keepdims=True)).astype(np.float32)
+        return (0.3 * noise if "bias" in name else 1.4 * noise / shape[-2] ** 0.5).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.device_put(jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple)))
 
 
 def features(config: Config, rows: int = ROWS, seed: int = 7) -> np.ndarray:
