@@ -152,6 +152,7 @@ def test_together_is_one_by_one(policy: str) -> None:
     assert max(map(tiny.deviation, jax.tree.leaves(want), jax.tree.leaves(got))) <= 1e-11
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_of_each_stream() -> None:
     """Outputs of the sites in every run of layers from the stream's own start on, like those of it alone."""
     with jax.enable_x64(True):
@@ -224,7 +225,8 @@ def leaked(z: np.ndarray, g: np.ndarray) -> np.ndarray:
     return np.where(z <= 0, np.where(g < 0, LEAK * g, 0.0), np.where(z <= 1, g, 0.0))
 
 
-@under(*POLICIES, *LAZY)
+@pytest.mark.slow  # every whole step against the reference has it too, mixed with the rest
+@pytest.mark.parametrize("policy", [*POLICIES, *LAZY])
 def test_the_one_sided_leak_is_of_the_summed_gradient(policy: str) -> None:
     """C1: below 0 a gradient passes if it is negative *in sum*: what two forwards send is added before.
 
