@@ -273,6 +273,7 @@ def test_of_two_processes_one_loads(tiny: Tiny, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_while_others_have_not_come(tiny: Tiny, tmp_path: Path) -> None:
     """Process 0 waits in JAX for another that nobody has started; it leaves alone."""
     port = free_port()

@@ -13,6 +13,8 @@ SMALL = (
     "pd.steps=12",
     "pd.batch_size=16",
     "pd.faithfulness_warmup_steps=3",
+    "pd.loss_metrics=[{type: ImportanceMinimalityLoss, coeff: 0.003, pnorm: 1.0, beta: 0}, {type: StochasticReconLoss,"
+    " coeff: 1.0}]",
     "cadence={train_log_every: 1, save_every: 5}",
     "eval.every=4",
     "eval.slow_every=12",
