@@ -1,4 +1,4 @@
-"""The tiny run, made once for all tests of the laboratory."""
+"""The tiny run and the toy run, made once for all tests of the laboratory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.lab.tiny_run import Tiny, programs_kept_in
+from tests.lab import toy_run
+from tests.lab.tiny_run import Tiny, pd_here, programs_kept_in
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +44,15 @@ def finished(tiny: Tiny, shared_folder: Path) -> Path:
             process = tiny.pd(*tiny.train(runs, 1))
             assert process.returncode == 0, process.stdout + process.stderr
     return runs / "p-00000001"
+
+
+@pytest.fixture(scope="session")
+def toy(shared_folder: Path) -> Path:
+    """A folder with a TMS, `target`, and a finished run on it, `p-00000001`: checkpoints of steps 5, 10 and 12."""
+    folder = shared_folder / "toy"
+    with FileLock(shared_folder / "toy.lock"):
+        if not folder.exists():
+            toy_run.save_toy(folder)
+            outcome = pd_here("train", toy_run.CONFIG, *toy_run.settings(folder, 1))
+            assert outcome.status == 0, outcome
+    return folder

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.lab.tiny_run import BATCH, SEQ_LEN, Outcome, Tiny, pd_here
+from tests.lab.tiny_run import BATCH, SEQ_LEN, STEPS, Outcome, Tiny, pd_here
 
 
 def assert_refused(outcome: Outcome, *says: str) -> None:
@@ -69,7 +69,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_assignments_to_a_resumed_run(finished: Path) -> None:
-    assert_refused(pd_here("train", "--resume", finished, "--set", "pd.steps=5"), "pd.steps: 200 -> 5")
+    assert_refused(pd_here("train", "--resume", finished, "--set", "pd.steps=5"), f"pd.steps: {STEPS} -> 5")
 
 
 def test_token_beyond_the_vocabulary(tiny: Tiny, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_resuming_under_another_configuration(tiny: Tiny, finished: Path, copied
     changed = tiny.train(finished.parent, 1, "pd.steps=300", "pd.loss_metrics.3.coeff=0.25", "mesh={fsdp: 2}")
     says = (
         "another configuration",
-        "pd.steps: 200 -> 300",
+        f"pd.steps: {STEPS} -> 300",
         "pd.loss_metrics.3.coeff: 0.5 -> 0.25",
         "These may change, since they affect no results: mesh, memory,",
     )
@@ -174,10 +174,10 @@ def test_resuming_under_another_configuration(tiny: Tiny, finished: Path, copied
 
 def test_resuming_with_an_edited_configuration(copied: Path) -> None:
     config = copied / "config.yaml"
-    assert "steps: 200" in config.read_text()
-    config.write_text(config.read_text().replace("steps: 200", "steps: 300").replace("seed: 0", "seed: 1"))
+    assert f"steps: {STEPS}" in config.read_text()
+    config.write_text(config.read_text().replace(f"steps: {STEPS}", "steps: 300").replace("seed: 0", "seed: 1"))
     before = (copied / "metrics.jsonl").read_bytes()
-    assert_refused(pd_here("train", "--resume", copied), str(copied), "pd.steps: 200 -> 300", "pd.seed: 0 -> 1")
+    assert_refused(pd_here("train", "--resume", copied), str(copied), f"pd.steps: {STEPS} -> 300", "pd.seed: 0 -> 1")
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 

@@ -24,7 +24,7 @@ from param_decomp_lab.display.numbers import byte_size
 from param_decomp_lab.weights.target_folder import read_architecture, save_target
 from tests.core import tiny as core
 from tests.core import toys
-from tests.lab.tiny_run import ROOT, SITES, Tiny, pd_here
+from tests.lab.tiny_run import EVAL_EVERY, ROOT, SECOND_ON, SITES, STEPS, WARM_UP, Tiny, pd_here
 
 TOYS = sorted((ROOT / "configs" / "toys").glob("*.yaml"))
 EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
@@ -75,17 +75,17 @@ def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_language_model(tiny: Tiny) -> None:
-    said = check(tiny.config)
+    said = check(tiny.config, "pd.loss_metrics.2.sites_per_chunk=2")
     for site in ("layers.0-1.mlp.up_proj 2 × 16 × 24 20", "layers.0-1.mlp.down_proj 2 × 24 × 16 12"):
         assert site in said
     assert f"Sites: {len(SITES)}" in said
     assert "ChunkwiseSubsetReconLoss 1 2 0" in said
     assert "2 chunks of 2 sites live; routed to a uniform k-subset; stochastic continuous sources" in said
     assert "PersistentPGDReconLoss 0.5 1 1" in said
-    assert "on from step 60" in said
+    assert f"on from step {SECOND_ON}" in said
     assert "total 4 1" in said
-    assert "200 steps of 8 rows × 16 = 128 tokens, after 60 on faithfulness alone" in said
-    assert "PGDReconLoss 50 4" in said  # three ascents and the error itself
+    assert f"{STEPS} steps of 8 rows × 16 = 128 tokens, after {WARM_UP} on faithfulness alone" in said
+    assert f"PGDReconLoss {EVAL_EVERY} 4" in said  # three ascents and the error itself
     assert "ImportanceMinimalityLoss p" in said
     assert "not on this machine" not in said
 
@@ -129,7 +129,7 @@ def test_a_target_that_nobody_knows(tiny: Tiny, tmp_path: Path) -> None:
     outcome = pd_here("check", tiny.config, "--set", f"target.folder={tmp_path / 'nowhere'}")
     assert outcome.status == 2
     assert "nowhere is not there; give the folder of a model" in outcome.err
-    for text in ("model.layers.*.mlp.up_proj", "1 per chunk", "Schedules over 200 steps", "CEandKLLosses"):
+    for text in ("model.layers.*.mlp.up_proj", "1 per chunk", f"Schedules over {STEPS} steps", "CEandKLLosses"):
         assert text in outcome.out
 
 

@@ -8,17 +8,13 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.loss_schema import AnyLoss
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluate_run
 from param_decomp_lab.run_folder.folder import saved_config
-from param_decomp_lab.weights.target_folder import save_target
-from tests.core import toys
-from tests.lab.test_toy_run import CONFIG, settings
-from tests.lab.tiny_run import BATCH, LIGHT, STEPS, Tiny, pd_here, rows
+from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Tiny, pd_here, rows
 
 
 @pytest.fixture
@@ -66,19 +62,19 @@ def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path) -> No
     types = ("CI_L0", "FaithfulnessLoss", "PersistentPGDReconLoss", "PGDReconLayerwiseLoss", mapping)
     arguments = [word for metric in types for word in ("--metric", metric)]
     outcome = pd_here(
-        *("eval", run, "--step", "180", *arguments, "--metrics", tmp_path / "metrics.yaml"),
+        *("eval", run, "--step", str(LATE), *arguments, "--metrics", tmp_path / "metrics.yaml"),
         *("--batches", "3", "--batch-size", "4", "--out", out),
     )
     assert outcome.status == 0, outcome
     found = json.loads(out.read_text())
-    assert (found["step"], found["batches"], found["batch_size"]) == (180, 3, 4)
+    assert (found["step"], found["batches"], found["batch_size"]) == (LATE, 3, 4)
     row = found["row"]
     losses = {key.removeprefix("eval/loss/") for key in row if key.startswith("eval/loss/")}
     assert losses == {"FaithfulnessLoss", "PersistentPGDReconLoss", "PGDReconLayerwiseLoss", "weak"}
     assert {key.split("_")[0] for key in row if "l0" in key} == {"eval/l0/0.0", "eval/l0/0.25"}
     assert {"eval/l0/0.0_first", "eval/l0/0.0_everything"} <= row.keys()  # the run's own groups
     assert not any("ce_kl" in key for key in row)
-    trained = {r["step"]: r for r in rows(run)}[180]
+    trained = {r["step"]: r for r in rows(run)}[LATE]
     assert row["eval/loss/FaithfulnessLoss"] == pytest.approx(trained["train/loss/FaithfulnessLoss"], rel=1e-5)
     metrics = {(metric["type"], metric.get("name")): metric for metric in found["metrics"]}
     assert metrics[("PersistentPGDReconLoss", None)]["n_warmup_steps"] == 1
@@ -108,7 +104,7 @@ def test_other_data(run: Path, tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "41"], "has no checkpoint of step 41; it has those of 40, 180, 200"),
+        (["--step", "41"], f"has no checkpoint of step 41; it has those of {EARLY}, {LATE}, {STEPS}"),
         (["--metric", "CIL0"], "eval.metrics.0"),
         (["--metric", "CI_L0", "--metric", "CI_L0"], "CI_L0 is listed twice and would log the same keys"),
         (["--metric", "{type: CI_L0, groups: {a: [layers.9.*]}}"], "layers.9.* matches none of the sites"),
@@ -176,11 +172,8 @@ def test_rows_that_were_trained_on_are_not_held_out(tiny: Tiny, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_toy(tmp_path: Path) -> None:
-    config = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1)
-    save_target(tmp_path / "target", config, toys.weights(config))
-    assert pd_here("train", str(CONFIG), *settings(tmp_path, 1)).status == 0
-    run = tmp_path / "p-00000001"
+def test_a_toy(toy: Path, tmp_path: Path) -> None:
+    run = toy / "p-00000001"
     found = evaluate_run(run, figures=tmp_path / "figures")
     assert found.row == evaluated_row(run, 12)
     assert {path.name for path in (tmp_path / "figures").iterdir()} >= {"permuted_ci_12.png", "uv_matrices_12.png"}

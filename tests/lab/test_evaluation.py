@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
 from tests.core import tiny as core
-from tests.lab.tiny_run import BATCH, SEQ_LEN, SITES, STEPS, Tiny
+from tests.lab.tiny_run import BATCH, EVAL_EVERY, SECOND_ON, SEQ_LEN, SITES, STEPS, Tiny
 
 GROUPS = {"first": ["layers.0.*"], "everything": ["*"]}
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")
@@ -174,16 +175,17 @@ def expected_keys() -> dict[str, set[str]]:
 
 
 def test_keys_of_a_run(finished: Path) -> None:
-    """The conventions' keys at their steps: logs every 3 and at the last, evaluations every 50, the second adversary
-    from step 60 on (A6)."""
+    """The conventions' keys at their steps: logs every third and at the last, evaluations, the second adversary
+    from where it joins (A6)."""
     keys = expected_keys()
     written = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in written] == sorted({*range(0, STEPS, 3), STEPS - 1, *range(0, STEPS + 1, 50)})
+    evaluated = range(0, STEPS + 1, EVAL_EVERY)
+    assert [row["step"] for row in written] == sorted({*range(0, STEPS, 3), STEPS - 1, *evaluated})
     for row in written:
         step, expected = row.pop("step"), set[str]()
         if step < STEPS and (step % 3 == 0 or step == STEPS - 1):
-            expected |= keys["train"] | (keys["late"] if step >= 60 else set())
-        if step % 50 == 0:
+            expected |= keys["train"] | (keys["late"] if step >= SECOND_ON else set())
+        if step in evaluated:
             expected |= keys["evaluation"]
         assert row.keys() == expected, step
         assert all(np.isfinite(value) for value in row.values())
@@ -250,12 +252,12 @@ def test_logits_of_chosen_components(ci: Any) -> None:
     problem = core.problem((), ci=ci)
     state = core.ruffled_state(problem)
     tokens = jnp.arange(np.prod(core.LEADING), dtype=jnp.int32).reshape(core.LEADING) % 7
-    arguments = problem, state.components, state.ci, core.weights(), tokens
-    of_all = importance_logits(*arguments)
+    arguments = state.components, state.ci, core.weights(), tokens
+    of_all = jax.jit(partial(importance_logits, problem))(*arguments)
     chosen = {
         s.name: np.array([[2, 0, 2]] * s.n_layers) + np.arange(s.n_layers)[:, None] for s in problem.target.sites.stacks
     }
-    few = chosen_logits(*arguments, chosen)
+    few = jax.jit(lambda *of: chosen_logits(problem, *of, chosen))(*arguments)
     for name, logits in of_all.items():
         expected = np.stack([logits[row][..., numbers] for row, numbers in enumerate(chosen[name])])
         np.testing.assert_allclose(few[name], expected, rtol=1e-5, atol=1e-6)

@@ -14,19 +14,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from param_decomp_jax.sites import Sites
-from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export import export_run
 from param_decomp_lab.export.tensors import pieces
 from param_decomp_lab.opening import Run
-from param_decomp_lab.weights.target_folder import save_target
 from tests import reference as ref
 from tests.core import tiny as core
-from tests.core import toys
 from tests.lab.several import environment_of
-from tests.lab.test_toy_run import CONFIG, settings
-from tests.lab.tiny_run import LIGHT, ROOT, SEQ_LEN, SITES, STEPS, Tiny, pd_here, saved_arrays
+from tests.lab.tiny_run import EARLY, LATE, LIGHT, ROOT, SEQ_LEN, SITES, STEPS, Tiny, pd_here, saved_arrays
 
 TOKENS = np.random.default_rng(6).integers(0, 256, SEQ_LEN)
 
@@ -105,13 +101,9 @@ def test_every_ci_function_and_squashing(tiny: Tiny, tmp_path: Path, kind: str, 
 
 
 @pytest.mark.slow
-def test_a_toy_with_tied_sites(tmp_path: Path) -> None:
+def test_a_toy_with_tied_sites(toy: Path, tmp_path: Path) -> None:
     """T4: both sites have tensors of their own."""
-    config = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1)
-    save_target(tmp_path / "target", config, toys.weights(config))
-    outcome = pd_here("train", str(CONFIG), *settings(tmp_path, 1, "pd.tied_weights=[[linear1, linear2]]"))
-    assert outcome.status == 0, outcome
-    run = load_run(tmp_path / "p-00000001")
+    run = load_run(toy / "p-00000001")
     export_run(run.folder, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "decomposition.safetensors")
     for name in run.sites:
@@ -155,10 +147,10 @@ def assert_all_there(folder: Path, run: Path, step: int) -> None:
 
 
 def test_description(finished: Path, tmp_path: Path) -> None:
-    export_run(finished, tmp_path / "out", 180)
-    assert_all_there(tmp_path / "out", finished, 180)
+    export_run(finished, tmp_path / "out", LATE)
+    assert_all_there(tmp_path / "out", finished, LATE)
     said = json.loads((tmp_path / "out" / "description.json").read_text())
-    assert said["run"] == {"id": finished.name, "name": "tiny", "step": 180, "steps": STEPS}
+    assert said["run"] == {"id": finished.name, "name": "tiny", "step": LATE, "steps": STEPS}
     assert {site["name"]: site["C"] for site in said["sites"]} == SITES
     assert said["sites"][1] == {
         "name": "layers.0.mlp.down_proj", "layer": 0, "kind": "down_proj", "d_in": 24, "d_out": 16, "C": 12,
@@ -222,7 +214,7 @@ def truncate(checkpoint: Path) -> None:
 def replace_by_another_step(checkpoint: Path) -> None:
     """Whole arrays, readable and of the right shapes."""
     shutil.rmtree(checkpoint / "learned")
-    shutil.copytree(checkpoint.parent / str(STEPS - 20) / "learned", checkpoint / "learned")
+    shutil.copytree(checkpoint.parent / str(LATE) / "learned", checkpoint / "learned")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
@@ -257,11 +249,11 @@ def test_what_is_refused(finished: Path, tmp_path: Path) -> None:
         outcome = pd_here("export", finished, "--out", tmp_path / "mine", *more)
         assert outcome.status == 2, outcome
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
-    export_run(finished, tmp_path / "out", 40)
+    export_run(finished, tmp_path / "out", EARLY)
     with pytest.raises(UserError, match="exists and is not empty"):
-        export_run(finished, tmp_path / "out", 180)
-    export_run(finished, tmp_path / "out", 180, overwrite=True)
-    assert json.loads((tmp_path / "out" / "description.json").read_text())["run"]["step"] == 180
+        export_run(finished, tmp_path / "out", LATE)
+    export_run(finished, tmp_path / "out", LATE, overwrite=True)
+    assert json.loads((tmp_path / "out" / "description.json").read_text())["run"]["step"] == LATE
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
         export_run(finished, tmp_path / "file" / "out")

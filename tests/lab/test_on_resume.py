@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import yaml
 
-from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.on_resume import MAY_CHANGE, allowed_changes, may_change
 from param_decomp_lab.config.resolve import difference
@@ -16,9 +15,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.test_config import EXAMPLE
-from tests.lab.test_toy_run import CONFIG
-from tests.lab.test_toy_run import settings as toy_settings
 from tests.lab.tiny_run import ROOT, pd_here, rows, saved_steps
+from tests.lab.toy_run import ARCHITECTURE
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +134,14 @@ def test_the_page_has_the_list() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a target, the same elsewhere, another of its shapes, and a finished run."""
-    config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("on-resume")
-    weights = toys.weights(config)
-    save_target(folder / "target", config, weights)
+    folder = tmp_path_factory.mktemp("on-resume")
+    shutil.copytree(toy, folder, dirs_exist_ok=True)
     shutil.copytree(folder / "target", folder / "moved")
+    weights = toys.weights(ARCHITECTURE)
     nudged = {**weights, "bias": np.nextafter(weights["bias"], np.float32(9), dtype=np.float32)}
-    save_target(folder / "other", config, nudged)
-    outcome = pd_here("train", CONFIG, *toy_settings(folder, 1))
-    assert outcome.status == 0, outcome
+    save_target(folder / "other", ARCHITECTURE, nudged)
     return folder
 
 

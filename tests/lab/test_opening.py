@@ -13,23 +13,22 @@ import pytest
 
 import param_decomp_lab
 from param_decomp_jax.targets.llama import language_logits
-from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
 from param_decomp_lab.weights.target_folder import load_target, save_target
 from tests import reference as ref
 from tests.core import tiny as core
-from tests.core import toys
-from tests.lab.test_toy_run import CONFIG, settings
 from tests.lab.tiny_run import (
     ARCHITECTURE,
     BATCH,
+    EARLY,
+    LATE,
+    SAVE_EVERY,
     SEQ_LEN,
     SITES,
     STEPS,
     Tiny,
-    pd_here,
     saved_arrays,
 )
 
@@ -191,27 +190,18 @@ def test_on_eight_devices(run: Run, finished: Path) -> None:
 
 
 def test_an_earlier_checkpoint(finished: Path) -> None:
-    early = load_run(finished, 40)
-    assert early.step == 40
-    saved = saved_arrays(finished, 40)["learned/components/layers.0-1.mlp.up_proj/V"]
+    early = load_run(finished, EARLY)
+    assert early.step == EARLY
+    saved = saved_arrays(finished, EARLY)["learned/components/layers.0-1.mlp.up_proj/V"]
     np.testing.assert_array_equal(early.factors(UP)[0], saved[0])
 
 
 # ---- toys ----
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a TMS whose two matrices are tied (T4)."""
-    config, folder = TMSConfig(n_features=5, n_hidden=2, n_hidden_layers=1), tmp_path_factory.mktemp("toy")
-    save_target(folder / "target", config, toys.weights(config))
-    outcome = pd_here("train", str(CONFIG), *settings(folder, 1, "pd.tied_weights=[[linear1, linear2]]"))
-    assert outcome.status == 0, outcome
-    return folder / "p-00000001"
-
-
 def test_a_toy(toy: Path) -> None:
-    run = load_run(toy)
+    """Whose two matrices are tied (T4)."""
+    run = load_run(toy / "p-00000001")
     features = np.random.default_rng(5).uniform(size=(4, 5)).astype(np.float32)
     want = Reference(run, features)
     for name, values in run.causal_importances(features).items():
@@ -310,7 +300,7 @@ def test_wrong_questions(run: Run, asked: Callable[[Run], Any], message: str) ->
 def test_what_cannot_be_opened(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         load_run(tmp_path)
-    with pytest.raises(UserError, match="has no checkpoint of step 41; it has those of 40, 180, 200"):
+    with pytest.raises(UserError, match=f"has no checkpoint of step 41; it has those of {EARLY}, {LATE}, {STEPS}"):
         load_run(finished, 41)
     with pytest.raises(UserError, match="devices: 9, but this machine has 8"):
         load_run(finished, devices=9)
@@ -325,9 +315,11 @@ def test_what_cannot_be_opened(finished: Path, tmp_path: Path) -> None:
         load_run(run)
     (run / "config.yaml").write_text(config)
     (run / "ckpts" / str(STEPS) / "learned" / "manifest.ocdbt").unlink()
-    with pytest.raises(UserError, match=r"manifest.ocdbt: No such file.*open another one, give its step \(40, 180\)"):
+    with pytest.raises(
+        UserError, match=rf"manifest.ocdbt: No such file.*open another one, give its step \({EARLY}, {LATE}\)"
+    ):
         load_run(run)
-    assert load_run(run, 180).step == 180
+    assert load_run(run, LATE).step == LATE
 
 
 # ---- the run may be going on ----
@@ -337,7 +329,7 @@ def test_opening_changes_nothing(finished: Path, tmp_path: Path) -> None:
     """A save that is under way lies in a folder that orbax's own manager would sweep away."""
     run = tmp_path / finished.name
     shutil.copytree(finished, run)
-    (run / "ckpts" / "220.orbax-checkpoint-tmp" / "learned").mkdir(parents=True)
+    (run / "ckpts" / f"{STEPS + SAVE_EVERY}.orbax-checkpoint-tmp" / "learned").mkdir(parents=True)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     load_run(run).causal_importances(TOKENS)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

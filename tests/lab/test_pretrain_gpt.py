@@ -33,6 +33,7 @@ RECIPE = {
     "data": "DATA", "out": "OUT", "steps": 30, "batch_size": 8, "micro_batches": 2,
     "optimizer": {"lr": 3e-2, "warmup_pct": 0.1}, "eval": {"every": 10, "batches": 2}, "log_every": 7,
 }  # fmt: skip
+NO_DROPOUT = RECIPE["model"] | {"dropout": 0.0}
 LLAMA = {"architecture": "llama", "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_mlp": 32}
 
 
@@ -122,9 +123,16 @@ def assert_close(found, wanted):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, wanted)
 
 
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
-@pytest.mark.parametrize("remat", [("mlp", "attention"), ("block",)])
-def test_what_is_recomputed_changes_no_number(layers, remat):
+@pytest.mark.parametrize(
+    ("remat", "layers"),
+    [
+        (("mlp", "attention"), "scan"),
+        (("block",), "unroll"),
+        pytest.param(("mlp", "attention"), "unroll", marks=pytest.mark.slow),
+        pytest.param(("block",), "scan", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_recomputed_changes_no_number(remat, layers):
     """Dropout is drawn again, and is the same."""
     assert_close(gradients(Computation(layers=layers, remat=frozenset(remat))), gradients(Computation()))
 
@@ -155,8 +163,15 @@ def sgd_steps(recipe, *batches):
         yield float(loss), jax.tree.map(lambda a, b: a - b, weights, after)
 
 
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
-@pytest.mark.parametrize("model", [RECIPE["model"] | {"dropout": 0.0}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        pytest.param(NO_DROPOUT, "scan", id="gpt-scan"),
+        pytest.param(LLAMA, "unroll", id="llama-unroll"),
+        pytest.param(NO_DROPOUT, "unroll", id="gpt-unroll", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "scan", id="llama-scan", marks=pytest.mark.slow),
+    ],
+)
 def test_micro_batches_give_the_gradient_of_the_batch(model, layers):
     remat = "block" if layers == "scan" else "none"
     parts = recipe_of(model=model, layers=layers, remat=remat, batch_size=4, micro_batches=2)

@@ -29,6 +29,7 @@ SMALL = (
     "eval={batch_size: 8, n_steps: 2, every: 20, slow_every: 40, slow_on_first_step: false,"
     " metrics: [{type: CI_L0, groups: null}, {type: CIMeanPerComponent}]}",
     "cadence={train_log_every: 1}",
+    "milestones=[]",
 )
 """Quick to compile, but with sources that lie with the rows, an evaluation, a figure and text examples."""
 

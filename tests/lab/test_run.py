@@ -8,24 +8,19 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from param_decomp_lab.config import RunConfig
 from param_decomp_lab.figures import save_figure
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.processes.group import Processes
 from param_decomp_lab.processes.stop_signal import StopSignal
-from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.report.listing import read_run
 from param_decomp_lab.training.run import _Run
-from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
+from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 
 def assert_same_run(run: Path, undisturbed: Path) -> None:
@@ -60,16 +55,16 @@ def test_killed_and_stopped_run_is_identical(tiny: Tiny, finished: Path, tmp_pat
     """kill -9, resume, SIGTERM, resume: the last one is the resumption of a resumed run."""
     start = tiny.train(tmp_path, 1)
     run = tmp_path / "p-00000001"
-    kill_after(tiny, start, run, 60, seed=random.randrange(10**6))
+    kill_after(tiny, start, run, SAVE_EVERY, seed=random.randrange(10**6))
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 195, "train/loss/tot')  # the kill came in the middle of a line
+        file.write('{"step": 75, "train/loss/tot')  # the kill came in the middle of a line
 
     with tiny.started("train", "--resume", run) as process:
-        process.wait_until((run / "ckpts" / "120").exists, "checkpoint 120")
+        process.wait_until((run / "ckpts" / str(2 * SAVE_EVERY)).exists, "another checkpoint")
         assert process.stop(signal.SIGTERM) == 75
         at = saved_steps(run)[-1]
         assert f"stopped and saved at step {at};" in process.text()
-        assert 120 <= at < STEPS
+        assert 2 * SAVE_EVERY <= at < STEPS
 
     last = tiny.pd(*start, "--resume", run)
     assert last.returncode == 0, last.stderr
@@ -80,7 +75,7 @@ def test_killed_and_stopped_run_is_identical(tiny: Tiny, finished: Path, tmp_pat
 def test_stop_in_the_warm_up_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     """Half a warm-up is no start: resumed, the run begins at the beginning."""
     run = tmp_path / "p-00000001"
-    with tiny.started(*tiny.train(tmp_path, 1, "pd.faithfulness_warmup_steps=100000000")) as process:
+    with tiny.started(*tiny.train(tmp_path, 1, *LIGHT, "pd.faithfulness_warmup_steps=100000000")) as process:
         process.wait_until(lambda: "faithfulness warm-up" in process.text(), "the warm-up")
         assert process.stop(signal.SIGTERM) == 75
         assert "stopped in the faithfulness warm-up; nothing was saved" in process.text()
@@ -90,51 +85,6 @@ def test_stop_in_the_warm_up_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
         process.wait_until(lambda: "faithfulness warm-up" in process.text(), "the warm-up")
         assert process.stop(signal.SIGINT) == 75
         assert "no checkpoint yet: starting from the beginning" in process.text()
-
-
-@pytest.mark.parametrize("batch", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_stop_in_an_evaluation_abandons_and_saves(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
-    """SIGTERM while the second evaluation (step 4) is at its first batch, then at its second and last.
-
-    The batch before those of the evaluations is the one that they are compiled for.
-    """
-    evaluation = "eval={batch_size: 8, n_steps: 2, every: 4, slow_every: 12, metrics: [{type: CI_L0, groups: null}]}"
-    settings = (*LIGHT, evaluation, "cadence={train_log_every: 1}")
-    undisturbed = pd_here(*tiny.train(tmp_path, 1, *settings))
-    assert undisturbed.status == 0, undisturbed
-
-    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
-        setup = set_up(config, console, processes)
-        numbers: list[int] = []
-
-        def batches(number: int) -> jax.Array:
-            if len(numbers) == batch:
-                os.kill(os.getpid(), signal.SIGTERM)
-            numbers.append(number)
-            return setup.eval(number)
-
-        return replace(setup, eval=batches)
-
-    monkeypatch.setattr("param_decomp_lab.training.run.set_up", interrupted)
-    stopped = pd_here(*tiny.train(tmp_path, 2, *settings))
-    monkeypatch.undo()
-    run = tmp_path / "p-00000002"
-    assert stopped.status == 75, stopped
-    if batch == 3:
-        assert "stopped while evaluating and saved at step 4; resume with" in stopped.out
-        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
-        assert saved_steps(run) == [4]
-    else:  # nothing was left to abandon: that evaluation counts, and the next step is the first that is not made
-        assert "stopped and saved at step 5; resume with" in stopped.out
-        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
-        assert saved_steps(run) == [5]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the run
-
-    resumed = pd_here("train", "--resume", run)
-    assert resumed.status == 0, resumed
-    assert rows(run) == rows(tmp_path / "p-00000001")
 
 
 def test_stop_that_comes_right_after_the_look_at_it(
@@ -205,7 +155,8 @@ def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch
 
 
 def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
-    """N3: the step and the terms are named however late the metrics are fetched, and nothing broken is saved."""
+    """N3: the step and the terms are named however late the metrics are fetched, nothing broken is saved, and the list
+    of runs says why."""
     rate = "pd.components_optimizer={lr_schedule: {start_val: 1.0e+30}}"
     outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, rate, "cadence={train_log_every: 7, save_every: 1}"))
     assert outcome.status == 1, outcome
@@ -220,6 +171,12 @@ def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
     assert late.status == 1, late
     assert says.fullmatch(late.err)
     assert saved_steps(tmp_path / "p-00000002") == []
+    failed = read_run(tmp_path / "p-00000002")
+    assert failed.state == "failed"
+    assert failed.why.startswith("not finite at step 1: ")
+    listed = pd_here("runs", tmp_path)
+    assert listed.status == 0
+    assert "not finite at step 1" in listed.out
 
 
 def test_not_finite_in_the_warm_up(tiny: Tiny, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from param_decomp_lab.run_folder.ending import read_ending
 from param_decomp_lab.run_folder.lock import LOCK_FILE
 from tests.lab.several import CHILD, Ended, ended, run, started
 from tests.lab.test_processes import SMALL, assert_alike, options, train
-from tests.lab.test_toy_run import CONFIG as TOY
-from tests.lab.test_toy_run import SMALL as SMALL_TOY
 from tests.lab.tiny_run import PD, ROOT, Tiny, pd_here, rows, saved_arrays, saved_steps
+from tests.lab.toy_run import CONFIG as TOY
+from tests.lab.toy_run import SMALL as SMALL_TOY
 
 pytestmark = pytest.mark.slow
 TWO, FOUR = "mesh={fsdp: 2}", "mesh={fsdp: 4}"

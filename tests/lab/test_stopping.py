@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -54,6 +55,14 @@ def undisturbed(tiny: Tiny, folder: Path, *settings: str) -> list[dict[str, Any]
     return rows(folder / UNDISTURBED)
 
 
+@pytest.fixture(scope="module")
+def evaluated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `EVALUATED` that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    undisturbed(tiny, folder, *EVALUATED)
+    return folder / UNDISTURBED
+
+
 def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
     """As soon as there is a handler at all."""
     with tiny.started(*tiny.train(tmp_path, 1, *LIGHT)) as process:
@@ -96,18 +105,18 @@ def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
 
 
 @pytest.mark.slow
-def test_while_a_checkpoint_is_read(tiny: Tiny, tmp_path: Path) -> None:
-    expected = undisturbed(tiny, tmp_path, *EVALUATED)
+def test_while_a_checkpoint_is_read(tiny: Tiny, evaluated: Path, tmp_path: Path) -> None:
     run = tmp_path / UNDISTURBED
+    shutil.copytree(evaluated, run)
     resume: list[str | Path] = ["train", "--resume", run]
     text = stopped_where_stuck(tiny, "param_decomp_lab.checkpoints.store.Checkpoints.restore", resume, at_most=20)
     assert "stopped while reading a checkpoint; nothing was to be saved; resume with" in text
     assert (run / LOCK_FILE).read_bytes() == b""  # on another machine one would believe a name in there
-    assert rows(run) == expected
+    assert rows(run) == rows(evaluated)
     assert saved_steps(run) == [4, 8, 12]
 
 
-def test_during_a_save(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_during_a_save(tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that is being saved is the last one: a second save would take as long again."""
     save = Checkpoints.save
 
@@ -125,7 +134,53 @@ def test_during_a_save(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved_steps(run) == [4, 8]
     assert [row["step"] for row in rows(run)] == list(range(8))
     assert pd_here("train", "--resume", run).status == 0
-    assert rows(run) == undisturbed(tiny, tmp_path, *EVALUATED)
+    assert rows(run) == rows(evaluated)
+
+
+def told_at_read(number: int) -> Callable[[RunConfig, Console, Processes], Setup]:
+    """A `set_up` whose run gets SIGTERM when it has read so many evaluation batches and asks for the next."""
+
+    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
+        setup = set_up(config, console, processes)
+        reads: list[int] = []
+
+        def batches(batch: int) -> jax.Array:
+            if len(reads) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            reads.append(batch)
+            return setup.eval(batch)
+
+        return replace(setup, eval=batches)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_in_an_evaluation(
+    tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """SIGTERM while the second evaluation (step 4) is at its first batch, then at its second and last.
+
+    The batch before those of the evaluations is the one that they are compiled for.
+    """
+    monkeypatch.setattr("param_decomp_lab.training.run.set_up", told_at_read(batch))
+    stopped = pd_here(*tiny.train(tmp_path, 1, *EVALUATED, "cadence={train_log_every: 1}"))
+    monkeypatch.undo()
+    run = tmp_path / RUN
+    assert stopped.status == 75, stopped
+    if batch == 3:
+        assert "stopped while evaluating and saved at step 4; resume with" in stopped.out
+        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
+        assert saved_steps(run) == [4]
+    else:  # nothing was left to abandon: that evaluation counts, and the next step is the first that is not made
+        assert "stopped and saved at step 5; resume with" in stopped.out
+        assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+        assert saved_steps(run) == [5]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the run
+
+    resumed = pd_here("train", "--resume", run)
+    assert resumed.status == 0, resumed
+    assert rows(run) == rows(evaluated)
 
 
 BEFORE_EXAMPLES = 1 + 4 * 2
@@ -133,24 +188,12 @@ BEFORE_EXAMPLES = 1 + 4 * 2
 
 
 @pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_while_finishing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+def test_while_finishing(
+    tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int
+) -> None:
     """SIGTERM at the first batch of the last statistics, and at the first of the examples: the rest is left to a
     resumption, which takes no step and compiles none."""
-    told_at = BEFORE_EXAMPLES + read
-
-    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
-        setup = set_up(config, console, processes)
-        reads: list[int] = []
-
-        def batches(number: int) -> jax.Array:
-            if len(reads) == told_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            reads.append(number)
-            return setup.eval(number)
-
-        return replace(setup, eval=batches)
-
-    monkeypatch.setattr("param_decomp_lab.training.run.set_up", interrupted)
+    monkeypatch.setattr("param_decomp_lab.training.run.set_up", told_at_read(BEFORE_EXAMPLES + read))
     stopped = pd_here(*tiny.train(tmp_path, 1, *EVALUATED))
     monkeypatch.undo()
     run = tmp_path / RUN
@@ -164,9 +207,9 @@ def test_while_finishing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resumed.status == 0, resumed
     assert "resuming" in resumed.out
     assert "compiled the step" not in resumed.out
-    assert rows(run) == left == undisturbed(tiny, tmp_path, *EVALUATED)
+    assert rows(run) == left == rows(evaluated)
     assert (run / "report.html").exists()
-    assert (run / "examples.json").read_bytes() == (tmp_path / UNDISTURBED / "examples.json").read_bytes()
+    assert (run / "examples.json").read_bytes() == (evaluated / "examples.json").read_bytes()
 
 
 def test_a_run_folder_is_there_whole_or_not_at_all(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +273,7 @@ def test_of_two_processes_one_loads(tiny: Tiny, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_while_others_have_not_come(tiny: Tiny, tmp_path: Path) -> None:
     """Process 0 waits in JAX for another that nobody has started; it leaves alone."""
     port = free_port()

@@ -336,6 +336,7 @@ def test_a_run_sends_its_rows(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
         assert len(sent) == 12
 
 
+@pytest.mark.slow
 def test_a_run_without_a_server(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     use(monkeypatch, environment(port))

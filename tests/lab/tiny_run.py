@@ -30,7 +30,13 @@ from tests.core.tiny import weights
 ARCHITECTURE = LlamaConfig(
     vocab_size=256, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_mlp=24, tied=True
 )
-SEQ_LEN, BATCH, STEPS = 16, 8, 200
+SEQ_LEN, BATCH, STEPS = 16, 8, 80
+SAVE_EVERY, EVAL_EVERY, WARM_UP = 20, 40, 60
+SECOND_ON = 32
+"""The step at which the second adversary joins."""
+EARLY, LATE = SAVE_EVERY, STEPS - SAVE_EVERY
+"""Steps whose checkpoints an undisturbed run keeps, besides its last: a milestone, before the second adversary is on,
+and the last but one, after."""
 ROOT = Path(__file__).parents[2]
 PD = (sys.executable, "-m", "param_decomp_lab")
 TIMEOUT = 240.0
@@ -47,11 +53,12 @@ LOSSES: list[Tree] = [
     {"type": "FaithfulnessLoss", "coeff": 100.0},
     {"type": "ImportanceMinimalityLoss", "coeff": 1e-3, "pnorm": 2.0, "beta": 0.2, "eps": 1e-6,
      "p_anneal_start_frac": 0.0, "p_anneal_final_p": 0.5},
-    {"type": "ChunkwiseSubsetReconLoss", "coeff": 1.0, "sites_per_chunk": 2, "routing": {"type": "uniform_k_subset"}},
+    {"type": "ChunkwiseSubsetReconLoss", "coeff": 1.0, "sites_per_chunk": 4, "routing": {"type": "uniform_k_subset"}},
     {"type": "PersistentPGDReconLoss", "coeff": 0.5, "n_warmup_steps": 1, "scope": {"type": "broadcast_across_batch"},
      "optimizer": {"type": "adam", "beta1": 0.5, "beta2": 0.99, "lr_schedule": {"start_val": 0.02, "warmup_pct": 0.2}}},
-    {"type": "PersistentPGDReconSubsetLoss", "coeff": 0.5, "start_frac": 0.3, "use_sigmoid_parameterization": True,
-     "scope": {"type": "per_batch_per_position"}, "routing": {"type": "static_probability", "p": 0.5},
+    {"type": "PersistentPGDReconSubsetLoss", "coeff": 0.5, "start_frac": SECOND_ON / STEPS,
+     "use_sigmoid_parameterization": True, "scope": {"type": "per_batch_per_position"},
+     "routing": {"type": "static_probability", "p": 0.5},
      "optimizer": {"type": "adam", "lr_schedule": {"start_val": 0.1}}},
 ]  # fmt: skip
 METRICS: list[Tree] = [
@@ -98,14 +105,14 @@ def torch_file() -> Tree:
             "ci_fn_optimizer": {"lr_schedule": {"start_val": 0.01}, "weight_decay": 0.01},
             "steps": STEPS,
             "batch_size": BATCH,
-            "faithfulness_warmup_steps": 60,
+            "faithfulness_warmup_steps": WARM_UP,
             "faithfulness_warmup_lr": 0.01,
             "loss_metrics": LOSSES,
         },
         "runtime": {"autocast_bf16": False},
-        "cadence": {"train_log_every": 3, "save_every": 20, "keep_last_n_checkpoints": 2},
-        "eval": {"batch_size": BATCH, "n_steps": 2, "every": 50, "slow_every": 200, "slow_on_first_step": False,
-                 "metrics": METRICS},
+        "cadence": {"train_log_every": 3, "save_every": SAVE_EVERY, "keep_last_n_checkpoints": 2},
+        "eval": {"batch_size": BATCH, "n_steps": 2, "every": EVAL_EVERY, "slow_every": STEPS,
+                 "slow_on_first_step": False, "metrics": METRICS},
         "target": {"spec": {"kind": "hf", "model_class": "transformers.LlamaForCausalLM", "model_name": "tiny"}},
         "data": {"dataset_name": "parquet", "tokenizer_name": "bytes", "column_name": "input_ids", "is_tokenized": True,
                  "max_seq_len": SEQ_LEN},
@@ -127,7 +134,7 @@ class Tiny:
             (self.folder / "text" / f"{n}.txt").write_text(text)
         tokenize_files([self.folder / "text"], self.folder / "data", seq_len=SEQ_LEN, eval_fraction=0.2)
         wrapper: Tree = {"torch_config": "torch.yaml", "run_name": "tiny", "target": {"folder": "target"}}
-        wrapper |= {"data": {"train": "data/train", "eval": "data/eval"}, "milestones": [40]}
+        wrapper |= {"data": {"train": "data/train", "eval": "data/eval"}, "milestones": [EARLY]}
         self.config.write_text(yaml.safe_dump(wrapper))
         (self.folder / "torch.yaml").write_text(yaml.safe_dump(torch_file()))
 
