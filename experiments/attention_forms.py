@@ -28,7 +28,6 @@ from param_decomp_jax.mesh import MeshShape
 from param_decomp_jax.placement import batch_sharding
 from param_decomp_lab.probe.cards import TABLE
 
-
 Shape = tuple[int, int, int, int, int]
 """Rows, positions, heads, key heads, dimensions of a head."""
 
