@@ -107,7 +107,7 @@ def refuse_unseen(folder: Path) -> None:
 
 
 def commit_of_the_code() -> str | None:
-    """The commit that this code is of, as `git` or the copy that `pd launch` made tells it; None of an installed one."""
+    """The commit of this code, from git or from the copy that `pd launch` made; None if the package is installed."""
     root = Path(__file__).parents[2]
     copied = root / COMMIT_FILE
     if copied.is_file():  # the copy may lie inside an unrelated checkout
