@@ -23,7 +23,9 @@ from param_decomp_lab.figures import save_figure
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.processes.group import Processes
 from param_decomp_lab.processes.stop_signal import StopSignal
+from param_decomp_lab.run_folder.ending import read_ending
 from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.run import _Run
 from tests.lab.tiny_run import LIGHT, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
@@ -202,6 +204,44 @@ def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch
     assert {path.name for path in (run / "figures").iterdir()} >= {"mean_ci_per_component_0.png"}
     assert not list((run / "figures").glob("ci_histograms*"))
     assert (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize("what", ["the folder", "the rows"])
+def test_what_a_run_writes_to_is_taken_away(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """At step 5, which is noticed when rows are due, and when the run is told to stop. Nothing is made anew, and put
+    back, the run goes on."""
+    run, moved = tmp_path / "p-00000001", tmp_path / "moved"
+    add = Recorder.add
+
+    def taken_away(recorder: Recorder, first: int, *arguments: Any) -> None:
+        add(recorder, first, *arguments)
+        if first == 5 and what == "the folder":
+            run.rename(moved)
+        elif first == 5:
+            (run / "metrics.jsonl").rename(moved)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "add", taken_away)
+    every = 1 if what == "the folder" else 100
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, f"cadence={{train_log_every: {every}, save_every: 4}}"))
+    monkeypatch.undo()
+    assert outcome.status == 1, outcome
+    assert f"was renamed to {moved} while the run went on, which stops without saving" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert "stopped and saved" not in outcome.out
+    if what == "the folder":
+        assert not run.exists()
+        assert read_ending(moved) is None
+        moved.rename(run)
+    else:
+        assert not (run / "metrics.jsonl").exists()
+        moved.rename(run / "metrics.jsonl")
+    assert saved_steps(run) == [4]
+    resumed = pd_here("train", "--resume", run)
+    assert resumed.status == 0, resumed
+    assert [row["step"] for row in rows(run)] == [*range(0, 12, every), *([11] if every > 1 else [])]
 
 
 def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
