@@ -9,7 +9,7 @@
 # of its jobs may stand for all of them).
 
 set -u
-run=$(cd "$1" && pwd) || exit 2
+run=$(cd -- "$1" > /dev/null && pwd) || exit 2   # where CDPATH is set, cd may print
 job=${PD_JOB:-$SLURM_JOB_ID}
 
 # Submitted from inside another job, this one inherits that job's variables, and srun takes options from them that

@@ -56,7 +56,10 @@ def probe(
     from param_decomp_lab.probe.command import write_json
     from param_decomp_lab.probe.pages import write_pages
     from param_decomp_lab.probe.show import show, table_console
+    from param_decomp_lab.run_folder.output_file import check_output_file
 
+    if json_file is not None:
+        check_output_file(json_file, "--json")
     pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:

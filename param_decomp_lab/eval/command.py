@@ -12,10 +12,9 @@ from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest
 from param_decomp_lab.eval.run_evaluation import Evaluated, as_json, evaluate_run
-from param_decomp_lab.folders import write_whole
-
-FOLDER = "evals"
-"""Subfolder of a run folder with the results of `pd eval`."""
+from param_decomp_lab.folders import is_irregular, write_whole
+from param_decomp_lab.run_folder.folder import EVALUATIONS
+from param_decomp_lab.run_folder.output_file import check_output_file, run_around
 
 
 def evaluate(
@@ -27,13 +26,17 @@ def evaluate(
     target: Path | None,
     console: Console,
 ) -> None:
-    """Evaluates a run and writes ``out``, a JSON file (None: a new file in the run folder); figures go next to it."""
-    file = out or run / FOLDER / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
-    if file.is_dir():
-        raise UserError(f"--out {file} is a folder; give the JSON file to write")
-    _refuse_unwritable(file.parent)
-    found = evaluate_run(run, request, step=step, figures=file.with_suffix(""), devices=devices, target=target)
+    """Evaluates a run and writes ``out``, a JSON file (None: a new file in the run folder); figures go next to it.
+
+    UserError before the work if it cannot be written, or belongs to a run."""
+    file = out or run / EVALUATIONS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
+    check_output_file(file, "--out")
+    figures = _figures_beside(file)
+    if figures is not None and run_around(figures / "figure.png"):
+        raise UserError(f"--out {file}: its figures would go into {figures}, a run's folder; choose another name")
+    found = evaluate_run(run, request, step=step, figures=figures, devices=devices, target=target)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(as_json(found, run), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
@@ -42,15 +45,11 @@ def evaluate(
         console.print(str(path), soft_wrap=True)
 
 
-def _refuse_unwritable(folder: Path) -> None:
-    """Raises UserError if ``folder`` cannot be written, before the evaluation rather than after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another place with --out") from error
+def _figures_beside(file: Path) -> Path | None:
+    """The folder for the figures; None, which omits them, if the results go into a device or a pipe."""
+    if is_irregular(file):
+        return None
+    return file.with_suffix("") if file.suffix else file.with_name(f"{file.name}-figures")
 
 
 def _show(found: Evaluated, console: Console) -> None:

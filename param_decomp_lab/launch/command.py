@@ -1,5 +1,6 @@
 """`pd launch`: plans the runs of a configuration and submits them as a job or executes them locally."""
 
+import os
 import secrets
 import shlex
 import shutil
@@ -106,9 +107,9 @@ def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyw
         console.print(f"job {one}: {escape(str(run))}", highlight=False, soft_wrap=True)
     console.print(
         f"{layout}; if preempted, it resumes by itself. Logs are in the run folders (slurm-*.log).\n"
-        f"after a failure: sbatch {'--array=INDEX ' if len(runs) > 1 else ''}{script}\n"
+        f"after a failure: sbatch {'--array=INDEX ' if len(runs) > 1 else ''}{shlex.quote(str(script))}\n"
         f"to stop it:      scancel {number}",
-        highlight=False, soft_wrap=True,
+        highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0
 
@@ -166,6 +167,10 @@ def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
         run_id = config.wrapper.run_id or f"p-{secrets.token_hex(4)}"
         folder = Path.cwd() / config.wrapper.out_dir / run_id
         refuse_taken(folder)
+        if os.pathsep in str(folder):
+            raise UserError(
+                f"out_dir: {folder} contains {os.pathsep!r}; PYTHONPATH could not name the run's copy of the code"
+            )
         found.append(PlannedRun(config.with_run_id(run_id), folder, choice))
     _print_warnings([run.config for run in found], console)
     return found

@@ -6,10 +6,12 @@ step. Our tasks agree on a step, save together, and `slurm/start.sh` requeues.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +50,8 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
     for text in texts:
         key, equals, value = text.removeprefix("--").partition("=")
         key = key.strip().replace("_", "-")
-        if not key:
-            raise UserError(f"--sbatch {text}: should be an option of sbatch, such as constraint=h100")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
+            raise UserError(f"--sbatch {text!r}: should be a long option of sbatch, such as constraint=h100")
         if key in MANAGED:
             other = f"; use {MANAGED[key]}" if MANAGED[key] else ", since a run that is requeued depends on it"
             raise UserError(f"--sbatch {text}: {key} cannot be set{other}")
@@ -59,48 +61,84 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
 
 def script_text(job: Job, layout: Layout, name: str, runs: Sequence[Path], script: Path) -> str:
     """The batch script that starts ``runs``, as an array if there are several. ``name``: of the job; ``script``: path
-    where it will be saved."""
+    where it will be saved. UserError for options that a line of the script cannot hold."""
     executor = _Script(script.parent)
+    here = Path.cwd()
+    several = len(runs) > 1
+    log = script.with_name("%A_%a.log") if several else runs[0] / "slurm-%j.log"
     options: dict[str, Any] = {"partition": job.partition, "account": job.account, "qos": job.qos}
     if layout.on_gpus:
         options["gpus_per_node"] = layout.per_node
     if not job.shared:
         options |= {"exclusive": True, "mem": "0"}
-    output = script.with_name("%A_%a.log") if len(runs) > 1 else runs[0] / "slurm-%j.log"
     executor.update_parameters(
-        job_name=name,
+        job_name=_value("the name of the configuration", name),
         nodes=layout.nodes,
         ntasks_per_node=layout.per_node,
         cpus_per_task=job.cpus_per_task,
-        time=job.time,
-        setup=list(_setup(layout, runs, script)),
+        time=_value("--time", job.time),
+        setup=_setup(layout, runs, script, here),
         use_srun=False,
         stderr_to_stdout=True,
         wckey=None,
         additional_parameters={
             "requeue": True,
             "signal": f"TERM@{job.notice_s}",
-            "output": output,
-            "chdir": Path.cwd(),
-            **{key: True if value is None else value for key, value in (job.more or {}).items()},
+            "output": log if _is_plain(log.parent) else os.devnull,
+            "chdir": here if _is_plain(here) else "/",
+            **{
+                key: True if value is None else _value(f"--sbatch {key}", value)
+                for key, value in (job.more or {}).items()
+            },
         },
-        **{key: value for key, value in options.items() if value is not None},
+        **{
+            key: _value(f"--{key}", value) if isinstance(value, str) else value
+            for key, value in options.items()
+            if value is not None
+        },
     )
-    if len(runs) > 1:
+    if several:
         executor.parameters["map_count"] = len(runs)
     return str(executor._make_submission_file_text('exec bash "$run/code/slurm/start.sh" "$run"', uid=""))
 
 
-def _setup(layout: Layout, runs: Sequence[Path], script: Path) -> list[str]:
-    resubmit = f"sbatch {shlex.quote(str(script))}"
+def _value(option: str, text: str) -> str:
+    """The value of an option as submitit is to be given it.
+
+    sbatch reads a backslash as the mark of a literal character, even in the quotes that submitit puts around. UserError
+    for a line's end, which would make the rest a line of its own, and for what is no text.
+    """
+    bad = next((character for character in text if unicodedata.category(character) in ("Cc", "Cs")), None)
+    if bad is not None:
+        raise UserError(
+            f"{option}: {text!r} contains {bad!r}; in a batch script it must be one line without control characters"
+        )
+    return text.replace("\\", "\\\\")
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether Slurm takes the path from an option as it is: it replaces what follows %, and stops doing so where there
+    is a backslash. Other paths are given to the shell instead."""
+    return not any(c in "%\\" or unicodedata.category(c) in ("Cc", "Cs") for c in str(folder))
+
+
+def _setup(layout: Layout, runs: Sequence[Path], script: Path, here: Path) -> list[str]:
+    """Lines of shell that say which run the job starts, and how."""
+    # Quoted twice: for this script, and for the shell that the command is given to later.
+    quoted = shlex.quote(shlex.quote(str(script)))
     if len(runs) == 1:
         lines = [f"run={shlex.quote(str(runs[0]))}", "export PD_JOB=$SLURM_JOB_ID"]
+        resubmit = f"'sbatch '{quoted}"
     else:
         lines = ["runs=(", *(f"    {shlex.quote(str(run))}" for run in runs), ")"]
         lines += ["export PD_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"]
-        lines += ["run=${runs[$SLURM_ARRAY_TASK_ID]}", 'exec >> "$run/slurm-$SLURM_JOB_ID.log" 2>&1']
-        resubmit = f"sbatch --array=$SLURM_ARRAY_TASK_ID {shlex.quote(str(script))}"
-    lines += [f"export PYTHON={shlex.quote(sys.executable)}", f'export PD_AGAIN="{resubmit}"']
+        lines += ["run=${runs[$SLURM_ARRAY_TASK_ID]}"]
+        resubmit = f'"sbatch --array=$SLURM_ARRAY_TASK_ID "{quoted}'
+    if len(runs) > 1 or not _is_plain(runs[0]):
+        lines += ['exec >> "$run/slurm-$SLURM_JOB_ID.log" 2>&1']
+    if not _is_plain(here):
+        lines += [f"cd -- {shlex.quote(str(here))} || exit 2"]
+    lines += [f"export PYTHON={shlex.quote(sys.executable)}", f"export PD_AGAIN={resubmit}"]
     lines += [f"export {name}={value}" for name, value in layout.shell_variables()]
     return lines
 

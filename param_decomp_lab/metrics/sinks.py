@@ -23,6 +23,7 @@ from rich.progress import (
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.run_folder.identity import Displaced, what_became_of
 from param_decomp_lab.run_folder.unwritable import why_not_written
 
 Row = Mapping[str, Any]
@@ -71,6 +72,8 @@ class MetricsFile:
         self._waiting: list[bytes] = []
 
     def write(self, row: Row) -> None:
+        """Raises Displaced, as `settle` does, if another file, or none, is where the rows went."""
+        self._refuse_displaced()
         self._waiting.append(_line(row).encode())
         try:
             self._append()
@@ -82,12 +85,21 @@ class MetricsFile:
 
     def settle(self) -> None:
         """Returns when every row is on the disk. CannotWrite when one cannot be written."""
+        self._refuse_displaced()
         try:
             self._append()
             os.fsync(self._file.fileno())
         except OSError as error:
             why = why_not_written(error, self.path.parent) or str(error)
             raise CannotWrite(f"{len(self._waiting)} rows of {METRICS_FILE} cannot be written: {why}") from error
+
+    def _refuse_displaced(self) -> None:
+        became = what_became_of(self.path, self._file.fileno())
+        if became is not None:
+            raise Displaced(
+                f"{self.path} {became} while the run went on, which stops without saving. Put it back, and resume with "
+                f"`pd train --resume {self.path.parent}`"
+            )
 
     def close(self) -> None:
         with suppress(OSError):

@@ -22,7 +22,8 @@ def schema_path(out: Path) -> Path:
 def refuse_taken(out: Path) -> None:
     """UserError where a file would be replaced that `pd fit` has not written."""
     for file in (out, schema_path(out)):
-        if file.exists() and not file.read_text(errors="replace").startswith(WRITTEN_BY):
+        # Nothing is read from a device or a pipe: it might never end.
+        if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(WRITTEN_BY)):
             raise UserError(f"--out {out}: {file} is there, and pd fit has not written it; give another name")
 
 

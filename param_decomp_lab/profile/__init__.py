@@ -17,6 +17,7 @@ from rich.console import Console
 from param_decomp_jax.state import State
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import refuse_unwritable
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
@@ -71,9 +72,9 @@ def profile(
 
 
 def _make_folder(folder: Path) -> None:
+    refuse_unwritable(folder, "--out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "profile.json").touch()
     except OSError as error:
         raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
 

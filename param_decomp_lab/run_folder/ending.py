@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -18,17 +18,24 @@ Ending = Literal["finished", "stopped", "failed"]
 
 
 @contextmanager
-def record_end(run_folder: Path, stopped: type[Exception], processes: Processes = ALONE) -> Iterator[None]:
+def record_end(
+    run_folder: Path,
+    stopped: type[Exception],
+    processes: Processes = ALONE,
+    in_place: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
     """A block around a run; process 0 records how it ends, also when ended by `Processes.end`, but not when killed.
 
-    ``stopped``: the exception of a run that was asked to stop. A resumption refused with a UserError before `clear_end`
+    ``stopped``: the exception of a run that was asked to stop. ``in_place``: whether the
+    folder is still the run's. A resumption refused with a UserError before `clear_end`
     keeps the record of the previous end.
     """
     file = run_folder / ENDING_FILE
 
     def note(how: Ending, why: str) -> None:
         with suppress(OSError):  # a folder that cannot be written is reported elsewhere
-            if processes.first and displaced_by(run_folder) is None:  # else another job has the run
+            # Else another job has the run, or another folder its name.
+            if processes.first and in_place() and displaced_by(run_folder) is None:
                 write_whole(file, json.dumps({"how": how, "why": why, "time": time.time()}) + "\n")
 
     def by_force(status: int) -> None:

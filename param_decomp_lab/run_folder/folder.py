@@ -18,6 +18,8 @@ from param_decomp_lab.folders import new_folder, write_whole
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "ckpts"
+EVALUATIONS = "evals"
+"""Subfolder with the results of `pd eval`."""
 HISTORY_FILE = "history.jsonl"
 """One line per start: time, host, first step, versions, and configuration changes."""
 ENVIRONMENT_FILE = "environment.json"

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import boot_id, process_start
 from param_decomp_lab.processes.group import ALONE, Processes
 
 LOCK_FILE = "lock"
@@ -53,9 +54,9 @@ class Holder:
         """This process."""
         return cls(
             host=socket.gethostname(),
-            boot=_boot(),
+            boot=boot_id(),
             pid=os.getpid(),
-            began=_began(os.getpid()),
+            began=process_start(os.getpid()),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             job=environment.get("SLURM_JOB_ID", ""),
             restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
@@ -73,7 +74,7 @@ class Holder:
     @property
     def is_this_process(self) -> bool:
         """Whether the holder is the calling process."""
-        return (self.boot, self.pid, self.began) == (_boot(), os.getpid(), _began(os.getpid()))
+        return (self.boot, self.pid, self.began) == (boot_id(), os.getpid(), process_start(os.getpid()))
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -88,7 +89,7 @@ class Holder:
         if self.boot == now.boot if self.boot else self.host == now.host:
             if locked:
                 return "it has ended"
-            return "" if _began(self.pid) == self.began else "it has ended"
+            return "" if process_start(self.pid) == self.began else "it has ended"
         if self.host == now.host:
             return f"{self.host} has been rebooted since"
         if self.job and self.job == now.job and self.restarts < now.restarts:
@@ -118,8 +119,8 @@ def is_held(folder: Path) -> bool | None:
     found = holder(folder)
     if found is None:
         return False if (folder / LOCK_FILE).is_file() else None
-    if found.boot == (boot := _boot()):
-        return _began(found.pid) == found.began if boot else None
+    if found.boot == (boot := boot_id()):
+        return process_start(found.pid) == found.began if boot else None
     return False if found.host == socket.gethostname() else None
 
 
@@ -221,18 +222,3 @@ def _has_left_slurm(job: str) -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return not done.stdout.strip() if done.returncode == 0 else "Invalid job id" in done.stderr
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> str:
-    """Start time of a process of this machine, in clock ticks; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

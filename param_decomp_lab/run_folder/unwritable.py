@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.run_folder.identity import Displaced
 
 NUMBERS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -35,6 +36,8 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
     then = f"Earlier checkpoints are intact. Once this is fixed, resume with `pd train --resume {folder}`"
     try:
         yield
+    except Displaced:
+        raise  # says itself what to do
     except CannotWrite as error:
         raise CannotWrite(f"{error}. {then}") from error
     except OSError as error:

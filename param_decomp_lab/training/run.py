@@ -41,6 +41,7 @@ from param_decomp_lab.run_folder.folder import (
     refuse_unseen,
     saved_config,
 )
+from param_decomp_lab.run_folder.identity import FolderIdentity
 from param_decomp_lab.run_folder.lock import only_job
 from param_decomp_lab.run_folder.target_file import write_target
 from param_decomp_lab.run_folder.unwritable import explain_unwritable
@@ -180,7 +181,10 @@ class _Run:
     def run(self, resumed: bool) -> Path:
         """Runs all remaining steps and writes the report; returns the run folder."""
         with ExitStack() as stack:
-            stack.enter_context(record_end(self.folder, Preempted, self.processes))
+            self.identity = FolderIdentity(self.folder) if self.processes.first else None
+            if self.identity is not None:
+                stack.callback(self.identity.close)
+            stack.enter_context(record_end(self.folder, Preempted, self.processes, self._is_in_place))
             if not self.stop.is_listening:
                 stack.enter_context(self.stop.listening())
                 stack.enter_context(self.stop.among(self.processes))
@@ -196,9 +200,19 @@ class _Run:
                 self._finish(state)
         return self.folder
 
+    def _is_in_place(self) -> bool:
+        return self.identity is None or self.identity.is_in_place()
+
+    def _check_folder(self) -> None:
+        """Raises Displaced, in process 0, if the run folder is no longer at its path: whatever is written there next
+        would make a part of it anew."""
+        if self.identity is not None:
+            self.identity.check()
+
     @contextmanager
     def _sinks(self, first: int) -> Iterator[None]:
         """Opens `metrics.jsonl` and wandb at step ``first`` in process 0; closes them at the end of the block."""
+        self._check_folder()
         self.metrics = MetricsFile(self.folder, first, self.console) if self.processes.first else None
         expected = (first - 1) // self.log_every * self.log_every
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
@@ -269,6 +283,7 @@ class _Run:
 
     def _record_start(self, step: int, changes: Sequence[str] = (), renamed: Sequence[str] = ()) -> None:
         if self.processes.first:
+            self._check_folder()
             clear_end(self.folder)
             record_start(self.folder, self.config, step, changes, renamed)
             write_target(self.folder, self.setup.problem.target.architecture)
@@ -378,11 +393,15 @@ class _Run:
 
     def _save(self, step: int, state: State) -> None:
         """Saves the state after ``step`` steps, and every row before it."""
+        self._check_folder()
         self.check_lock()
         self.recorder.flush()
         if self.metrics is not None:
             self.metrics.settle()  # resuming from a checkpoint relies on the rows before it
-        self.checkpoints.save(step, state, self.config.to_yaml(), self.inputs)
+        try:
+            self.checkpoints.save(step, state, self.config.to_yaml(), self.inputs)
+        finally:
+            self._check_folder()  # a save may take minutes; what it wrote must be in this folder to count
         self.stop.may_leave(f"at step {step}, which is saved")
 
     def _preempted(self, where: str) -> Preempted:
@@ -398,6 +417,7 @@ class _Run:
             row = evaluation.fast(state, self.setup.weights, step, self.stop)
             figures = {}
             if evaluation.slow_due(step, self.spec.steps):
+                self._check_folder()
                 folder = self.folder / "figures" if self.processes.first else None
                 figures = evaluation.figures(state, self.setup.weights, step, folder, self.stop)
         except EvaluationStopped:
@@ -406,6 +426,7 @@ class _Run:
         self.recorder.evaluated(step, row, figures)
 
     def _write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
+        self._check_folder()
         if self.metrics is not None:
             self.metrics.write(row)
         if self.wandb is not None:
@@ -419,11 +440,13 @@ class _Run:
         """Writes the examples and the report. The last state is saved: resuming a run stopped here does only this."""
         finishing = "after the last step, which is saved; the report is not written"
         self.stop.may_leave(finishing, FINISHING_PATIENCE_S)
+        self._check_folder()
         try:
             self._examples(state)
         except EvaluationStopped:
             raise self._preempted(finishing) from None
         if self.processes.first:
+            self._check_folder()
             self._report()
             self.stop.may_leave("after the report was written; wandb may lack some of it", LAST_PATIENCE_S)
 
@@ -438,6 +461,7 @@ class _Run:
         elif text is not None:
             examples = find_examples(problem, state, weights, batches, statistics, self.setup.mesh)
             if self.processes.first:
+                self._check_folder()
                 write_examples(self.folder, problem, examples, statistics, text)
 
     def _report(self) -> None:

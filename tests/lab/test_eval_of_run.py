@@ -1,7 +1,10 @@
 """`pd eval`: the run's own numbers again, other metrics, other batches; what it refuses; that it changes nothing."""
 
 import json
+import os
 import shutil
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,12 +12,13 @@ import pytest
 import yaml
 
 from param_decomp_lab.config.loss_schema import AnyLoss
+from param_decomp_lab.config.method_schema import EvalConfig
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
-from param_decomp_lab.eval.run_evaluation import evaluate_run
+from param_decomp_lab.eval.run_evaluation import Evaluated, evaluate_run
 from param_decomp_lab.run_folder.folder import saved_config
-from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Tiny, pd_here, rows
+from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Outcome, Tiny, pd_here, rows
 
 
 @pytest.fixture
@@ -123,6 +127,98 @@ def test_what_is_refused(run: Path, arguments: list[str], message: str) -> None:
     assert outcome.status == 2, outcome
     assert message in " ".join(outcome.err.split())
     assert "Traceback" not in outcome.err
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """`pd eval` of a run folder made by hand, without a run to measure. ``measured``: how often it came so far."""
+
+    run: Path
+    measured: list[Path | None]
+
+    def __call__(self, out: str | Path) -> Outcome:
+        return pd_here("eval", self.run, "--out", out)
+
+
+@pytest.fixture
+def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measuring:
+    run = tmp_path / "renamed"
+    (run / "ckpts" / "5").mkdir(parents=True)
+    (run / "config.yaml").write_text("wrapper: {}\ntorch: {}\n")
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    measured: list[Path | None] = []
+
+    def evaluated(*_: Any, figures: Path | None, **__: Any) -> Evaluated:
+        measured.append(figures)
+        settings = EvalConfig.model_validate(
+            {"batch_size": 1, "n_steps": 1, "every": 1, "slow_every": 1, "metrics": []}
+        )
+        return Evaluated(5, {"eval/x": 0.25}, {}, settings, "data")
+
+    monkeypatch.setattr("param_decomp_lab.eval.command.evaluate_run", evaluated)
+    return Measuring(run, measured)
+
+
+def test_results_go_into_a_device_or_a_pipe(measuring: Measuring, tmp_path: Path) -> None:
+    """Which stays what it is; there is no place for figures beside it."""
+    null, pipe, out = tmp_path / "null", tmp_path / "pipe", tmp_path / "stdout"
+    null.symlink_to(os.devnull)
+    os.mkfifo(pipe)
+    out.symlink_to("/dev/stdout")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for place in (null, pipe, out):
+        outcome = measuring(place)
+        assert outcome.status == 0, outcome
+    assert json.loads(os.read(reader, 1 << 16))["row"] == {"eval/x": 0.25}
+    os.close(reader)
+    assert json.JSONDecoder().raw_decode(outcome.out)[0]["row"] == {"eval/x": 0.25}  # the table follows
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    assert null.is_symlink()
+    assert out.is_symlink()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert measuring.measured == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("renamed/config.yaml", "lies in the folder of the run"),
+        ("renamed/metrics.jsonl", "lies in the folder of the run"),
+        ("renamed/ckpts/5/new.json", "lies in the folder of the run"),
+        ("renamed/evals", "lies in the folder of the run"),
+        ("link.json", "lies in the folder of the run"),
+        ("renamed/evals/../lock", "lies in the folder of the run"),
+        ("renamed.json", "its figures would go into"),
+        ("renamed", "is a folder; give the file to write"),
+        ("a file/found.json", "cannot write to"),
+    ],
+)
+def test_out_that_is_refused_before_the_work(measuring: Measuring, tmp_path: Path, out: str, says: str) -> None:
+    (tmp_path / "link.json").symlink_to(measuring.run / "config.yaml")
+    (tmp_path / "a file").touch()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    outcome = measuring(tmp_path / out)
+    assert outcome.status == 2, outcome
+    assert says in outcome.err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert measuring.measured == []
+
+
+def test_nothing_of_the_user_s_goes_where_results_are_written(measuring: Measuring, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / ".writable").write_text("mine")
+    (mine / "config.yaml").write_text("a: 1\n")  # which does not make this a run
+    (tmp_path / "linked.json").symlink_to(mine / "found")
+    for place in ("mine/found.json", "renamed/evals/a/found.json", "linked.json"):
+        outcome = measuring(tmp_path / place)
+        assert outcome.status == 0, outcome
+        assert json.loads((tmp_path / place).read_text())["step"] == 5
+    assert {path.name for path in mine.iterdir()} == {".writable", "config.yaml", "found.json", "found"}
+    assert (mine / ".writable").read_text() == "mine"
+    assert (tmp_path / "linked.json").is_symlink()
+    assert measuring(tmp_path / "bare").status == 0
+    assert measuring.measured[-1] == tmp_path / "bare-figures"  # a folder `bare` would be in the results' way
 
 
 def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_needs(run: Path) -> None:

@@ -1,13 +1,16 @@
 """`pd launch`: sweeps, copies of the code, the batch script, the probe before it; processes here in place of a job."""
 
+import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +166,94 @@ def test_script_of_a_sweep(tmp_path: Path) -> None:
         assert started_by(text, run, str(index)) == [str(run), "cpu", flag, again, f"9_{index}"]
 
 
+HOSTILE = [
+    "it's", 'a"b', "a'; touch x; '", '"; touch x; "', "$(touch x)", "`touch x`", "$HOME ${PATH}", "back\\slash\\",
+    "a\nb",
+    "a\n#SBATCH --array=0-9\ntouch x", "a;touch x", "a&&touch x|y", "* ? [a] {b,c}", "-rf", "--help", "~", "!!", "#no",
+    "ü 漢 \N{LINE SEPARATOR}", "%j %% %A", "tab\there", "é\u0301", "  two  ", "x=y", "<a>(b)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_reach_the_run_as_they_are(
+    name: str, several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the run, of the script and of the folder it is submitted from; none is read as shell or as an option.
+    What is printed for later is a command that a shell takes."""
+    here = tmp_path / "here" / name
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "executable", f"/venv {name}/python")
+    runs = [tmp_path / name / f"p-0000000{number}" for number in range(1 + several)]
+    script = tmp_path / name / "job.sbatch"
+    plain = [Path("/p-00000001"), Path("/p-00000002")][: 1 + several]
+    text = script_text(Job(), GPUS, "job", runs, script)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    # Options come before the first line of shell: the later lines of a name, whatever they look like, are none.
+    assert list(options_of(text)) == list(options_of(script_text(Job(), GPUS, "job", plain, script)))
+    start = runs[-1] / "code" / "slurm" / "start.sh"
+    start.parent.mkdir(parents=True)
+    start.write_text('printf "%s\\0" "$1" "$PYTHON" "$PD_AGAIN" "$PWD" > "$1/given"')
+    environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "9",
+                   "SLURM_ARRAY_JOB_ID": "9", "HOME": "/home/me"}  # fmt: skip
+    (tmp_path / "script").write_text(text)
+    # Where Slurm starts it: where --chdir says.
+    (where,) = shlex.split(options_of(text)["--chdir"])
+    done = subprocess.run(["bash", "-u", tmp_path / "script"], env=environment, cwd=where, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    run, python, again, folder, _ = (runs[-1] / "given").read_bytes().decode().split("\0")
+    assert (run, python, folder) == (str(runs[-1]), f"/venv {name}/python", str(here))
+    wanted = ["sbatch", *(["--array=1"] if several else []), str(script)]
+    evaluated = subprocess.run(
+        ["bash", "-c", f"sbatch() {{ printf '%s\\0' sbatch \"$@\"; }}; {again}"], capture_output=True, text=True
+    )
+    assert evaluated.stdout.split("\0")[:-1] == wanted
+    assert not list(tmp_path.rglob("x"))
+    (output,) = shlex.split(options_of(text)["--output"])
+    if output == os.devnull or several:
+        assert (runs[-1] / "slurm-9.log").is_file()
+    else:
+        assert output == str(runs[0] / "slurm-%j.log")
+
+
+def options_of(text: str) -> dict[str, str]:
+    """As sbatch reads them: up to the first line that is neither empty nor a comment."""
+    head = itertools.takewhile(lambda line: not line or line.startswith("#"), text.split("\n"))
+    lines = (line.removeprefix("#SBATCH ").partition("=") for line in head if line.startswith("#SBATCH "))
+    return {option: value for option, _, value in lines}
+
+
+def test_a_folder_that_the_python_path_cannot_name(tiny: Tiny, tmp_path: Path) -> None:
+    outcome = launch(tiny, tmp_path / "a:b", "--gpu", "none", "--prepare")
+    assert outcome.status == 2, outcome
+    assert "a:b/p-" in outcome.err
+    assert "contains ':'" in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "a\x1bb", "a\udc80"])
+@pytest.mark.parametrize("option", ["partition", "account", "qos", "time", "comment", "name"])
+def test_options_of_more_than_a_line(option: str, value: str) -> None:
+    job, name = Job(), "job"
+    if option == "name":
+        name = value
+    elif option == "comment":
+        job = Job(more={"comment": value})
+    else:
+        job = replace(job, **{option: value})
+    with pytest.raises(UserError, match=r": 'a.*b?' contains .*; in a batch script it must be one line"):
+        script_text(job, GPUS, name, [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
+
+
+def test_values_are_quoted_as_sbatch_reads_them() -> None:
+    """It takes the character after a backslash as it is, in quotes as well."""
+    job = Job(partition="it's", more={"comment": "a\\b #c"})
+    text = script_text(job, GPUS, "job", [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
+    assert options_of(text)["--comment"] == "'a\\\\b #c'"
+    assert shlex.split(options_of(text)["--partition"]) == ["it's"]
+
+
 def started_by(text: str, run: Path, index: str = "") -> list[str]:
     """What `start.sh` of the run's copy is given: the run; and of the environment devices, the command for later, and
     the job to requeue."""
@@ -182,7 +273,10 @@ def started_by(text: str, run: Path, index: str = "") -> list[str]:
         ("signal=USR1@5", "use --notice"),
         ("--nodes=3", "use --nodes"),
         ("no_requeue", "a run that is requeued depends on it"),
-        ("=3", "should be an option of sbatch"),
+        ("=3", "should be a long option of sbatch"),
+        ("a b=3", "should be a long option of sbatch"),
+        ("comment\n#SBATCH --array=3", "should be a long option of sbatch"),
+        ("-J", "should be a long option of sbatch"),
     ],
 )
 def test_options_that_are_ours(text: str, says: str) -> None:

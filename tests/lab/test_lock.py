@@ -180,8 +180,8 @@ def test_a_system_that_does_not_name_its_starts(tmp_path: Path, monkeypatch: pyt
     def none(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock._boot", lambda: "")
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock._began", lambda pid: "")
+    monkeypatch.setattr("param_decomp_lab.run_folder.lock.boot_id", lambda: "")
+    monkeypatch.setattr("param_decomp_lab.run_folder.lock.process_start", lambda pid: "")
     monkeypatch.setattr("param_decomp_lab.run_folder.lock.SETTLE_S", 0.05)
     other = replace(Holder.here(), pid=4242)
     write(tmp_path, other)

@@ -19,6 +19,8 @@ from param_decomp_lab.figures import save_figure
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.processes.stop_signal import StopSignal
 from param_decomp_lab.report.listing import read_run
+from param_decomp_lab.run_folder.ending import read_ending
+from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.run import _Run
 from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
@@ -154,7 +156,45 @@ def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch
     assert (run / "report.html").is_file()
 
 
-def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["the folder", "the rows"])
+def test_what_a_run_writes_to_is_taken_away(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """At step 5, which is noticed when rows are due, and when the run is told to stop. Nothing is made anew, and put
+    back, the run goes on."""
+    run, moved = tmp_path / "p-00000001", tmp_path / "moved"
+    add = Recorder.add
+
+    def taken_away(recorder: Recorder, first: int, *arguments: Any) -> None:
+        add(recorder, first, *arguments)
+        if first == 5 and what == "the folder":
+            run.rename(moved)
+        elif first == 5:
+            (run / "metrics.jsonl").rename(moved)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "add", taken_away)
+    every = 1 if what == "the folder" else 100
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, f"cadence={{train_log_every: {every}, save_every: 4}}"))
+    monkeypatch.undo()
+    assert outcome.status == 1, outcome
+    assert f"was renamed to {moved} while the run went on, which stops without saving" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert "stopped and saved" not in outcome.out
+    if what == "the folder":
+        assert not run.exists()
+        assert read_ending(moved) is None
+        moved.rename(run)
+    else:
+        assert not (run / "metrics.jsonl").exists()
+        moved.rename(run / "metrics.jsonl")
+    assert saved_steps(run) == [4]
+    resumed = pd_here("train", "--resume", run)
+    assert resumed.status == 0, resumed
+    assert [row["step"] for row in rows(run)] == [*range(0, 12, every), *([11] if every > 1 else [])]
+
+
+def test_not_finite(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """N3: the step and the terms are named however late the metrics are fetched, nothing broken is saved, and the list
     of runs says why."""
     rate = "pd.components_optimizer={lr_schedule: {start_val: 1.0e+30}}"
@@ -174,6 +214,7 @@ def test_not_finite(tiny: Tiny, tmp_path: Path) -> None:
     failed = read_run(tmp_path / "p-00000002")
     assert failed.state == "failed"
     assert failed.why.startswith("not finite at step 1: ")
+    monkeypatch.setenv("COLUMNS", "200")  # the reason on one line
     listed = pd_here("runs", tmp_path)
     assert listed.status == 0
     assert "not finite at step 1" in listed.out

@@ -10,6 +10,7 @@ import pytest
 
 from param_decomp_lab.launch.job import Job, script_text
 from param_decomp_lab.launch.layout import Layout
+from tests.lab.test_launch import HOSTILE
 from tests.lab.tiny_run import ROOT
 
 FILES = sorted([*(ROOT / "slurm").glob("*.sbatch"), *(ROOT / "slurm").glob("*.sh")])
@@ -184,6 +185,21 @@ def test_preempted_where_requeueing_is_off(cluster: Cluster) -> None:
     done = cluster.run("configs/a.yaml", PD_STATUS="75", SCONTROL_STATUS="1")
     assert done.returncode == 75
     assert f"sbatch --nodes=8 slurm/train.sbatch configs/a.yaml {RUN}" in done.stderr
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_by_hand(cluster: Cluster, name: str) -> None:
+    """Of the folder of the runs and of the configuration; what is printed for later is a command that a shell takes."""
+    runs, config = cluster.folder / "out" / name, f"configs/{name}.yaml"
+    done = cluster.run(config, PD_STATUS="75", SCONTROL_STATUS="1", OUT_DIR=str(runs), CDPATH=str(cluster.folder))
+    assert done.returncode == 75, done.stderr
+    assert f"pd train --resume {runs}/{RUN}\n" in cluster.log
+    again = done.stderr.partition("go on with: ")[2]
+    told = subprocess.run(
+        ["bash", "-c", f"sbatch() {{ printf '%s\\0' \"$@\"; }}; {again}"], capture_output=True, text=True
+    )
+    assert told.stdout.split("\0")[:-1] == ["--nodes=8", "slurm/train.sbatch", config, RUN]
+    assert not list(cluster.folder.rglob("x"))
 
 
 def test_told_before_anybody_listens(cluster: Cluster) -> None:

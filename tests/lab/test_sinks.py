@@ -13,6 +13,7 @@ from rich.console import Console
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
+from param_decomp_lab.run_folder.identity import Displaced
 
 
 def steps(folder: Path) -> list[int]:
@@ -90,6 +91,26 @@ def test_what_could_not_be_written_at_the_end_is_not_half_there(tmp_path: Path) 
         metrics.close()
     assert (tmp_path / METRICS_FILE).read_text() == before
     assert "1 rows of metrics.jsonl could not be written and are lost" in console.export_text()
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+def test_rows_whose_file_is_elsewhere(tmp_path: Path, how: str) -> None:
+    """Nothing is made anew, and nothing is added to another's file."""
+    metrics = MetricsFile(tmp_path, 0)
+    metrics.write({"step": 0})
+    metrics.settle()
+    if how == "removed":
+        metrics.path.unlink()
+    else:
+        metrics.path.rename(tmp_path / "moved")
+    if how == "replaced":
+        metrics.path.write_text('{"step": 7}\n')
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    for act in (lambda: metrics.write({"step": 1}), metrics.settle):
+        with pytest.raises(Displaced, match=rf"metrics\.jsonl was {how}.* while the run went on.* Put it back"):
+            act()
+    metrics.close()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_row_is_there_at_once(tmp_path: Path) -> None:
