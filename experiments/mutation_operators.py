@@ -10,7 +10,7 @@ arguments. What would be left of them is a table of operators, which is short.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 OPERATORS = ("comparison", "constant", "argument", "sign", "boolean", "statement")
@@ -82,6 +82,43 @@ def mutated(source: str, site: Site) -> str:
     begin = starts[node.lineno - 1] + node.col_offset  # columns are counted in bytes
     end = starts[node.end_lineno - 1] + node.end_col_offset
     return (data[:begin] + site.text.encode() + data[end:]).decode()
+
+
+def watched(source: str, sites: Sequence[tuple[int, Site, bool]]) -> str:
+    """The module's code with a call of ``mutation_helper.at(number)`` at every site. For one that is executed at import
+    (the third of each), at the beginning of each function of the module."""
+    tree = ast.parse(source)
+    at_import = [number for number, _, is_at_import in sites if is_at_import]
+    of_place = {_place(site.node): number for number, site, is_at_import in sites if not is_at_import}
+    _Watching(at_import, of_place).visit(tree)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _place(node: ast.AST) -> tuple[object, ...]:
+    names = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+    return (type(node), *(getattr(node, name, None) for name in names))
+
+
+def _at(number: int) -> ast.expr:
+    return ast.parse(f"__import__('mutation_helper').at({number})", mode="eval").body
+
+
+@dataclass(frozen=True)
+class _Watching(ast.NodeTransformer):
+    at_import: list[int]
+    of_place: dict[tuple[object, ...], int]
+
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.AST]:
+        place = _place(node)
+        self.generic_visit(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self.at_import:
+            after = 1 if ast.get_docstring(node) is not None else 0
+            node.body[after:after] = [ast.Expr(_at(number)) for number in self.at_import]
+        if place not in self.of_place:
+            return node
+        call = _at(self.of_place[place])
+        # `at` returns None.
+        return ast.BoolOp(ast.Or(), [call, node]) if isinstance(node, ast.expr) else [ast.Expr(call), node]
 
 
 def head(node: ast.stmt) -> str:

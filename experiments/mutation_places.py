@@ -48,14 +48,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Placed:
-    """A fault in a file of a version. ``at_import``: its line is executed when the module is imported."""
+    """A fault in a file of a version. ``at_import``: its place is executed when the module is imported."""
 
     file: str
-    line: int
-    last_line: int
+    site: Site
     at_import: bool
     source: str
     mutant: str
+
+    @property
+    def line(self) -> int:
+        return self.site.node.lineno
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,8 @@ class Tree:
         sites = [s for s in found.statement.sites if (s.operator, s.variant) == (fault.operator, fault.variant)]
         if fault.number >= len(sites):
             return None
-        source = (self.root / found.file).read_text()
-        mutant = mutated(source, sites[fault.number])
-        node = sites[fault.number].node
-        first, last = node.lineno, node.end_lineno or node.lineno
-        return Placed(found.file, first, last, found.statement.is_at_import, source, mutant)
+        source, site = (self.root / found.file).read_text(), sites[fault.number]
+        return Placed(found.file, site, found.statement.is_at_import, source, mutated(source, site))
 
 
 def packages_of(root: Path) -> list[str]:

@@ -1,21 +1,20 @@
 """How many faults, put into the code by a program, the project's tests notice; for two versions of the code.
 
-    pip install coverage
     python -m experiments.mutations draw --seed 1 --count 120 --tree OLD --also NEW --out faults.json
-    python -m experiments.mutations cover --tree OLD --out cover-old       # which tests execute which lines
-    python -m experiments.mutations judge faults.json --tree OLD --cover cover-old --out results-old.jsonl
-    python -m experiments.mutations cover --tree NEW --out cover-new
-    python -m experiments.mutations judge faults.json --tree NEW --cover cover-new --out results-new.jsonl
+    python -m experiments.mutations cover faults.json --tree OLD --out cover-old.json   # which tests execute which
+    python -m experiments.mutations judge faults.json --tree OLD --cover cover-old.json --out results-old.jsonl
+    python -m experiments.mutations cover faults.json --tree NEW --out cover-new.json
+    python -m experiments.mutations judge faults.json --tree NEW --cover cover-new.json --out results-new.jsonl
     python -m experiments.mutations table faults.json results-old.jsonl results-new.jsonl
 
-OLD and NEW are checkouts of the two versions, with nothing uncommitted in their packages and tests. `cover` and `judge`
-go on where they were interrupted: one file of coverage for each file of tests, one line of results for each fault.
+OLD and NEW are checkouts of the two versions, with nothing uncommitted in their packages and tests. `cover` runs the
+fast tests once, with a call at the place of every fault that notes the test. `judge` goes on where it was interrupted:
+one line of results for each fault.
 
-A fault is judged by the tests that execute its line, in processes that they start, too: quickest first, until one
-fails. Then by the other tests of the same files, which may share a fixture or a compiled program with those, and, for a
-fault in the laboratory, by tests that start processes; all within a budget of seconds. What no test notices has
-survived. A fault is noticed, too, if the tests take much longer than without it (`timeout`). A test that fails without
-any fault judges none.
+A fault is judged by the tests that execute its place, in processes that they start, too: quickest first, until one
+fails. Then by the other tests of the same files, which may share a fixture or a compiled program with those; all within
+a budget of seconds. What no test notices has survived. A fault is noticed, too, if the tests take much longer than
+without it (`timeout`). A test that fails without any fault judges none.
 """
 
 import argparse
@@ -30,75 +29,77 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.mutation_places import Fault, Placed, Tree, draw, packages_of, read_faults, write_faults
+from experiments.mutation_operators import watched
+from experiments.mutation_places import Fault, Placed, Tree, draw, read_faults, write_faults
 
-MARKS = "not slow and not slurm and not plugin"
-BUDGET_S = 300.0
+MARKS = "not slow and not acceptance and not slurm and not plugin"
+BUDGET_S = 200.0
 """Of tests, by the time that they take without a fault, for one fault."""
-PYTEST = ("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "ci")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "ci", "-p", "mutation_helper")
 """Hypothesis' profile `ci` has no deadlines, which slow machines and tracing miss, and draws the same every time."""
 PATIENCE = 3.0
-START_S = 90.0
-"""A stage may take PATIENCE times as long as without a fault, and START_S for processes to start."""
+START_S = 240.0
+"""Tests may take PATIENCE times as long as without a fault, and START_S for fixtures that several of them share."""
 _Item = TypeVar("_Item")
 CATCHING = ("caught", "caught at import", "timeout")
 
-PLUGIN = '''
-"""Which lines each test executes, how long it takes, which start processes."""
-import json, os, sys, time
-import coverage
+HELPER = '''
+"""In the path of Python, for all processes. `at` notes which test comes by a fault, the rest how long tests take."""
+import json, os
+from pathlib import Path
 
-OUT = os.environ["MUTATION_COVER"]
-cov = coverage.Coverage(config_file=OUT + "/rc")
-cov.start()
-os.environ["COVERAGE_PROCESS_START"] = OUT + "/rc_child"
-tests, current = {}, [None]
+OUT = Path(os.environ["MUTATION_HELPER"])
+_seen = set()
 
-def _audit(event, arguments):
-    if event == "subprocess.Popen" and current[0] and "param_decomp" in str(arguments[1]) + str(arguments[0]):
-        tests[current[0]]["starts_processes"] = True
+def at(fault):
+    test = os.environ.get("PYTEST_CURRENT_TEST")  # set by pytest, inherited by processes
+    if test is not None and (fault, test) not in _seen:
+        _seen.add((fault, test))
+        with open(OUT / f"{os.getpid()}.at", "a") as file:
+            file.write(json.dumps([fault, test.rpartition(" (")[0]]) + "\\n")
 
-sys.addaudithook(_audit)
-
-def pytest_runtest_logstart(nodeid, location):
-    current[0] = nodeid
-    tests[nodeid] = {"seconds": 0.0, "passed": True, "starts_processes": False}
-    cov.switch_context(nodeid)
+def pytest_sessionstart(session):
+    # Programs that were compiled for another fault, or for none, are found again; the tests' own folder of them is new.
+    if not hasattr(session.config, "workerinput"):
+        folder = session.config._tmp_path_factory.getbasetemp() / "tiny"
+        folder.mkdir()
+        (folder / "compiled").symlink_to(OUT / "compiled")
 
 def pytest_runtest_logreport(report):
-    tests[report.nodeid]["seconds"] += report.duration
-    if report.failed or report.skipped:
-        tests[report.nodeid]["passed"] = False
-
-def pytest_runtest_logfinish(nodeid, location):
-    cov.switch_context("")
-    current[0] = None
-
-def pytest_sessionfinish(session, exitstatus):
-    cov.stop()
-    cov.save()
-    with open(OUT + "/tests.json", "w") as file:
-        json.dump(tests, file)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(OUT / "tests", "a") as file:
+            file.write(json.dumps([report.nodeid, report.duration, report.passed]) + "\\n")
 '''
-RC = "[run]\ndata_file = {folder}/data/coverage\nparallel = true\nsource =\n{source}"
-"""Of coverage.py; a process that a test starts gets the test as its context."""
 
 
-# ---- which tests execute a line ----
+def helped(folder: Path, code: Path) -> dict[str, str]:
+    """The environment of processes that shall find HELPER, and, wherever they work, the packages in ``code``. What
+    HELPER writes is in ``folder``."""
+    (folder / "compiled").mkdir(parents=True, exist_ok=True)
+    (folder / "mutation_helper.py").write_text(HELPER)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, code))),
+        "MUTATION_HELPER": str(folder),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+# ---- which tests execute a fault's place ----
 
 
 @dataclass(frozen=True)
 class JudgingTest:
-    """``seconds``: without a fault. ``starts_processes``: of this package."""
+    """``seconds``: without a fault."""
 
     id: str
     seconds: float
-    starts_processes: bool
 
     @property
     def file(self) -> str:
@@ -107,110 +108,68 @@ class JudgingTest:
 
 @dataclass
 class Cover:
-    """Of one version. ``lines``: tests by file and line; line 0 has all tests that execute anything of a file's
-    functions."""
+    """Of one version: its tests, and for each fault, by its id, those that execute its place. A place in what a module
+    does at import belongs to all tests that call a function of the module."""
 
-    tests: dict[str, JudgingTest] = field(default_factory=dict)
-    lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    tests: dict[str, JudgingTest]
+    of_fault: dict[int, set[str]]
 
     @classmethod
-    def read(cls, folder: Path) -> "Cover":
-        """Everything that `cover` has written."""
-        found = cls()
-        for path in sorted(folder.glob("*.json")):
-            said = json.loads(path.read_text())
-            tests = said["tests"]
-            good = {i: JudgingTest(i, t["seconds"], t["starts_processes"]) for i, t in tests.items() if t["passed"]}
-            found.tests |= good
-            for file, by_line in said["lines"].items():
-                for line, ids in by_line.items():
-                    kept = good.keys() & ids
-                    found.lines[file, int(line)] |= kept
-                    found.lines[file, 0] |= kept
-        return found
+    def read(cls, path: Path) -> "Cover":
+        """Of what `cover` has written; without tests that failed."""
+        said = json.loads(path.read_text())
+        tests = {i: JudgingTest(i, t["seconds"]) for i, t in said["tests"].items() if t["passed"]}
+        return cls(tests, {int(fault): tests.keys() & ids for fault, ids in said["faults"].items()})
 
-    def stages(self, placed: Placed, budget: float = BUDGET_S) -> list[tuple[str, list[JudgingTest]]]:
-        """Tests that are to judge a fault, by the reason why, quickest first; not more than the budget in all."""
-        lines = [0] if placed.at_import else range(placed.line, placed.last_line + 1)
-        direct = set().union(*(self.lines[placed.file, line] for line in lines))
+    def judging(self, fault: Fault, budget: float = BUDGET_S) -> list[JudgingTest]:
+        """Tests in the order in which they are to judge a fault; not more than the budget in all, but at least one."""
+        direct = self.of_fault.get(fault.id, set())
         files = {self.tests[i].file for i in direct}
         beside = {i for i, test in self.tests.items() if test.file in files} - direct
-        processes: set[str] = set()
-        if "param_decomp_lab" in placed.file:
-            processes = {i for i, test in self.tests.items() if test.starts_processes} - direct - beside
-        found: list[tuple[str, list[JudgingTest]]] = []
-        left = budget
-        for why, ids in (("executes it", direct), ("beside", beside), ("processes", processes)):
-            chosen: list[JudgingTest] = []
+        found: list[JudgingTest] = []
+        for ids in (direct, beside):
             for test in sorted((self.tests[i] for i in ids), key=lambda test: (test.seconds, test.id)):
-                left -= test.seconds
-                if left < 0 and (chosen or found):
-                    break
-                chosen.append(test)
-            if chosen:
-                found.append((why, chosen))
-            if left < 0:
-                break
+                budget -= test.seconds
+                if budget < 0 and found:
+                    return found
+                found.append(test)
         return found
 
 
-def cover_file(code: Path, file: str, out: Path, marks: str) -> None:
-    """Runs one file of tests in the folder ``code`` and writes who executed what to ``out``."""
-    import coverage
+def cover(faults: list[Fault], tree: Path, out: Path, workers: int, marks: str) -> None:
+    """Runs the tests once, ``workers`` at a time, and writes who came by which fault to ``out``."""
+    here, by_file = Tree(tree), defaultdict(list)
+    for fault in faults:
+        placed = here.place(fault)
+        if placed is not None:
+            by_file[placed.file].append((fault.id, placed.site, placed.at_import))
 
-    with tempfile.TemporaryDirectory(prefix="param-decomp-cover-") as name:
-        folder = Path(name)
-        (folder / "data").mkdir()
-        # Python runs a module of this name when it starts: how processes that tests start are measured.
-        (folder / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
-        (folder / "mutation_cover.py").write_text(PLUGIN)
-        source = "".join(f"    {code / package}\n" for package in packages_of(code))
-        (folder / "rc").write_text(RC.format(folder=folder, source=source))
-        (folder / "rc_child").write_text(RC.format(folder=folder, source=source) + "context = ${PYTEST_CURRENT_TEST}\n")
-        environment = {**os.environ, "PYTHONPATH": name, "MUTATION_COVER": name}
-        command = [sys.executable, *PYTEST, "-v", "-p", "mutation_cover", "-m", marks]
-        command += ["--basetemp", str(folder / "tmp"), file]
-        log = out.with_suffix(".log")
-        with log.open("w") as output:
-            ended = subprocess.run(command, cwd=code, env=environment, stdout=output, stderr=output, check=False)
-        if not (folder / "tests.json").exists():
-            print(f"{file}: pytest did not come to its end, status {ended.returncode}; nothing is kept: see {log}")
-            return
-        tests = json.loads((folder / "tests.json").read_text())
-        # It combines files whose names begin with that of its own.
-        whole = coverage.Coverage(data_file=str(folder / "coverage"), config_file=False)
-        if any((folder / "data").iterdir()):
-            whole.combine([str(folder / "data")])
-        data, lines = whole.get_data(), {}
-        for measured in data.measured_files():
-            by_line: dict[int, list[str]] = {}
-            for line, contexts in data.contexts_by_lineno(measured).items():
-                # A context is a test, or of a child process, a test and its phase.
-                ids = {test for c in contexts if (test := c.rsplit(" (", 1)[0]) in tests}
-                if ids:
-                    by_line[line] = sorted(ids)
-            lines[str(Path(measured).relative_to(code))] = by_line
-        partial = out.with_suffix(".partial")
-        partial.write_text(json.dumps({"tests": tests, "lines": lines}))
-        partial.replace(out)
+    def one(code: Path, _: None) -> None:
+        for file, sites in by_file.items():
+            (code / file).write_text(watched((code / file).read_text(), sites))
+        with tempfile.TemporaryDirectory(prefix="param-decomp-cover-") as name:
+            environment = helped(Path(name), code)
+            command = [sys.executable, *PYTEST, "-n", str(workers), "--dist", "worksteal", "-m", marks]
+            command += ["--basetemp", f"{name}/tmp"]
+            with out.with_suffix(".log").open("w") as log:
+                subprocess.run(command, cwd=code, env=environment, stdout=log, stderr=log, check=False)
+            tests: dict[str, dict[str, Any]] = {}
+            for line in (Path(name) / "tests").read_text().splitlines():
+                test, seconds, passed = json.loads(line)
+                so_far = tests.setdefault(test, {"seconds": 0.0, "passed": True})
+                so_far["seconds"] = round(so_far["seconds"] + seconds, 3)
+                so_far["passed"] &= passed
+            came_by = defaultdict(set)
+            for notes in Path(name).glob("*.at"):
+                for line in notes.read_text().splitlines():
+                    fault, test = json.loads(line)
+                    came_by[fault].add(test)
+            said = {"tests": tests, "faults": {n: sorted(ids) for n, ids in sorted(came_by.items())}}
+            out.write_text(json.dumps(said))
+        good = sum(t["passed"] for t in tests.values())
+        print(f"{good} of {len(tests)} tests passed; they execute {len(came_by)} of {len(faults)} faults")
 
-
-def cover(tree: Path, out: Path, files: Sequence[str], workers: int, marks: str) -> None:
-    """Every file of tests that ``out`` has nothing of yet."""
-    out.mkdir(parents=True, exist_ok=True)
-    files = files or sorted(str(path.relative_to(tree)) for path in (tree / "tests").rglob("test_*.py"))
-    to_do = [file for file in files if not _cover_of(out, file).exists()]
-
-    def one(code: Path, file: str) -> None:
-        started = time.monotonic()
-        cover_file(code, file, _cover_of(out, file), marks)
-        print(f"{file}: {time.monotonic() - started:.0f} s", flush=True)
-
-    _in_copies(tree, workers, to_do, one)
-
-
-def _cover_of(out: Path, file: str) -> Path:
-    return out / f"{file.replace('/', '.')}.json"
+    _in_copies(tree, 1, [None], one)
 
 
 # ---- judging ----
@@ -218,8 +177,8 @@ def _cover_of(out: Path, file: str) -> Path:
 
 @dataclass(frozen=True)
 class Result:
-    """``verdict``: one of CATCHING, "survived", "not executed" or "not placed". ``by``: the test that failed, or why
-    those that ran were chosen."""
+    """``verdict``: one of CATCHING, "survived", "not executed" or "not placed". ``by``: the test that failed.
+    ``tests``: how many were to judge."""
 
     fault: int
     verdict: str
@@ -244,41 +203,39 @@ class Clock:
         os.utime(path, (now, now))
 
 
-def judge_one(
-    code: Path, placed: Placed, stages: list[tuple[str, list[JudgingTest]]], clock: Clock
-) -> tuple[str, str, int]:
-    """Verdict, by whom, and how many tests were to judge, of a fault in the copy ``code``, which is mended again."""
-    path, asked = code / placed.file, 0
-    if not stages:
-        return "not executed", "", 0
+def judge_one(code: Path, placed: Placed, tests: Sequence[JudgingTest], clock: Clock, helper: Path) -> tuple[str, str]:
+    """Verdict, and by whom, of a fault in the copy ``code``, which is mended again. ``helper``: see `helped`."""
+    path = code / placed.file
+    if not tests:
+        return "not executed", ""
     clock.write(path, placed.mutant)
     try:
-        for why, tests in stages:
-            asked += len(tests)
-            limit = START_S + PATIENCE * sum(test.seconds for test in tests)
-            status, said = run_tests(code, [test.id for test in tests], limit)
-            if status is None:
-                return "timeout", why, asked
-            if status in (2, 3, 4):  # nothing could be collected: the fault is in what runs at import
-                return "caught at import", said.strip().splitlines()[-1][:200], asked
-            if status == 1:
-                failed = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-                return "caught", (failed or [said[-200:]])[0].split(" - ")[0], asked
-            assert status == 0, said
-        return "survived", ", ".join(why for why, _ in stages), asked
+        limit = START_S + PATIENCE * sum(test.seconds for test in tests)
+        status, said = run_tests(code, [test.id for test in tests], limit, helped(helper, code))
+        if status is None:
+            return "timeout", ""
+        if status in (2, 3, 4):  # nothing could be collected: the fault is in what runs at import
+            return "caught at import", said.strip().splitlines()[-1][:200]
+        if status == 1:
+            failed = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            return "caught", (failed or [said[-200:]])[0].split(" - ")[0]
+        assert status == 0, said
+        return "survived", ""
     finally:
         clock.write(path, placed.source)
 
 
-def run_tests(code: Path, ids: Sequence[str], limit: float) -> tuple[int | None, str]:
+def run_tests(code: Path, ids: Sequence[str], limit: float, environment: Mapping[str, str]) -> tuple[int | None, str]:
     """pytest's exit status, or None where the limit in seconds was reached, and what it said."""
     with tempfile.TemporaryDirectory(prefix="param-decomp-mutant-") as folder:
         wanted = Path(folder) / "ids"
         wanted.write_text("\n".join(ids))
-        command = [sys.executable, *PYTEST, "-x", "--tb", "no", "-rfE"]
+        command = [sys.executable, *PYTEST, "-n", "0", "-x", "--tb", "no", "-rfE"]
         command += ["--basetemp", f"{folder}/tmp", f"@{wanted}"]
         with (Path(folder) / "said").open("w+") as output:
-            process = subprocess.Popen(command, cwd=code, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=code, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -298,24 +255,22 @@ def _kill(process: "subprocess.Popen[Any]") -> None:
     process.wait()
 
 
-def judge(faults: list[Fault], tree: Path, cover_folder: Path, out: Path, workers: int, budget: float) -> None:
+def judge(faults: list[Fault], tree: Path, covered: Path, out: Path, workers: int, budget: float) -> None:
     """Every fault that ``out`` has no line of yet."""
-    of, here, clock, lock = Cover.read(cover_folder), Tree(tree), Clock(), threading.Lock()
+    of, here, clock, lock = Cover.read(covered), Tree(tree), Clock(), threading.Lock()
     done = {result.fault for result in read_results(out)}
 
     def one(code: Path, fault: Fault) -> None:
-        started, placed = time.monotonic(), here.place(fault)
-        if placed is None:
-            verdict, by, tests = "not placed", "", 0
-        else:
-            verdict, by, tests = judge_one(code, placed, of.stages(placed, budget), clock)
+        started, placed, tests = time.monotonic(), here.place(fault), of.judging(fault, budget)
+        verdict, by = ("not placed", "") if placed is None else judge_one(code, placed, tests, clock, Path(name))
         file, line = (placed.file, placed.line) if placed else ("", 0)
-        result = Result(fault.id, verdict, by, file, line, tests, round(time.monotonic() - started, 1))
+        result = Result(fault.id, verdict, by, file, line, len(tests), round(time.monotonic() - started, 1))
         with lock, out.open("a") as results:
             results.write(json.dumps(asdict(result)) + "\n")
             print(f"{result.seconds:6.0f} s  {verdict:14} {fault}  [{by}]", flush=True)
 
-    _in_copies(tree, workers, [fault for fault in faults if fault.id not in done], one)
+    with tempfile.TemporaryDirectory(prefix="param-decomp-judge-") as name:
+        _in_copies(tree, workers, [fault for fault in faults if fault.id not in done], one)
 
 
 def read_results(path: Path) -> list[Result]:
@@ -411,8 +366,8 @@ def main() -> None:
     drawing.add_argument("--tree", type=Path, default=Path(), help="the version to draw from")
     drawing.add_argument("--also", type=Path, help="a version in which each must have a place, too")
     drawing.add_argument("--out", type=Path, required=True)
-    covering = commands.add_parser("cover", help="find which tests execute which lines")
-    covering.add_argument("files", nargs="*", help="files of tests, relative to the tree; without, all")
+    covering = commands.add_parser("cover", help="find which tests execute which faults")
+    covering.add_argument("faults", type=Path)
     covering.add_argument("--marks", default=MARKS, help="as pytest -m takes them")
     judging = commands.add_parser("judge", help="have faults judged by the tests")
     judging.add_argument("faults", type=Path)
@@ -435,7 +390,7 @@ def main() -> None:
         for fault in unplaced:
             print(f"has no place in {o.also}: {fault}")
     elif o.command == "cover":
-        cover(o.tree.resolve(), o.out.resolve(), o.files, o.workers, o.marks)
+        cover(read_faults(o.faults), o.tree.resolve(), o.out.resolve(), o.workers, o.marks)
     elif o.command == "judge":
         judge(read_faults(o.faults), o.tree.resolve(), o.cover, o.out, o.workers, o.budget)
     else:

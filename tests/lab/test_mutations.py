@@ -2,6 +2,7 @@
 
 import ast
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from experiments.mutations import (
     Cover,
     JudgingTest,
     Result,
-    cover_file,
+    cover,
     judge_one,
     read_results,
     table,
@@ -204,45 +205,62 @@ def test_drawing_is_repeatable_and_replaces_what_has_no_place(old: tuple[Tree, l
 
 
 def test_which_tests_judge(old: tuple[Tree, list[Fault]], tmp_path: Path) -> None:
-    tree, faults = old
-    all_placed = [placed for fault in faults if (placed := tree.place(fault)) is not None]
-    placed = next(p for p in all_placed if p.file.startswith("param_decomp_lab") and not p.at_import)
-    tests = {name: {"seconds": s, "passed": name != "t/a.py::bad", "starts_processes": name == "t/c.py::pd"}
+    _, (fault, other, *_) = old
+    tests = {name: {"seconds": s, "passed": name != "t/a.py::bad"}
              for name, s in (("t/a.py::slow", 9.0), ("t/a.py::quick", 1.0), ("t/a.py::bad", 0.1),
-                             ("t/a.py::beside", 2.0), ("t/b.py::else", 1.0), ("t/c.py::pd", 5.0))}  # fmt: skip
-    lines = {placed.file: {str(placed.line): ["t/a.py::slow", "t/a.py::quick", "t/a.py::bad"]}}
-    (tmp_path / "cover").mkdir()
-    (tmp_path / "cover" / "x.json").write_text(json.dumps({"tests": tests, "lines": lines}))
-    cover = Cover.read(tmp_path / "cover")
+                             ("t/a.py::beside", 2.0), ("t/b.py::else", 1.0))}  # fmt: skip
+    faults = {fault.id: ["t/a.py::slow", "t/a.py::quick", "t/a.py::bad"]}
+    (tmp_path / "cover.json").write_text(json.dumps({"tests": tests, "faults": faults}))
+    cover = Cover.read(tmp_path / "cover.json")
 
-    def chosen(budget: float) -> list[tuple[str, list[str]]]:
-        return [(why, [test.id for test in of]) for why, of in cover.stages(placed, budget)]
+    def chosen(budget: float) -> list[str]:
+        return [test.id for test in cover.judging(fault, budget)]
 
-    direct = ("executes it", ["t/a.py::quick", "t/a.py::slow"])
-    assert chosen(100) == [direct, ("beside", ["t/a.py::beside"]), ("processes", ["t/c.py::pd"])]
-    assert chosen(13) == [direct, ("beside", ["t/a.py::beside"])]
-    assert chosen(5) == [("executes it", ["t/a.py::quick"])]
+    assert chosen(100) == ["t/a.py::quick", "t/a.py::slow", "t/a.py::beside"]
+    assert chosen(11) == ["t/a.py::quick", "t/a.py::slow"]
+    assert chosen(0.5) == ["t/a.py::quick"]
+    assert cover.judging(other) == []
+
+
+WATCHED = """'''Of a module.'''
+LIMIT = 3 + 1
+
+def f(x):
+    '''Of f.'''
+    y = x + 1
+    y -= 1
+    return y + 2 + 3
+
+def g(x):
+    if x < 0:
+        return 0
+    elif x < 1:
+        raise ValueError
+    return -x
+"""
 
 
 def test_what_tests_execute(tmp_path: Path) -> None:
-    """Here and in processes that they start; a test that fails is known to."""
-    pytest.importorskip("coverage")
-    version(tmp_path, **{"param_decomp_jax/m": "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return -x\n"})
+    """Here and in processes that they start, every kind of place; a test that fails is known to."""
+    version(tmp_path, **{"param_decomp_jax/m": WATCHED, "param_decomp_lab/b": MODULE})
+    (tmp_path / "tests").mkdir()
     process = "subprocess.run([sys.executable, '-c', 'from param_decomp_jax.m import g; g(1)'], check=True)"
-    (tmp_path / "test_m.py").write_text(
-        "import subprocess, sys\nfrom param_decomp_jax.m import f\n\ndef test_here():\n    f(1)\n\n"
+    (tmp_path / "tests" / "test_m.py").write_text(
+        "import subprocess, sys\nfrom param_decomp_jax.m import f\n\ndef test_here():\n    assert f(1) == 6\n\n"
         f"def test_process():\n    {process}\n\ndef test_fails():\n    assert f(1) == 3\n"
     )
-    out = tmp_path / "cover" / "m.json"
-    out.parent.mkdir()
-    cover_file(tmp_path, "test_m.py", out, "not slow")
-    cover = Cover.read(out.parent)
-    assert {i.partition("::")[2]: test.starts_processes for i, test in cover.tests.items()} == {
-        "test_here": False, "test_process": True,
-    }  # fmt: skip
-    file = "param_decomp_jax/m.py"
-    assert cover.lines[file, 2] == {"test_m.py::test_here"}
-    assert cover.lines[file, 6] == {"test_m.py::test_process"}
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    faults = draw(Tree(tmp_path), 0, 18)[0]
+    cover(faults, Tree(tmp_path).root, tmp_path / "cover.json", 1, "not slow")
+    found = Cover.read(tmp_path / "cover.json")
+    assert {i.partition("::")[2] for i in found.tests} == {"test_here", "test_process"}
+    here, process, both = {"test_here"}, {"test_process"}, {"test_here", "test_process"}
+    by = {2: both, 6: here, 7: here, 8: here, 11: process, 12: set(), 13: process, 14: set(), 15: process}
+    of_module = [fault for fault in faults if fault.file.endswith("m.py")]
+    assert {fault.line for fault in of_module} == by.keys()
+    for fault in of_module:
+        assert {i.partition("::")[2] for i in found.of_fault.get(fault.id, ())} == by[fault.line], fault
 
 
 @pytest.mark.parametrize(
@@ -257,10 +275,11 @@ def test_judging_by_pytest(tmp_path: Path, assertion: str, verdict: str) -> None
     (fault,) = (f for f in draw(tree, 0, 2)[0][:1])
     placed = tree.place(fault)
     assert placed is not None
-    got, _, n = judge_one(tmp_path, placed, [("executes it", [JudgingTest("test_m.py::test_it", 0.1, False)])], Clock())
-    assert (got, n) == (verdict, 1)
+    helper = tmp_path / "helper"
+    got, _ = judge_one(tmp_path, placed, [JudgingTest("test_m.py::test_it", 0.1)], Clock(), helper)
+    assert got == verdict
     assert (tmp_path / placed.file).read_text() == source  # mended
-    assert judge_one(tmp_path, placed, [], Clock())[0] == "not executed"
+    assert judge_one(tmp_path, placed, [], Clock(), helper)[0] == "not executed"
 
 
 def test_results_survive_an_interruption_and_make_a_table(old: tuple[Tree, list[Fault]], tmp_path: Path) -> None:
