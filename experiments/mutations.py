@@ -82,8 +82,9 @@ def helped(folder: Path, code: Path) -> dict[str, str]:
     HELPER writes is in ``folder``."""
     (folder / "compiled").mkdir(parents=True, exist_ok=True)
     (folder / "mutation_helper.py").write_text(HELPER)
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # not of our caller
     return {
-        **os.environ,
+        **outside,
         "PYTHONPATH": os.pathsep.join(map(str, (folder, code))),
         "MUTATION_HELPER": str(folder),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -303,7 +304,7 @@ def _in_copies(tree: Path, workers: int, work: Iterable[_Item], one: Callable[[P
     git = ("git", "-C", str(tree))
     if subprocess.run([*git, "status", "--porcelain", "--", "param_decomp_*", "tests"], capture_output=True).stdout:
         raise SystemExit(f"{tree}: packages or tests have uncommitted changes")
-    with tempfile.TemporaryDirectory(prefix="param-decomp-mutations-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         copies = [Path(folder) / str(n) for n in range(workers)]
         try:
             for code in copies:

@@ -101,7 +101,7 @@ def _overview(
     ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for label, value in rows:
         if value:
             grid.add_row(label, Text(value))

@@ -59,7 +59,7 @@ def _overview(answer: Answer) -> RenderableType:
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for label, value in rows.items():
         grid.add_row(label, Text(value))
     return grid

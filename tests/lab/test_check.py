@@ -61,6 +61,13 @@ def test_shipped_configurations(path: Path, width: int, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_long_paths_are_shown_whole(tmp_path: Path) -> None:
+    folder = tmp_path / ("long-" * 16)
+    shutil.copytree(ROOT / "configs", folder)
+    said = check(folder / "toys" / "resid_mlp1.yaml", width=80).replace(" ", "")
+    assert str(folder) in said
+
+
 def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = check(ROOT / "configs" / "toys" / "tms_5-2-id.yaml")
