@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from param_decomp_lab.config.wrapper import RUN_ID
 from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
@@ -85,11 +87,9 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _looks_like_a_run(folder: Path) -> bool:
-    """By its files, or by its name: `p-` and 8 hex digits."""
-    if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
-        return True
-    prefix, _, digits = folder.name.partition("-")
-    return prefix == "p" and len(digits) == 8 and all(c in "0123456789abcdef" for c in digits)
+    """By its files or by its name."""
+    has_files = (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir()
+    return has_files or re.fullmatch(RUN_ID, folder.name) is not None
 
 
 def read_run(folder: Path) -> RunStatus:
