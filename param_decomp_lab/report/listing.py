@@ -10,15 +10,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.text import Text
 
 from param_decomp_lab.config.wrapper import RUN_ID
-from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE
+from param_decomp_lab.reading.yaml_text import read_mapping
 from param_decomp_lab.report.configuration import component_counts
 from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
 from param_decomp_lab.report.metrics import series_by_key
@@ -217,9 +217,9 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
         return
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=WIDTH)
+        console = Terminal(width=WIDTH)
     if not found:
         console.print("no runs here")
         return
