@@ -26,21 +26,25 @@ def read_bytes(path: Path, what: str, limit: int = SMALL) -> bytes:
     except ValueError as error:  # a zero byte in the name
         raise UserError(f"{str(path)!r}: cannot read {what}: {error}") from error
     try:
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UserError(f"{path}: cannot read {what}: it is not a regular file")
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            found = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise UserError(f"{path}: cannot read {what}: it is {found}")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot read {what}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
     if len(data) > limit:
         raise UserError(f"{path}: cannot read {what}: it has more than {limit:,} bytes")
     return data
 
 
 def read_text(path: Path, what: str, limit: int = SMALL) -> str:
-    """The content of a UTF-8 file; otherwise as `read_bytes`."""
+    r"""The content of a UTF-8 file, with ends of lines as ``\n``; otherwise as `read_bytes`."""
     data = read_bytes(path, what, limit)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot read {what}: not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -1,6 +1,7 @@
 """JSON from outside: of bounded depth, with finite numbers of bounded length."""
 
 import json
+import re
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
@@ -16,9 +17,12 @@ MAX_DIGITS = 40
 """Of a whole number; the largest that a file of ours holds has 20."""
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
 def parse_json(text: str, name: str) -> Any:
     """The value of a JSON text. ``name``: of the text, for errors. Raises UserError: it is not JSON, is nested deeper
-    than MAX_DEPTH, or has a number that is not finite or of more than MAX_DIGITS digits."""
+    than MAX_DEPTH, has a number that is not finite or of more than MAX_DIGITS digits, or half of a surrogate pair."""
     try:
         value = json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
     except json.JSONDecodeError as error:
@@ -30,6 +34,8 @@ def parse_json(text: str, name: str) -> Any:
     for depth, _ in enumerate(_levels(value)):
         if depth > MAX_DEPTH:
             raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels")
+    if _SURROGATE.search(text) and is_unencodable(json.dumps(value, ensure_ascii=False)):
+        raise UserError(f"{name}: not valid JSON: half of a surrogate pair, which is no text")
     return value
 
 
@@ -53,6 +59,11 @@ def _levels(value: Any) -> Iterator[list[Any]]:
     while level := [v for v in level if isinstance(v, dict | list)]:
         yield level
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+
+
+def is_unencodable(text: str) -> bool:
+    """Whether ``text`` has halves of surrogate pairs, which no file, terminal or path can take."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _int(text: str) -> int:

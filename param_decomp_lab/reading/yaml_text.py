@@ -12,7 +12,7 @@ import yaml
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.reading.files import read_text
-from param_decomp_lab.reading.json_text import MAX_DEPTH
+from param_decomp_lab.reading.json_text import MAX_DEPTH, is_unencodable
 
 MAX_VALUES = 20_000
 """Keys and values of a file, those that aliases repeat counted each time; a configuration has hundreds."""
@@ -21,7 +21,7 @@ MAX_DIGITS = 1000
 """Of a whole number. One that is only too large for its key is refused with the range of that."""
 
 # In PyYAML's YAML 1.1 a float needs both a dot and a signed exponent: to it `5e-5` and `1.0e6` are strings.
-_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,35 +31,44 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.name = name
         self._depth = 0
-        self._sizes: dict[yaml.Node, int] = {}
-        """Values in each node that is complete, aliases expanded."""
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+        """Values and levels in each node that is complete, with what its aliases stand for."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._refused(f"nested deeper than {MAX_DEPTH} levels", self.peek_event().start_mark)
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+            raise self._refused(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if alias is not None and node not in self._sizes:
-            raise self._refused("an alias for what it is a part of", alias.start_mark)
-        if node is not None and node not in self._sizes:
-            self._sizes[node] = size = 1 + sum(self._sizes[inner] for inner in _inside(node))
-            if size > MAX_VALUES:
-                raise self._refused(f"more than {MAX_VALUES:,} values", node.start_mark)
+        assert node is not None
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise self._refused("an alias for what it is a part of", event.start_mark)
+            return node
+        inside = [self._sizes[part] for part in _parts(node)]
+        size, levels = 1 + sum(size for size, _ in inside), 1 + max((levels for _, levels in inside), default=0)
+        if size > MAX_VALUES:
+            raise self._refused(f"more than {MAX_VALUES:,} values, with what aliases repeat", event.start_mark)
+        if levels > MAX_DEPTH:
+            raise self._refused(f"nested deeper than {MAX_DEPTH} levels, by aliases", event.start_mark)
+        self._sizes[node] = size, levels
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > MAX_DIGITS:
             raise self._refused(f"a number of {len(node.value)} digits", node.start_mark)
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, OverflowError, TypeError) as error:
             # `!!bool maybe`, `!!timestamp soon`: PyYAML's constructors take the text to be what the tag says.
             kind = node.tag.rpartition(":")[2]
             raise self._refused(f"{node.value!r:.60} is no {kind}", node.start_mark) from error
+        if isinstance(value, str) and is_unencodable(value):
+            raise self._refused("half of a surrogate pair, which is no text", node.start_mark)
+        return value
 
-    def _refused(self, why: str, mark: yaml.Mark) -> UserError:
+    def _refused(self, why: str, mark: Any) -> UserError:
         return UserError(f"{self.name}, line {mark.line + 1}: not accepted: {why}")
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -70,14 +79,14 @@ class _Loader(yaml.SafeLoader):
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     raise UserError(
-                        f"{self.name}, line {line}: the key '{key.value}' is given twice "
+                        f"{self.name}, line {line}: the key '{key.value:.200}' is given twice "
                         f"(first on line {lines[key.value]}); keep one of the two"
                     )
                 lines[key.value] = line
         return node
 
 
-def _inside(node: yaml.Node) -> list[yaml.Node]:
+def _parts(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [part for pair in node.value for part in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
