@@ -1,0 +1,437 @@
+"""Damages the files that the program reads, at random from a seed, and says what it made of them.
+
+    python -m experiments.fuzz                                     # 20 cases of every format
+    python -m experiments.fuzz --format gguf --format wheel --cases 2000 --workers 2 --out cases.jsonl
+    python -m experiments.fuzz --format gguf --seed 3 --case 117   # this case alone; --keep FOLDER leaves its files
+    python -m experiments.fuzz --table cases.jsonl                 # what came of them, by format
+
+A case is a whole specimen of a format, one fault, and one command that reads it, in a process of its own: forked from
+this one, which has imported everything and started no backend of JAX. Whatever the fault, a case must end
+
+- with status 0, 1 or 2, within --seconds, and without a traceback or a message of more than some kB;
+- with no more than 2 GiB of memory above what importing takes;
+- with every file outside of what the command writes as it was, and nothing of what lies outside of the case's folder in
+  any output;
+- without control characters in what it prints;
+- refused, where the fault is one that may not be accepted; else with the numbers that were saved.
+
+What did not is printed and makes the status 1. A case follows from its format, the seed and its number alone.
+"""
+
+import argparse
+import base64
+import gc
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from experiments.fuzz_faults import SECRET, Fault
+from experiments.fuzz_formats import FORMATS, Command, Format, WrongNumbers, choose
+
+MEMORY_BYTES = 2 << 30
+"""More than a case may take, resident, above what it begins with."""
+ADDRESS_BYTES = 4 << 30
+"""Of address space above what a case begins with: what asks for more gets MemoryError, before the machine is full."""
+MESSAGE_BYTES = 8 << 10
+"""Of a refusal."""
+PRINTED_BYTES = 1 << 20
+"""Of an accepted case."""
+SMALL_BYTES = 16 << 20
+"""Files up to this size are compared by content."""
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What is not to come to a terminal: C0 and C1 without newline and tab, changes of direction, lone surrogates."""
+WRONG, BROKEN = 97, 98
+"""Statuses of a case's process: WrongNumbers, and an exception that `pd` would have shown with its traceback."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """``wrong``: what is not as it must be, "" if nothing. ``megabytes``: above what the process began with."""
+
+    format: str
+    seed: int
+    case: int
+    fault: str
+    command: str
+    status: int
+    seconds: float
+    megabytes: float
+    wrong: str
+    said: str
+
+    @property
+    def again(self) -> str:
+        return f"python -m experiments.fuzz --format {self.format} --seed {self.seed} --case {self.case}"
+
+
+class Bench:
+    """Whole specimens in ``folder``, and the readings of them, by format and command."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self._readings: dict[tuple[str, str], Any] = {}
+
+    def make(self, formats: Iterable[Format]) -> None:
+        """Makes the specimens and reads them with every command; RuntimeError where one is refused."""
+        for found in formats:
+            whole = self.folder / "whole" / found.name
+            whole.mkdir(parents=True)
+            found.make(whole)
+            if found.name == "set":
+                continue
+            for command in found.commands:
+                place = self.folder / "whole-read" / found.name / command.name.replace("/", "-")
+                self._lay_out(found, place)
+                ended = self._fork(place, command, Fault("nothing", "none"), None)
+                if ended.status != 0:
+                    raise RuntimeError(f"{found.name}, {command.name}: undamaged, but {ended.status}: {ended.text}")
+                reading = place / "reading"
+                if reading.exists():  # a command line gives none
+                    self._readings[found.name, command.name] = pickle.loads(reading.read_bytes())
+                shutil.rmtree(place)
+
+    def case(self, found: Format, seed: int, number: int, keep: Path | None = None) -> Result:
+        random = Random(f"{found.name} {seed} {number}")
+        place = keep or self.folder / f"{found.name}-{seed}-{number}"
+        self._lay_out(found, place)
+        fault = found.damage(place / "work", random)
+        command = choose(found.commands, random)
+        before = _contents(place)
+        ended = self._fork(place, command, fault, self._readings.get((found.name, command.name)))
+        wrong = self._wrong(place, command, fault, ended, before)
+        if keep is None:
+            shutil.rmtree(place, ignore_errors=True)
+        return Result(
+            found.name, seed, number, _ascii(fault.what, 300), command.name, ended.status, round(ended.seconds, 3),
+            round(ended.memory / 1e6, 1), _ascii("; ".join(wrong), 600), _ascii(ended.said, 600),
+        )  # fmt: skip
+
+    def _lay_out(self, found: Format, place: Path) -> None:
+        shutil.copytree(self.folder / "whole" / found.name, place / "work", symlinks=True)
+        (place / "outside").mkdir()
+        (place / "outside" / "secret.txt").write_text(SECRET)
+
+    def _fork(self, place: Path, command: Command, fault: Fault, reading: Any) -> "Ended":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        started, base = time.monotonic(), _status_bytes("VmRSS")
+        pid = os.fork()
+        if pid == 0:
+            _be_the_case(place, command, fault, reading)
+        while True:
+            done, status, used = os.wait4(pid, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() - started > self.seconds:
+                os.kill(pid, signal.SIGKILL)
+                _, status, used = os.wait4(pid, 0)
+                break
+            time.sleep(0.002)
+        seconds = time.monotonic() - started
+        said = (place / "said").read_bytes()
+        memory = used.ru_maxrss * 1024 - base
+        return Ended(os.waitstatus_to_exitcode(status), seconds, memory, said[: 4 * PRINTED_BYTES])
+
+    def _wrong(self, place: Path, command: Command, fault: Fault, ended: "Ended", before: dict[str, str]) -> list[str]:
+        text, wrong = ended.text, []
+        if ended.seconds > self.seconds:
+            wrong.append(f"not done after {self.seconds:.0f} s")
+        elif ended.status == BROKEN or "Traceback (most recent call last)" in text:
+            wrong.append(f"traceback: {text.strip().splitlines()[-1] if text.strip() else ''}")
+        elif ended.status == WRONG:
+            wrong.append(f"accepted, but {text.strip().splitlines()[-1]}")
+        elif ended.status not in (0, 1, 2):
+            wrong.append(f"status {ended.status}")
+        elif ended.status == 0 and fault.refused:
+            wrong.append("accepted")
+        if ended.memory > MEMORY_BYTES:
+            wrong.append(f"took {ended.memory / 1e9:.1f} GB")
+        if (control := CONTROL.search(text)) is not None:
+            wrong.append(f"printed {control[0]!a}")
+        if len(ended.said) > (PRINTED_BYTES if ended.status == 0 else MESSAGE_BYTES):
+            wrong.append(f"said {len(ended.said):,} bytes")
+        after = _contents(place)
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) == after.get(name) or any(fnmatchcase(name, f"work/{p}") for p in command.writes):
+                continue
+            how = "removed" if name not in after else "made" if name not in before else "changed"
+            wrong.append(f"{name} was {how}")
+        if SECRET in text or _leaked(place, command):
+            wrong.append("what lies outside of the folder was read and shown")
+        return wrong
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``memory``: most bytes that were resident, above what the process began with."""
+
+    status: int
+    seconds: float
+    memory: int
+    said: bytes
+
+    @property
+    def text(self) -> str:
+        return self.said.decode("utf-8", "surrogateescape")
+
+
+def _be_the_case(place: Path, command: Command, fault: Fault, reading: Any) -> None:
+    """The forked process, which never returns."""
+    status = BROKEN
+    try:
+        output = os.open(place / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        os.chdir(place / "work")
+        (place / "tmp").mkdir()
+        tempfile.tempdir = str(place / "tmp")
+        os.environ |= {"HOME": str(place), "COLUMNS": "200", "TERM": "dumb"}
+        limit = _status_bytes("VmSize") + ADDRESS_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        status = _status_of(place, command, fault, reading)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _status_of(place: Path, command: Command, fault: Fault, reading: Any) -> int:
+    """What `pd` does with its exceptions is done with those of every command."""
+    main = sys.modules["param_decomp_lab.cli.app"]
+
+    def act() -> None:
+        found = command.act(fault, reading)
+        if fault.file == "none":
+            (place / "reading").write_bytes(pickle.dumps(found))
+
+    try:
+        with mock.patch.object(main, "app", act):
+            main.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except WrongNumbers as wrong:
+        print(f"\n{wrong!s:.500}")
+        return WRONG
+    return 0
+
+
+def _status_bytes(name: str) -> int:
+    """Of /proc/self/status."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _contents(place: Path) -> dict[str, str]:
+    """What every path below the folder is and holds; without what the case's process keeps there itself."""
+    found: dict[str, str] = {}
+    for folder, folders, files in os.walk(place):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            short = os.path.relpath(path, place)
+            if short.split(os.sep)[0] in ("said", "tmp", "reading"):
+                continue
+            about = os.lstat(path)
+            what = f"{stat.S_IFMT(about.st_mode):o}"
+            if stat.S_ISLNK(about.st_mode):
+                what += os.readlink(path)
+            elif stat.S_ISREG(about.st_mode):
+                what += f" {about.st_size}"
+                if about.st_size <= SMALL_BYTES:
+                    with open(path, "rb") as file:
+                        what += hashlib.file_digest(file, "sha256").hexdigest()
+                else:
+                    what += f" {about.st_mtime_ns}"
+            found[short] = what
+    return found
+
+
+def _leaked(place: Path, command: Command) -> bool:
+    """Whether a file that the command may write holds what lies outside."""
+    shown = (SECRET.encode(), base64.b64encode(SECRET.encode())[:32])
+    for path in (place / "work").rglob("*"):
+        name = str(path.relative_to(place / "work"))
+        if any(fnmatchcase(name, p) for p in command.writes) and path.is_file() and path.stat().st_size < 1 << 28:
+            content = path.read_bytes()
+            if any(part in content for part in shown):
+                return True
+    return False
+
+
+def _ascii(text: str | bytes, length: int) -> str:
+    text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    text = ascii(re.sub(r"\s+", " ", text.strip()))[1:-1]
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
+
+
+def warm() -> None:
+    """Imports everything that a case needs, so that none has to, and starts no backend."""
+    import logging
+
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    for name in (
+        "check", "cli", "data.token_data", "data.tokenize", "export", "opening", "pretrain.recipe", "report.listing",
+        "weights.import_gguf",
+    ):  # fmt: skip
+        importlib.import_module(f"param_decomp_lab.{name}")
+    for name in ("gguf.quants", "orbax.checkpoint", "pyarrow.parquet", "tests.lab.gguf_files", "transformers"):
+        importlib.import_module(name)
+    assert not jax._src.xla_bridge._backends, "a backend does not survive a fork"
+    gc.collect()
+    gc.freeze()
+
+
+def run(formats: Sequence[Format], seed: int, cases: Sequence[int], out: Path, workers: int, seconds: float) -> None:
+    """Appends a line of JSON for every case to ``out``."""
+    warm()
+    with tempfile.TemporaryDirectory(prefix="param-decomp-fuzz-") as name:
+        bench = Bench(Path(name), seconds)
+        bench.make(formats)
+        work = [(found, number) for number in cases for found in formats]
+        print(f"seed {seed}: {len(work)} cases of {', '.join(found.name for found in formats)}", flush=True)
+        children = []
+        for worker in range(workers):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    _work(bench, work[worker::workers], seed, out, loud=worker == 0)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            children.append(pid)
+        statuses = [os.waitpid(pid, 0)[1] for pid in children]
+        if any(statuses):
+            raise SystemExit("a worker failed")
+
+
+def _work(bench: Bench, work: Sequence[tuple[Format, int]], seed: int, out: Path, loud: bool) -> None:
+    told = time.monotonic()
+    for done, (found, number) in enumerate(work):
+        result = bench.case(found, seed, number)
+        with out.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        if loud and time.monotonic() - told > 20:
+            told = time.monotonic()
+            print(f"  {done} of {len(work)} of this worker", flush=True)
+
+
+def read(path: Path) -> list[Result]:
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def table(results: Sequence[Result]) -> str:
+    """In Markdown, a row for each format."""
+    rows = [
+        "| format | cases | accepted | refused | seconds, most | MB, most | not as it must be |",
+        "|---|" + "---|" * 6,
+    ]
+    by_format = defaultdict(list)
+    for result in results:
+        by_format[result.format].append(result)
+    for name, found in by_format.items():
+        good = [r for r in found if not r.wrong]
+        rows.append(
+            f"| {name} | {len(found)} | {sum(r.status == 0 for r in good)} | {sum(r.status != 0 for r in good)} | "
+            f"{max(r.seconds for r in found):.1f} | {max(r.megabytes for r in found):.0f} | {len(found) - len(good)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def kinds(results: Sequence[Result]) -> list[tuple[str, int, Result]]:
+    """What went wrong, alike cases together, the commonest first: what, how often, and the first of them."""
+    alike: Counter[str] = Counter()
+    first: dict[str, Result] = {}
+    for result in results:
+        if result.wrong:
+            kind = f"{result.format}, {result.command}: {re.sub(r'[0-9]+|/tmp/[^ ]+', '#', result.wrong)[:110]}"
+            alike[kind] += 1
+            first.setdefault(kind, result)
+    return [(kind, count, first[kind]) for kind, count in alike.most_common()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--format", action="append", choices=FORMATS, help="may be repeated; default: all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=20, help="of each format")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
+    parser.add_argument("--case", type=int, help="this one alone, with all it said")
+    parser.add_argument("--keep", type=Path, help="with --case: the folder in which to leave its files")
+    parser.add_argument("--out", type=Path, help="lines of JSON, added to")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=20.0, help="that a case may take")
+    parser.add_argument("--table", type=Path, help="print the table of these results and do nothing else")
+    given = parser.parse_args()
+    formats = [FORMATS[name] for name in given.format or FORMATS]
+    if given.table is not None:
+        results = read(given.table)
+    elif given.case is not None:
+        if len(formats) != 1:
+            raise SystemExit("--case needs one --format")
+        _again(formats[0], given.seed, given.case, given.keep, given.seconds)
+        return
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            out = given.out or Path(name, "results")
+            before = len(read(out)) if out.exists() else 0
+            numbers = range(given.first, given.first + given.cases)
+            run(formats, given.seed, numbers, out, given.workers, given.seconds)
+            results = read(out)[before:]
+    print(table(results))
+    for kind, count, example in kinds(results):
+        print(f"{count} × {kind}\n    {example.fault}\n    {example.again}")
+    if any(result.wrong for result in results):
+        raise SystemExit(1)
+
+
+def _again(found: Format, seed: int, number: int, keep: Path | None, seconds: float) -> None:
+    warm()
+    with tempfile.TemporaryDirectory(prefix="param-decomp-fuzz-") as name:
+        bench = Bench(Path(name), seconds)
+        bench.make([found])
+        place = keep or Path(name) / "case"
+        result = bench.case(found, seed, number, place)
+        print((place / "said").read_text(errors="backslashreplace")[:20_000])
+        for key, value in asdict(result).items():
+            if key != "said":
+                print(f"{key:10} {value}")
+    if result.wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
