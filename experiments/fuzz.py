@@ -84,30 +84,31 @@ class Result:
 
 
 class Bench:
-    """Whole specimens in ``folder``, and the readings of them, by format and command."""
+    """Whole specimens in ``folder``, and what every command reads of them."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder, seconds
         self._readings: dict[tuple[str, str], Any] = {}
 
     def make(self, formats: Iterable[Format]) -> None:
-        """Makes the specimens and reads them with every command; RuntimeError where one is refused."""
         for found in formats:
             whole = self.folder / "whole" / found.name
             whole.mkdir(parents=True)
             found.make(whole)
-            if found.name == "set":
-                continue
-            for command in found.commands:
-                place = self.folder / "whole-read" / found.name / command.name.replace("/", "-")
+
+    def reading(self, found: Format, command: Command) -> Any:
+        """Of the whole specimen, made once; None of a command line. RuntimeError if the command refuses it."""
+        key = (found.name, command.name)
+        if key not in self._readings and found.name != "set":
+            with tempfile.TemporaryDirectory(dir=self.folder) as name:
+                place = Path(name) / "case"
                 self._lay_out(found, place)
                 ended = self._fork(place, command, Fault("nothing", "none"), None)
                 if ended.status != 0:
                     raise RuntimeError(f"{found.name}, {command.name}: undamaged, but {ended.status}: {ended.text}")
                 reading = place / "reading"
-                if reading.exists():  # a command line gives none
-                    self._readings[found.name, command.name] = pickle.loads(reading.read_bytes())
-                shutil.rmtree(place)
+                self._readings[key] = pickle.loads(reading.read_bytes()) if reading.exists() else None
+        return self._readings.get(key)
 
     def case(self, found: Format, seed: int, number: int, keep: Path | None = None) -> Result:
         random = Random(f"{found.name} {seed} {number}")
@@ -115,9 +116,10 @@ class Bench:
         self._lay_out(found, place)
         fault = found.damage(place / "work", random)
         command = choose(found.commands, random)
-        before = _contents(place)
-        ended = self._fork(place, command, fault, self._readings.get((found.name, command.name)))
-        wrong = self._wrong(place, command, fault, ended, before)
+        reading = self.reading(found, command)
+        before = contents(place)
+        ended = self._fork(place, command, fault, reading)
+        wrong = find_wrong(place, command, fault, ended, before, self.seconds)
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)
         return Result(
@@ -151,34 +153,6 @@ class Bench:
         memory = used.ru_maxrss * 1024 - base
         return Ended(os.waitstatus_to_exitcode(status), seconds, memory, said[: 4 * PRINTED_BYTES])
 
-    def _wrong(self, place: Path, command: Command, fault: Fault, ended: "Ended", before: dict[str, str]) -> list[str]:
-        text, wrong = ended.text, []
-        if ended.seconds > self.seconds:
-            wrong.append(f"not done after {self.seconds:.0f} s")
-        elif ended.status == BROKEN or "Traceback (most recent call last)" in text:
-            wrong.append(f"traceback: {text.strip().splitlines()[-1] if text.strip() else ''}")
-        elif ended.status == WRONG:
-            wrong.append(f"accepted, but {text.strip().splitlines()[-1]}")
-        elif ended.status not in (0, 1, 2):
-            wrong.append(f"status {ended.status}")
-        elif ended.status == 0 and fault.refused:
-            wrong.append("accepted")
-        if ended.memory > MEMORY_BYTES:
-            wrong.append(f"took {ended.memory / 1e9:.1f} GB")
-        if (control := CONTROL.search(text)) is not None:
-            wrong.append(f"printed {control[0]!a}")
-        if len(ended.said) > (PRINTED_BYTES if ended.status == 0 else MESSAGE_BYTES):
-            wrong.append(f"said {len(ended.said):,} bytes")
-        after = _contents(place)
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) == after.get(name) or any(fnmatchcase(name, f"work/{p}") for p in command.writes):
-                continue
-            how = "removed" if name not in after else "made" if name not in before else "changed"
-            wrong.append(f"{name} was {how}")
-        if SECRET in text or _leaked(place, command):
-            wrong.append("what lies outside of the folder was read and shown")
-        return wrong
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -192,6 +166,38 @@ class Ended:
     @property
     def text(self) -> str:
         return self.said.decode("utf-8", "surrogateescape")
+
+
+def find_wrong(
+    place: Path, command: Command, fault: Fault, ended: Ended, before: dict[str, str], seconds: float
+) -> list[str]:
+    """What is not as it must be. ``before``: the `contents` of the case's folder. ``seconds``: that it may take."""
+    text, wrong = ended.text, []
+    if ended.seconds > seconds:
+        wrong.append(f"not done after {seconds:.0f} s")
+    elif ended.status == BROKEN or "Traceback (most recent call last)" in text:
+        wrong.append(f"traceback: {text.strip().splitlines()[-1] if text.strip() else ''}")
+    elif ended.status == WRONG:
+        wrong.append(f"accepted, but {text.strip().splitlines()[-1]}")
+    elif ended.status not in (0, 1, 2):
+        wrong.append(f"status {ended.status}")
+    elif ended.status == 0 and fault.refused:
+        wrong.append("accepted")
+    if ended.memory > MEMORY_BYTES:
+        wrong.append(f"took {ended.memory / 1e9:.1f} GB")
+    if (control := CONTROL.search(text)) is not None:
+        wrong.append(f"printed {control[0]!a}")
+    if len(ended.said) > (PRINTED_BYTES if ended.status == 0 else MESSAGE_BYTES):
+        wrong.append(f"said {len(ended.said):,} bytes")
+    after = contents(place)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) == after.get(name) or any(fnmatchcase(name, f"work/{p}") for p in command.writes):
+            continue
+        how = "removed" if name not in after else "made" if name not in before else "changed"
+        wrong.append(f"{name} was {how}")
+    if SECRET in text or _leaked(place, command):
+        wrong.append("what lies outside of the folder was read and shown")
+    return wrong
 
 
 def _be_the_case(place: Path, command: Command, fault: Fault, reading: Any) -> None:
@@ -249,7 +255,7 @@ def _status_bytes(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def _contents(place: Path) -> dict[str, str]:
+def contents(place: Path) -> dict[str, str]:
     """What every path below the folder is and holds; without what the case's process keeps there itself."""
     found: dict[str, str] = {}
     for folder, folders, files in os.walk(place):

@@ -142,7 +142,7 @@ def _weights_are_the_files(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
 
 
 def _make_safetensors(work: Path) -> None:
-    (work / "model").mkdir()
+    (work / "model").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(GOLDEN / "scaled" / name, work / "model" / name)
 
