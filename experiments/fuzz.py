@@ -20,16 +20,12 @@ What did not is printed and makes the status 1. A case follows from its format, 
 
 import argparse
 import base64
-import gc
 import hashlib
-import importlib
 import json
 import os
 import pickle
 import re
-import resource
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -42,8 +38,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest import mock
 
+from experiments.forked import BROKEN, Ended, start, warm
 from experiments.fuzz_faults import SECRET, Fault
 from experiments.fuzz_formats import FORMATS, Command, Format, WrongNumbers, choose
 
@@ -59,8 +55,10 @@ SMALL_BYTES = 16 << 20
 """Files up to this size are compared by content."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What is not to come to a terminal: C0 and C1 without newline and tab, changes of direction, lone surrogates."""
-WRONG, BROKEN = 97, 98
-"""Statuses of a case's process: WrongNumbers, and an exception that `pd` would have shown with its traceback."""
+WRONG = 97
+"""Status of a case's process that ended by WrongNumbers."""
+OWN = "own"
+"""Beside `work`: the folder of a case's process, in which what it prints lies."""
 
 
 @dataclass(frozen=True)
@@ -132,40 +130,18 @@ class Bench:
         (place / "outside").mkdir()
         (place / "outside" / "secret.txt").write_text(SECRET)
 
-    def _fork(self, place: Path, command: Command, fault: Fault, reading: Any) -> "Ended":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        started, base = time.monotonic(), _status_bytes("VmRSS")
-        pid = os.fork()
-        if pid == 0:
-            _be_the_case(place, command, fault, reading)
-        while True:
-            done, status, used = os.wait4(pid, os.WNOHANG)
-            if done:
-                break
-            if time.monotonic() - started > self.seconds:
-                os.kill(pid, signal.SIGKILL)
-                _, status, used = os.wait4(pid, 0)
-                break
-            time.sleep(0.002)
-        seconds = time.monotonic() - started
-        said = (place / "said").read_bytes()
-        memory = used.ru_maxrss * 1024 - base
-        return Ended(os.waitstatus_to_exitcode(status), seconds, memory, said[: 4 * PRINTED_BYTES])
+    def _fork(self, place: Path, command: Command, fault: Fault, reading: Any) -> Ended:
+        def act() -> int:
+            try:
+                found = command.act(fault, reading)
+            except WrongNumbers as wrong:
+                print(f"\n{wrong!s:.500}")
+                return WRONG
+            if fault.file == "none":
+                (place / "reading").write_bytes(pickle.dumps(found))
+            return 0
 
-
-@dataclass(frozen=True)
-class Ended:
-    """``memory``: most bytes that were resident, above what the process began with."""
-
-    status: int
-    seconds: float
-    memory: int
-    said: bytes
-
-    @property
-    def text(self) -> str:
-        return self.said.decode("utf-8", "surrogateescape")
+        return start(act, place / "work", place / OWN, ADDRESS_BYTES).wait(self.seconds)
 
 
 def find_wrong(
@@ -200,61 +176,6 @@ def find_wrong(
     return wrong
 
 
-def _be_the_case(place: Path, command: Command, fault: Fault, reading: Any) -> None:
-    """The forked process, which never returns."""
-    status = BROKEN
-    try:
-        output = os.open(place / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        os.chdir(place / "work")
-        (place / "tmp").mkdir()
-        tempfile.tempdir = str(place / "tmp")
-        os.environ |= {"HOME": str(place), "COLUMNS": "200", "TERM": "dumb"}
-        limit = _status_bytes("VmSize") + ADDRESS_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        status = _status_of(place, command, fault, reading)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)
-
-
-def _status_of(place: Path, command: Command, fault: Fault, reading: Any) -> int:
-    """What `pd` does with its exceptions is done with those of every command."""
-    main = sys.modules["param_decomp_lab.cli.app"]
-
-    def act() -> None:
-        found = command.act(fault, reading)
-        if fault.file == "none":
-            (place / "reading").write_bytes(pickle.dumps(found))
-
-    try:
-        with mock.patch.object(main, "app", act):
-            main.main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
-    except WrongNumbers as wrong:
-        print(f"\n{wrong!s:.500}")
-        return WRONG
-    return 0
-
-
-def _status_bytes(name: str) -> int:
-    """Of /proc/self/status."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def contents(place: Path) -> dict[str, str]:
     """What every path below the folder is and holds; without what the case's process keeps there itself."""
     found: dict[str, str] = {}
@@ -262,7 +183,7 @@ def contents(place: Path) -> dict[str, str]:
         for name in (*folders, *files):
             path = os.path.join(folder, name)
             short = os.path.relpath(path, place)
-            if short.split(os.sep)[0] in ("said", "tmp", "reading"):
+            if short.split(os.sep)[0] in (OWN, "reading"):
                 continue
             about = os.lstat(path)
             what = f"{stat.S_IFMT(about.st_mode):o}"
@@ -295,26 +216,6 @@ def _ascii(text: str | bytes, length: int) -> str:
     text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     text = ascii(re.sub(r"\s+", " ", text.strip()))[1:-1]
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
-
-
-def warm() -> None:
-    """Imports everything that a case needs, so that none has to, and starts no backend."""
-    import logging
-
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("jax").setLevel(logging.ERROR)
-    for name in (
-        "check", "cli", "data.token_data", "data.tokenize", "export", "opening", "pretrain.recipe", "report.listing",
-        "weights.import_gguf",
-    ):  # fmt: skip
-        importlib.import_module(f"param_decomp_lab.{name}")
-    for name in ("gguf.quants", "orbax.checkpoint", "pyarrow.parquet", "tests.lab.gguf_files", "transformers"):
-        importlib.import_module(name)
-    assert not jax._src.xla_bridge._backends, "a backend does not survive a fork"
-    gc.collect()
-    gc.freeze()
 
 
 def run(formats: Sequence[Format], seed: int, cases: Sequence[int], out: Path, workers: int, seconds: float) -> None:
@@ -431,7 +332,7 @@ def _again(found: Format, seed: int, number: int, keep: Path | None, seconds: fl
         bench.make([found])
         place = keep or Path(name) / "case"
         result = bench.case(found, seed, number, place)
-        print((place / "said").read_text(errors="backslashreplace")[:20_000])
+        print((place / OWN / "said").read_text(errors="backslashreplace")[:20_000])
         for key, value in asdict(result).items():
             if key != "said":
                 print(f"{key:10} {value}")

@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 import struct
-import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 
+from experiments import forked
 from experiments.fuzz_faults import (
     EDGES,
     Fault,
@@ -66,14 +66,10 @@ class Format:
 
 
 def pd(*words: str) -> Callable[[Fault, Any], None]:
-    """`pd` with these arguments. `{argument}` is that of the fault, where it is one of the command line."""
+    """`pd` with these arguments. `{argument}` is the fault itself, where it is one of the command line."""
 
     def act(fault: Fault, _: Any) -> None:
-        from param_decomp_lab.cli import app
-
-        given = [word.replace("{argument}", fault.what) for word in words]
-        with mock.patch.object(sys, "argv", ["pd", *given]):
-            app()
+        forked.pd(*(word.replace("{argument}", fault.what) for word in words))
 
     return act
 
@@ -722,7 +718,7 @@ def _damage_run(work: Path, random: Random) -> Fault:
             (run / name / odd).mkdir()
             fault = Fault(f"a checkpoint {odd!r}", name)
         case "name":
-            odd = random.choice(("[/]", "\x1b[31m", "[bold]x", "a" * 255, "\n", "\udcff", " ", "--json", "~nobody"))
+            odd = random.choice(("[b", "\x1b[31m", "[bold]x", "a" * 255, "\n", "\udcff", " ", "--json", "~nobody"))
             run.rename(run.with_name(odd))
             (run.parent / OTHER_RUN.rpartition("/")[2]).rename(work / "kept")
             shutil.copytree(work / "kept", work / OTHER_RUN)
@@ -741,7 +737,7 @@ def _damage_figures(folder: Path, random: Random) -> Fault:
             return Fault(damage_place(figure, random), figure.name)
         case "name":
             odd = random.choice(
-                ("[/]_6.png", "\x1b[31m_6.png", "\udcff_6.png", f"x_{'9' * 200}.png", "x_٣.png", "_1.png")
+                ("[b]_6.png", "\x1b[31m_6.png", "\udcff_6.png", f"x_{'9' * 200}.png", "x_٣.png", "_1.png")
             )
             figure.rename(figure.with_name(odd))
             return Fault(f"a figure named {odd!a:.60}", "figures")

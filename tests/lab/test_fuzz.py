@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from experiments import fuzz, fuzz_faults
+from experiments.forked import Ended
 from experiments.fuzz_formats import FORMATS, Command, Format, WrongNumbers
 from tests.lab.tiny_run import ROOT
 
@@ -46,7 +47,7 @@ def test_three_hundred_cases_of_each(tmp_path: Path) -> None:
 
 # ---- the fuzzer itself ----
 
-FINE = fuzz.Ended(2, 0.1, 0, b"error: config.json is not JSON\n")
+FINE = Ended(2, 0.1, 0, b"error: config.json is not JSON\n")
 READS = Command("reads", lambda fault, whole: None, writes=("out",))
 
 
@@ -58,7 +59,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wrong(place: Path, ended: fuzz.Ended = FINE, *, refused: bool = False, act: str = "") -> list[str]:
+def wrong(place: Path, ended: Ended = FINE, *, refused: bool = False, act: str = "") -> list[str]:
     before = fuzz.contents(place)
     if act:
         (place / act).write_text(fuzz_faults.SECRET if act == "work/out" else "changed")
@@ -67,25 +68,25 @@ def wrong(place: Path, ended: fuzz.Ended = FINE, *, refused: bool = False, act: 
 
 def test_a_refusal_is_as_it_must_be(place: Path) -> None:
     assert wrong(place, refused=True) == []
-    assert wrong(place, fuzz.Ended(0, 0.1, 0, b"table\n\tof numbers\n")) == []
+    assert wrong(place, Ended(0, 0.1, 0, b"table\n\tof numbers\n")) == []
 
 
 @pytest.mark.parametrize(
     ("ended", "says"),
     [
-        (fuzz.Ended(1, 0.1, 0, b"x\nTraceback (most recent call last):\n  File\nKeyError: 3\n"), "traceback: KeyError"),
-        (fuzz.Ended(fuzz.WRONG, 0.1, 0, b"\nother numbers\n"), "accepted, but other numbers"),
-        (fuzz.Ended(-11, 0.1, 0, b""), "status -11"),
-        (fuzz.Ended(3, 0.1, 0, b""), "status 3"),
-        (fuzz.Ended(-9, 20.1, 0, b""), "not done after 20 s"),
-        (fuzz.Ended(2, 0.1, 3 << 30, b""), "took 3.2 GB"),
-        (fuzz.Ended(2, 0.1, 0, b"error: \x1b[31m"), "printed '\\x1b'"),
-        (fuzz.Ended(2, 0.1, 0, b"error: \xff"), "printed '\\udcff'"),
-        (fuzz.Ended(2, 0.1, 0, b"x" * 9000), "said 9,000 bytes"),
-        (fuzz.Ended(2, 0.1, 0, fuzz_faults.SECRET.encode()), "what lies outside"),
+        (Ended(1, 0.1, 0, b"x\nTraceback (most recent call last):\n  File\nKeyError: 3\n"), "traceback: KeyError"),
+        (Ended(fuzz.WRONG, 0.1, 0, b"\nother numbers\n"), "accepted, but other numbers"),
+        (Ended(-11, 0.1, 0, b""), "status -11"),
+        (Ended(3, 0.1, 0, b""), "status 3"),
+        (Ended(-9, 20.1, 0, b""), "not done after 20 s"),
+        (Ended(2, 0.1, 3 << 30, b""), "took 3.2 GB"),
+        (Ended(2, 0.1, 0, b"error: \x1b[31m"), "printed '\\x1b'"),
+        (Ended(2, 0.1, 0, b"error: \xff"), "printed '\\udcff'"),
+        (Ended(2, 0.1, 0, b"x" * 9000), "said 9,000 bytes"),
+        (Ended(2, 0.1, 0, fuzz_faults.SECRET.encode()), "what lies outside"),
     ],
 )
-def test_what_is_wrong_is_found(place: Path, ended: fuzz.Ended, says: str) -> None:
+def test_what_is_wrong_is_found(place: Path, ended: Ended, says: str) -> None:
     (found,) = wrong(place, ended)
     assert found.startswith(says)
 
@@ -104,7 +105,7 @@ def test_what_a_case_does_to_files_is_found(place: Path, act: str, says: str) ->
 
 
 def test_what_must_be_refused_is(place: Path) -> None:
-    assert wrong(place, fuzz.Ended(0, 0.1, 0, b""), refused=True) == ["accepted"]
+    assert wrong(place, Ended(0, 0.1, 0, b""), refused=True) == ["accepted"]
 
 
 def test_numbers_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
