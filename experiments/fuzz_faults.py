@@ -178,6 +178,8 @@ def damage_yaml(content: bytes, random: Random) -> tuple[str, bytes]:
     """As `damage_json`."""
     if random.random() < 0.6:
         what, tree = damage_tree(yaml.safe_load(content), random)
+        if " deep" in what:  # PyYAML's writer goes no deeper than Python; JSON is YAML
+            return what, as_json(tree, random)
         text = yaml.safe_dump(tree, sort_keys=False)
         while RAW in text:
             text = text.replace(f"'{RAW}'", RAW, 1).replace(RAW, random.choice((*RAW_VALUES, *_YAML_VALUES)), 1)
