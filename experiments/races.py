@@ -21,6 +21,7 @@ Mounting takes root: without, those races are SKIPPED, and named.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -249,7 +250,7 @@ class Course:
         second = self.start(writer, variants[1], folder, "b", *more)
         ended = [first.wait(SECONDS), second.wait(SECONDS)]
         won = [variant for variant, one in zip(variants, ended, strict=True) if one.status == 0]
-        left, wrong = self._left(writer, place, won)
+        left, wrong = self.left(writer, place, won)
         if won and left == "nothing":
             wrong.append("status 0, but nothing is there")
         what = f"variants {variants[0]} and {variants[1]}{' with --overwrite' if more else ''}"
@@ -257,7 +258,7 @@ class Course:
 
     def _folder(self, writer: Writer, random: Random, folder: Path) -> tuple[str, list[Ended], str, list[str]]:
         place, moved = self.lay_out(writer, folder), folder / "moved"
-        acts = ("renamed", "removed", "emptied", "replaced", "a file", "read-only")
+        acts = ("renamed", "removed", "emptied", "replaced", "a file", *(["read-only"] if can_mount() else []))
         act, at = random.choice(acts), self.seconds[writer.name] * random.random()
         with mounted(place) if act == "read-only" else _nothing():
             one = self.start(writer, 0, folder, "a")
@@ -267,7 +268,7 @@ class Course:
             if act == "read-only" and done:
                 subprocess.run(["mount", "-o", "remount,bind,rw", str(place)], check=True)
             won = [0] if ended.status == 0 else []
-            left, wrong = self._left(writer, place, won) if place.is_dir() else ("nothing", [])
+            left, wrong = self.left(writer, place, won) if place.is_dir() else ("nothing", [])
             if act == "read-only":  # nothing could be removed
                 wrong = [what for what in wrong if not what.startswith("left behind")]
             if act in ("renamed", "replaced"):
@@ -288,13 +289,13 @@ class Course:
             used = shutil.disk_usage(place).used
             subprocess.run(["mount", "-o", f"remount,size={used + size // PAGE * PAGE + PAGE}", str(place)], check=True)
             ended = self.start(writer, 0, folder, "a").wait(SECONDS)
-            left, wrong = self._left(writer, place, [0] if ended.status == 0 else [])
+            left, wrong = self.left(writer, place, [0] if ended.status == 0 else [])
             wrong += _kept(place / "mine.txt")
             if ended.status == 0 and left == "nothing":
                 wrong.append("status 0, but nothing is there")
         return f"a disk with {size // PAGE} pages free", [ended], left, wrong
 
-    def _left(self, writer: Writer, place: Path, won: Sequence[int]) -> tuple[str, list[str]]:
+    def left(self, writer: Writer, place: Path, won: Sequence[int]) -> tuple[str, list[str]]:
         """What lies at the place, in words, and what is wrong with it. ``won``: the variants that had status 0."""
         out, wrong = place / writer.out, []
         hidden = [path.name for path in place.iterdir() if path.name.startswith(".")]
@@ -384,6 +385,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
+@functools.cache
 def can_mount() -> bool:
     with tempfile.TemporaryDirectory() as name:
         try:
@@ -397,7 +399,7 @@ def run(kinds: Sequence[str], commands: Sequence[str], seed: int, races: Sequenc
     """Appends a line of JSON for every race to ``out``."""
     forked.warm()
     if "disk" in kinds and not can_mount():
-        print("SKIPPED: races of kind disk, for nothing can be mounted here")
+        print("SKIPPED: races of kind disk, and folders that become read-only: nothing can be mounted here")
         kinds = [kind for kind in kinds if kind != "disk"]
     with tempfile.TemporaryDirectory(prefix="param-decomp-races-") as name:
         course = Course(Path(name) / "base")
