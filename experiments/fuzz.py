@@ -97,7 +97,7 @@ class Bench:
     def reading(self, found: Format, command: Command) -> Any:
         """Of the whole specimen, made once; None of a command line. RuntimeError if the command refuses it."""
         key = (found.name, command.name)
-        if key not in self._readings and found.name != "set":
+        if key not in self._readings and not found.in_arguments:
             with tempfile.TemporaryDirectory(dir=self.folder) as name:
                 place = Path(name) / "case"
                 self._lay_out(found, place)
@@ -168,6 +168,8 @@ def find_wrong(
     after = contents(place)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) == after.get(name) or any(fnmatchcase(name, f"work/{p}") for p in command.writes):
+            continue
+        if command.makes and name not in before and name.startswith("work/"):
             continue
         how = "removed" if name not in after else "made" if name not in before else "changed"
         wrong.append(f"{name} was {how}")

@@ -6,7 +6,7 @@ Every function takes a ``random.Random``, from which alone its choices come, and
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -35,11 +35,13 @@ INTEGERS = (0, 1, 2, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 
 
 @dataclass(frozen=True)
 class Fault:
-    """``what``: in words. ``refused``: it may not be accepted. ``file``: where it is, in the case's folder."""
+    """``what``: in words. ``refused``: it may not be accepted. ``file``: where it is, in the case's folder. ``words``:
+    the arguments, where the fault is in them."""
 
     what: str
     file: str
     refused: bool = False
+    words: tuple[str, ...] = ()
 
 
 # ---- bytes ----
@@ -252,7 +254,10 @@ def _bomb(form: str) -> bytes:
 # ---- places ----
 
 
-def damage_place(path: Path, random: Random) -> str:
+PLACES = ("removed", "a folder", "a FIFO", "a link out", "dangling", "a loop", "/", "/dev/zero", "huge")
+
+
+def damage_place(path: Path, random: Random, kinds: Sequence[str] = PLACES) -> str:
     """What lies at ``path`` is no regular file any more, or one of `HUGE` bytes. The folder `outside` with `SECRET` in
     `secret.txt` is beside the folder of the case."""
     outside = next(above for above in path.parents if above.name == "work").parent / "outside"

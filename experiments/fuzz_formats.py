@@ -8,12 +8,13 @@ in `work`, in a process that is theirs alone, and print what `pd` would. A readi
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from experiments import forked
 from experiments.fuzz_faults import (
     EDGES,
+    PLACES,
     Fault,
     as_json,
     damage_bytes,
@@ -47,22 +49,26 @@ class WrongNumbers(Exception):
 class Command:
     """``act``: what the case's process does in `work`, given the fault and the reading of the undamaged specimen; a
     reading to compare with, if there is one, is returned. ``weight``: how often it is drawn; a costly one seldom.
-    ``writes``: what it may make or change, as patterns of paths in `work`."""
+    ``writes``: what it may make or change, as patterns of paths in `work`. ``makes``: whether it may make anything that
+    is not there yet."""
 
     name: str
     act: Callable[[Fault, Any], Any]
     weight: float = 1.0
     writes: tuple[str, ...] = ()
+    makes: bool = False
 
 
 @dataclass(frozen=True)
 class Format:
-    """``make``: fills the folder that becomes `work`. ``damage``: does one fault to a copy."""
+    """``make``: fills the folder that becomes `work`. ``damage``: does one fault to a copy. ``in_arguments``: the
+    faults are in the command line, of which there is no whole one."""
 
     name: str
     make: Callable[[Path], None]
     damage: Callable[[Path, Random], Fault]
-    commands: tuple[Command, ...] = field(default=())
+    commands: tuple[Command, ...]
+    in_arguments: bool = False
 
 
 def pd(*words: str) -> Callable[[Fault, Any], None]:
@@ -241,7 +247,7 @@ def _sizes_are_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
     for key, name in FIELDS.items():
         if raw.get(key) is None or name not in found or raw.get("model_type") != "llama":
             continue
-        given = float(raw[key]) if isinstance(raw[key], str) else raw[key]
+        given = float(raw[key]) if isinstance(raw[key], str) or isinstance(found[name], float) else raw[key]
         if given != found[name] or not (math.isfinite(found[name]) and found[name] > 0):
             raise WrongNumbers(f"config.json: {key} is {raw[key]!r:.60}, {found[name]!r:.60} was read")
     numbers = [found.get("rope_theta", 1.0), *(found.get("rope_scaling") or {}).values()]
@@ -845,13 +851,127 @@ def _exported(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
     return found
 
 
+# ---- texts, lists of metrics, arguments ----
+
+
+def _make_text(work: Path) -> None:
+    (work / "text").mkdir()
+    for number in range(4):
+        (work / "text" / f"{number}.txt").write_text(f"{number} times. {TEXT}")
+
+
+def _damage_text(work: Path, random: Random) -> Fault:
+    file = work / "text" / "1.txt"
+    match random.choice(("bytes", "place", "name", "all")):
+        case "bytes":
+            what, content = damage_bytes(file.read_bytes(), random)
+            file.write_bytes(content)
+            return Fault(f"{file.name}: {what}", file.name)
+        case "place":
+            return Fault(damage_place(file, random, PLACES[:-1]), file.name)
+        case "name":
+            odd = random.choice(("\x1b[31m.txt", "\udcff.txt", "[/b", "a" * 255, "\n", "*.txt", "-x", ".hidden"))
+            file.rename(file.with_name(odd))
+            return Fault(f"a text named {odd!a:.60}", file.name)
+        case _:
+            for other in (work / "text").iterdir():
+                other.write_bytes(random.choice((b"", b"\n", b"\0", b"a", b"\r\n\r\n")))
+            return Fault("texts of a character or none", file.name)
+
+
+def _make_metrics(work: Path) -> None:
+    import yaml
+
+    shutil.copytree(OLD_RUN, work / RUN)
+    attack = {"init": "random", "step_size": 0.1, "n_steps": 3, "mask_scope": "shared_across_batch"}
+    metrics: list[Any] = [{"type": "CI_L0", "groups": {"all": ["*"]}}, {"type": "PGDReconLoss", **attack}]
+    (work / "metrics.yaml").write_text(yaml.safe_dump({"metrics": metrics}))
+
+
+def _damage_metrics(work: Path, random: Random) -> Fault:
+    return _damage_file(work / "metrics.yaml", random, damage_yaml)
+
+
+def _request(fault: Fault, whole: Any) -> None:
+    """What `pd eval --metrics` asks for."""
+    from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config, read_metric_file
+    from param_decomp_lab.run_folder.folder import saved_config
+
+    request = EvaluationRequest(read_metric_file(Path("metrics.yaml")))
+    evaluation_config(saved_config(Path(RUN)), request, "the evaluation")
+
+
+TOKENIZE = ("data", "tokenize", "text", "--eval-fraction", "0.5")
+PATHS = ("", ".", " ", "x" * 256, "x/" * 3000, "~nobody/x", "\udcff", "x\x1b[31m", "t[/b]", "[x", "-", "--", "a\nb",
+         "nothing", "model.gguf/x", "text", "model.gguf", "**", "a**b", "*" * 30, "{x}", "$(x)", "p-00000001", "\u202e",
+         "/dev/null", "/dev/full", "/dev/stdin", "text/../text")  # fmt: skip
+INPUTS = (*PATHS, "/", "..", "/dev/zero", "/proc/self/mem", "/proc/self/fd", "fifo")
+"""Nothing is written to where an input leads."""
+NUMBERS = (
+    "9" * 50,
+    "-1",
+    "0",
+    "1",
+    "1e400",
+    "nan",
+    "inf",
+    "1.5",
+    "",
+    "x",
+    "²",
+    "1_0",
+    str(2**31),
+    str(2**63),
+    "1e-320",
+)
+SLOTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("check", "{}"), INPUTS), (("runs", "{}"), INPUTS), (("report", "{}"), INPUTS), (("pretrain", "{}"), INPUTS),
+    (("train", "{}"), INPUTS), (("train", "--resume", "{}"), INPUTS), (("profile", "{}"), INPUTS),
+    (("wandb", "{}"), INPUTS), (("export", "{}", "--out", "out"), INPUTS), (("eval", "{}"), INPUTS),
+    (("eval", RUN, "--metrics", "{}"), INPUTS), (("export", RUN, "--out", "{}"), PATHS),
+    (("export", RUN, "--out", "out", "--step", "{}"), NUMBERS), (("configs", "{}"), INPUTS),
+    (("configs", "toys/tms_5-2", "--out", "{}"), PATHS), (("weights", "import-gguf", "{}", "out"), INPUTS),
+    (("weights", "import-gguf", "model.gguf", "{}"), PATHS), ((*TOKENIZE, "--out", "{}"), PATHS),
+    (("weights", "import-gguf", "model.gguf", "out", "--dtype", "{}"), (*PATHS, *NUMBERS)),
+    (("data", "tokenize", "{}", "--out", "out"), (*PATHS, "/dev/zero", "fifo", "/proc/self/mem")),
+    ((*TOKENIZE, "--out", "out", "--tokenizer", "{}"), INPUTS), ((*TOKENIZE, "--out", "out", "--seed", "{}"), NUMBERS),
+    ((*TOKENIZE, "--out", "out", "--seq-len", "{}"), NUMBERS),
+    ((*TOKENIZE, "--out", "out", "--rows-per-shard", "{}"), NUMBERS),
+    (("data", "tokenize", "text", "--out", "out", "--eval-fraction", "{}"), NUMBERS),
+)  # fmt: skip
+
+
+def _make_arguments(work: Path) -> None:
+    _make_gguf(work)
+    _make_text(work)
+    shutil.copytree(OLD_RUN, work / RUN)
+
+
+def _damage_arguments(work: Path, random: Random) -> Fault:
+    os.mkfifo(work / "fifo")
+    form, values = random.choice(SLOTS)
+    value = random.choice(values)
+    words = tuple(value if word == "{}" else word for word in form)
+    gone = random.random() < 0.05
+    what = f"pd {' '.join(repr(word) if word == value else word for word in words)}"
+    return Fault(f"{what}, in a folder that is gone" if gone else what, "gone" if gone else "arguments", words=words)
+
+
+def _with_arguments(fault: Fault, whole: Any) -> None:
+    if fault.file == "gone":
+        os.mkdir("gone")
+        os.chdir("gone")
+        os.rmdir("../gone")
+    forked.pd(*fault.words)
+
+
 OUT = ("out", "out/*")
+TO_OUT = ("--out", "out", "--seq-len", "8")
 IMPORT = "pd weights import-gguf"
 CONFIGURED = (
     Command("load_config", _configuration(), 9, ("saved.yaml",)),
     Command("pd check", pd("check", WRAPPER)),
 )
-TOKENIZE = ("data", "tokenize", "text", "--tokenizer", "model", "--out", "out", "--seq-len", "8", "--eval-fraction")
 FORMATS: Mapping[str, Format] = {
     found.name: found
     for found in (
@@ -870,7 +990,7 @@ FORMATS: Mapping[str, Format] = {
         )),
         Format("tokenizer", _make_tokenizer, _damage_tokenizer, (
             Command("load_tokenizer", _encoded, 2),
-            Command("pd data tokenize", pd(*TOKENIZE, "0.5"), 1, OUT),
+            Command("pd data tokenize", pd(*TOKENIZE, *TO_OUT, "--tokenizer", "model"), 1, OUT),
         )),
         Format("parquet", _make_parquet, _damage_parquet, (Command("TokenData", _rows_are_the_saved),)),
         Format("meta", _make_parquet, _damage_meta, (Command("DataMeta.read", _meta_is_the_saved),)),
@@ -879,7 +999,14 @@ FORMATS: Mapping[str, Format] = {
         Format("set", _make_configuration, _damage_set, (
             Command("load_config", _configuration("{argument}"), 9, ("saved.yaml",)),
             Command("pd check --set", pd("check", WRAPPER, "--set", "{argument}")),
+        ), in_arguments=True),
+        Format("arguments", _make_arguments, _damage_arguments, (
+            Command("pd", _with_arguments, makes=True),
+        ), in_arguments=True),
+        Format("text", _make_text, _damage_text, (
+            Command("pd data tokenize", pd(*TOKENIZE, *TO_OUT), 1, OUT),
         )),
+        Format("metrics", _make_metrics, _damage_metrics, (Command("read_metric_file", _request),)),
         Format("recipe", _make_configuration, _damage_recipe, (Command("read_recipe", _recipe),)),
         Format("run", _make_run, _damage_run, (
             Command("pd runs --json", _listing),
