@@ -261,9 +261,7 @@ def damage_place(path: Path, random: Random, kinds: Sequence[str] = PLACES) -> s
     """What lies at ``path`` is no regular file any more, or one of `HUGE` bytes. The folder `outside` with `SECRET` in
     `secret.txt` is beside the folder of the case."""
     outside = next(above for above in path.parents if above.name == "work").parent / "outside"
-    kind = random.choice(
-        ("removed", "a folder", "a FIFO", "a link out", "dangling", "a loop", "/dev/zero", "huge", "/")
-    )
+    kind = random.choice(kinds)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif kind != "huge":
