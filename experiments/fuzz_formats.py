@@ -497,7 +497,8 @@ def _make_parquet(work: Path) -> None:
         part = pa.array(ids[48 * shard : 48 * (shard + 1)].ravel(), pa.int32())
         table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(part, 16)})
         file = work / "data" / "train" / f"part-{shard:05d}.parquet"
-        pq.write_table(table, file, compression="zstd", row_group_size=16)
+        # The first as `pd data tokenize` writes them, the other without checksums, as others do.
+        pq.write_table(table, file, compression="zstd", row_group_size=16, write_page_checksum=shard == 0)
     split = {"rows": 96, "tokens": 1536, "dropped_tokens": 0, "shards": 2, "unigram_entropy": 5.5}
     about: dict[str, Any] = {"tokenizer": "bytes", "vocab_size": 256, "separator": 0, "seq_len": 16, "seed": 0}
     about |= {"eval_fraction": 0.5, "sources": ["text"], "documents": 1, "train": split, "eval": split, "sha256": "0"}
@@ -589,8 +590,9 @@ def _rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
     found = data.rows(np.arange(len(data)))
     if found.min() < 0 or found.max() >= 256:
         raise WrongNumbers(f"ids {found.min()} to {found.max()} passed the check for a vocabulary of 256")
-    if whole is not None and found.shape == whole.shape and "footer" in fault.what and len(data) != len(whole):
-        raise WrongNumbers(f"{len(data)} rows, {len(whole)} were saved")
+    with_checksums = fault.file == "part-00000.parquet" and "footer" not in fault.what
+    if whole is not None and with_checksums and "a bit flipped" in fault.what:
+        _equal(found, whole, "rows")
     return found
 
 
