@@ -271,6 +271,8 @@ class Course:
             left, wrong = self.left(writer, place, won) if place.is_dir() else ("nothing", [])
             if act == "read-only":  # nothing could be removed
                 wrong = [what for what in wrong if not what.startswith("left behind")]
+            if act in ("removed", "emptied"):  # it may have been the result that was being removed
+                wrong = [what for what in wrong if not what.startswith("no whole result")]
             if act in ("renamed", "replaced"):
                 wrong += _kept(moved / "mine.txt")
             if act in ("replaced", "read-only"):
@@ -286,8 +288,8 @@ class Course:
         size = random.randrange(0, int(1.4 * self.bytes[writer.name]) + 4 * PAGE)
         with mounted(folder / "place", size=256 << 20):
             place = self.lay_out(writer, folder)
-            used = shutil.disk_usage(place).used
-            subprocess.run(["mount", "-o", f"remount,size={used + size // PAGE * PAGE + PAGE}", str(place)], check=True)
+            used = max(PAGE, shutil.disk_usage(place).used)  # a size of 0 has no limit
+            subprocess.run(["mount", "-o", f"remount,size={used + size // PAGE * PAGE}", str(place)], check=True)
             ended = self.start(writer, 0, folder, "a").wait(SECONDS)
             left, wrong = self.left(writer, place, [0] if ended.status == 0 else [])
             wrong += _kept(place / "mine.txt")
