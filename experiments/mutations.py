@@ -9,7 +9,7 @@
 
 OLD and NEW are checkouts of the two versions, with nothing uncommitted in their packages and tests. `cover` runs the
 fast tests once, with a call at the place of every fault that notes the test. `judge` goes on where it was interrupted:
-one line of results for each fault.
+one line of results for each fault. Give `cover` the `--marks` of a version that has others.
 
 A fault is judged by the tests that execute its place, in processes that they start, too: quickest first, until one
 fails. Then by the other tests of the same files, which may share a fixture or a compiled program with those; all within
@@ -154,6 +154,8 @@ def cover(faults: list[Fault], tree: Path, out: Path, workers: int, marks: str) 
             command += ["--basetemp", f"{name}/tmp"]
             with out.with_suffix(".log").open("w") as log:
                 subprocess.run(command, cwd=code, env=environment, stdout=log, stderr=log, check=False)
+            if not (Path(name) / "tests").exists():
+                raise SystemExit(f"no test has run: see {out.with_suffix('.log')}")
             tests: dict[str, dict[str, Any]] = {}
             for line in (Path(name) / "tests").read_text().splitlines():
                 test, seconds, passed = json.loads(line)

@@ -23,10 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def worker(config: Path, overrides: list[str], steps: int) -> None:
-    """Compiles; then, for every line it is given, takes ``steps`` steps and says how long one took.
-
-    Uses only what versions of the code have in common.
-    """
+    """Compiles; then, for every line it is given, takes ``steps`` steps and says how long one took."""
     import jax
     import numpy as np
     from rich.console import Console
@@ -43,9 +40,7 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
         init = partial(init_state, spec, sites, setup.leading)
         state = jax.jit(init, out_shardings=state_shardings(setup.mesh, spec, jax.eval_shape(init)))()
         start = time.perf_counter()
-        compiled = compile_steps(setup, 1)
-        # Once it gave the names of the metrics too, and the step gave rows without them.
-        step = compiled[0] if isinstance(compiled, tuple) else compiled
+        step = compile_steps(setup, 1)
         _say({"compile_s": time.perf_counter() - start})
         number = 0
         for _ in sys.stdin:
@@ -62,8 +57,10 @@ def _say(message: dict[str, float]) -> None:
 
 
 def start(checkout: Path, config: Path, overrides: list[str], steps: int) -> Any:
-    """A `worker` with the code of ``checkout``, once it has compiled."""
-    command = [sys.executable, __file__, "--worker", str(config), "--steps", str(steps)]
+    """A worker of ``checkout``, once it has compiled. It runs that checkout's own copy of this file, whose options and
+    messages must be these."""
+    script = checkout.resolve() / "experiments" / Path(__file__).name
+    command = [sys.executable, str(script), "--worker", str(config), "--steps", str(steps)]
     command += [f"--set={override}" for override in overrides]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     process = subprocess.Popen(

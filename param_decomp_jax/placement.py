@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from param_decomp_jax.adversary import Adversary
 from param_decomp_jax.components import Components, components_axes
 from param_decomp_jax.masks import source_axes
-from param_decomp_jax.mesh import AnyMesh, Axes, is_axes, replace_fields, sharding, whole
+from param_decomp_jax.mesh import AnyMesh, Axes, is_axes, replace_fields, sharding
 from param_decomp_jax.state import Decomposition, State
 
 WHOLE = Axes(())
@@ -161,8 +161,3 @@ def from_slices(
         del source
         parts.append(held[bounds])
     return jax.make_array_from_single_device_arrays(shape, where, parts)
-
-
-def replicate(tree: Any, mesh: AnyMesh) -> Any:
-    """Every array of ``tree`` (host or device, whole in every process) on every device of the mesh."""
-    return jax.tree.map(lambda x: from_host(np.asarray(x), whole(mesh)), tree)

@@ -6,7 +6,6 @@ a model (`gpt_logits`), and the target that is decomposed (`GPT`). Files are our
 W`` with W ``[d_in, d_out]``, one per layer.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from param_decomp_jax.mesh import gather
 from param_decomp_jax.numerics import matmul, matmul_wide, wide
 from param_decomp_jax.remat import named, over_layers
 from param_decomp_jax.sites import Matrix, Sites
-from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, is_shape
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import FROZEN
@@ -40,7 +39,6 @@ _READS = {
     "mlp_in": "mlp_in", "mlp_out": "mlp_hidden",
     "q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "o_proj": "attn_out",
 }  # fmt: skip
-_INTO_RESIDUAL = ("mlp_out", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -121,22 +119,6 @@ class Computation:
     softmax_dtype: Any = jnp.float32
     remat: frozenset[Part] = frozenset()
     layers: Literal["scan", "unroll"] = "scan"
-
-
-def init_weights(key: PRNGKeyArray, config: GPTConfig, std: float) -> Weights:
-    """Random fp32 weights: N(0, std²), what writes to the residual stream times 1/√(2·n_layers); biases 0, norms 1."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
-
-    def leaf(number: int, name: str, shape: tuple[int, ...]) -> Array:
-        if "bias" in name:
-            return jnp.zeros(shape, jnp.float32)
-        if "norm" in name:
-            return jnp.ones(shape, jnp.float32)
-        scale = std / math.sqrt(2 * config.n_layers) if name in _INTO_RESIDUAL else std
-        return scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
-
-    leaves = [leaf(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
-    return jax.tree.unflatten(structure, leaves)
 
 
 def gpt_logits(

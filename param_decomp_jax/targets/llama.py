@@ -4,7 +4,6 @@ Matrices are kept for multiplication from the right (``x @ W``) and stacked over
 Face's ``LlamaForCausalLM``, ``config.json`` in the layouts of transformers 4 and 5.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.attention import attend
 from param_decomp_jax.fused_kl import Head
@@ -23,7 +22,7 @@ from param_decomp_jax.numerics import matmul_wide, rms_norm
 from param_decomp_jax.remat import named
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import Matrix, Sites
-from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig, is_shape
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
@@ -233,20 +232,6 @@ def module_name(layer: int, kind: str) -> str:
     return f"layers.{layer}.{'self_attn' if kind in KINDS[:4] else 'mlp'}.{kind}"
 
 
-def init_weights(key: PRNGKeyArray, config: LlamaConfig) -> Weights:
-    """Random fp32 weights: N(0, 0.02²), a layer's output matrices scaled by 1/√(2·n_layers), norms 1."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
-    leaves = []
-    for number, (path, shape) in enumerate(flat):
-        name = path[-1].key
-        if "norm" in name:
-            leaves.append(jnp.ones(shape, jnp.float32))
-        else:
-            scale = 0.02 / math.sqrt(2 * config.n_layers) if name in ("o_proj", "down_proj") else 0.02
-            leaves.append(scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32))
-    return jax.tree.unflatten(structure, leaves)
-
-
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
     """Angular frequencies ``[head_dim / 2]`` in radians per position; scaled as Llama 3.1 does when configured."""
     plain = frequencies(config.head_dim, config.rope_theta)
@@ -296,10 +281,11 @@ class Llama(Decoder):
 
 
 def language_logits(
-    weights: Weights, config: LlamaConfig, tokens: Int[Array, "B T"], memory: MemoryPolicy = PLAIN
+    weights: Weights, config: LlamaConfig, tokens: Int[Array, "B T"], memory: MemoryPolicy = PLAIN, dtype: Any = None
 ) -> Float[Array, "B T vocab"]:
-    """The network as it stands, no site decomposed: fp32 logits."""
-    model = Llama(config, Sites(()), memory, weights["embed"].dtype)
+    """Logits in fp32 of the network as it stands, no site decomposed. ``dtype``: of activations; None for the
+    weights'."""
+    model = Llama(config, Sites(()), memory, weights["embed"].dtype if dtype is None else dtype)
     return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)
 
 

@@ -1,11 +1,11 @@
 """All commands of `pd`, in the order of its help. Exit status 0 success, 1 failed, 2 bad input, 3 does not fit, 75
 preempted and saved."""
 
+import errno
 import sys
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from param_decomp_lab.cli import data, weights
 from param_decomp_lab.cli.check import check
@@ -22,7 +22,9 @@ from param_decomp_lab.cli.report import report
 from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
+from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.reading.printable import shortened
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -54,9 +56,15 @@ def main() -> None:
         _fail(str(error), 2)
     except (NonFiniteLoss, CannotTell, CannotWrite) as error:
         _fail(str(error), 1)
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        _fail(f"{where}{error.strerror or error}", 2 if error.errno == errno.ENAMETOOLONG else 1)
+    except MemoryError:
+        _fail("out of memory", 1)
     sys.exit(0)
 
 
 def _fail(message: str, status: int) -> None:
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    said = Text.assemble(("error:", "bold red"), f" {shortened(message)}")
+    Terminal(stderr=True).print(said, soft_wrap=True)
     raise SystemExit(status)

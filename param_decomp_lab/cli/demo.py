@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from param_decomp_lab.cli.options import Overrides
+from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import UserError
 
 TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
@@ -46,7 +47,7 @@ def demo(
     """
     from param_decomp_lab.config.shipped import find, write_copies
 
-    console = Console()
+    console = Terminal()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,7 +68,7 @@ def demo(
 
 def _show(console: Console, words: tuple[str, ...]) -> None:
     line = f"\n$ {shlex.join(words)}"
-    console.print(line, style="bold", soft_wrap=True, highlight=False, markup=False)
+    console.print(line, style="bold", soft_wrap=True, highlight=False)
 
 
 def _run(words: tuple[str, ...], folder: Path) -> int:

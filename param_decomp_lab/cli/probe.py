@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from param_decomp_lab.cli.options import Gpu, Nodes, Overrides
+from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import CannotTell
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
@@ -64,7 +64,7 @@ def probe(
     folder = cache_folder() if cache else None
     try:
         answer = ask(
-            config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick
+            config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Terminal(stderr=True), quick
         )
     except CannotTell as error:
         if json_file is not None:

@@ -13,8 +13,8 @@ from param_decomp_lab.config.method_schema import LanguageModelFile, MethodFile,
 from param_decomp_lab.config.overrides import apply_overrides, override_source, parse_overrides
 from param_decomp_lab.config.strict import NO_MEANING, ConfigSource, Mistake, Strict, validate
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
-from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.yaml_text import dump_yaml, read_mapping
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
+RUN_ID = r"p-[0-9a-f]{8}"
 Experiment = Literal["tms", "resid_mlp"]
 
 
@@ -75,7 +76,7 @@ class Wrapper(Strict):
     torch_config: FilePath
     run_name: Text
     out_dir: FilePath = Path("runs")
-    run_id: Annotated[str, Field(pattern=r"^p-[0-9a-f]{8}$")] | None = None
+    run_id: Annotated[str, Field(pattern=f"^{RUN_ID}$")] | None = None
     remat_recon_forwards: bool = False
     wandb_group: Text | None = None
     wandb_tags: ListOf[Text] = ()

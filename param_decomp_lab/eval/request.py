@@ -8,8 +8,8 @@ from typing import Any
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.config.wrapper import Mesh
-from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.yaml_text import parse_yaml
 
 SETTABLE = ("eval", "data", "memory")
 """Top-level keys that `--set` may change; others would change the decomposition."""

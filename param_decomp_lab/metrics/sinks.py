@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -81,7 +80,7 @@ class MetricsFile:
             if len(self._waiting) == 1:
                 why = why_not_written(error, self.path.parent) or str(error)
                 said = f"rows of metrics cannot be written and wait until they can: {why}"
-                self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+                self._console.print(said, style="yellow", soft_wrap=True)
 
     def settle(self) -> None:
         """Returns when every row is on the disk. CannotWrite when one cannot be written."""
@@ -106,7 +105,7 @@ class MetricsFile:
             self._append()
         if self._waiting:
             said = f"{len(self._waiting)} rows of {METRICS_FILE} could not be written and are lost"
-            self._console.print(f"[yellow]{said}[/]", soft_wrap=True)
+            self._console.print(said, style="yellow", soft_wrap=True)
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self._whole)
         self._file.close()
@@ -162,7 +161,7 @@ class Terminal:
         first, start = self._first or (self._done, now)
         rate = (self._done - first) / max(now - start, 1e-9)
         left = f", {(self._total - self._done) / rate:.0f} s left" if rate > 0 else ""
-        self._console.print(f"{self._what} {self._done}/{self._total}{left}  {text}", markup=False)
+        self._console.print(f"{self._what} {self._done}/{self._total}{left}  {text}")
 
 
 def brief(row: Row, prefix: str = "train/loss/") -> str:

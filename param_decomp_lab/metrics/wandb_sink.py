@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
@@ -110,7 +109,7 @@ class Wandb:
             later = self._later
             if outcome == "preempted":
                 later = "it gets the rest when the run is resumed"
-            self._console.print(f"[yellow]wandb has not got all of the run; {later}[/]", soft_wrap=True)
+            self._console.print(f"wandb has not got all of the run; {later}", style="yellow", soft_wrap=True)
 
     @property
     def _later(self) -> str:
@@ -167,7 +166,7 @@ class Wandb:
                     reached = self._answered = True
                     where = f" at {message['why']}" if message["why"] else ""
                     if self._trouble or where:
-                        self._console.print(f"wandb has the run{where}", soft_wrap=True, markup=False)
+                        self._console.print(f"wandb has the run{where}", soft_wrap=True)
                     self._trouble = False
                 case "sent":
                     self._sent = True
@@ -177,16 +176,18 @@ class Wandb:
                     self._late, self._misuse = self._answered, message["why"]
                     if self._late:
                         refusal = f"wandb refuses the run, which goes on without it: {message['why']}; {self._later}"
-                        self._console.print(f"[yellow]{escape(refusal)}[/]", soft_wrap=True)
+                        self._console.print(refusal, style="yellow", soft_wrap=True)
                 case "failed":
                     self._report_trouble(message["why"])
         return reached
 
     def _report_trouble(self, why: str) -> None:
         if not self._trouble and not self._ended.is_set():
-            reason = escape(" ".join(why.split())[:300])
+            reason = " ".join(why.split())[:300]
             self._console.print(
-                f"[yellow]wandb cannot be reached; the run goes on, and it is tried again: {reason}[/]", soft_wrap=True
+                f"wandb cannot be reached; the run continues, and it is tried again: {reason}",
+                style="yellow",
+                soft_wrap=True,
             )
         self._trouble = self._answered = True
 

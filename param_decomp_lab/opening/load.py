@@ -12,10 +12,10 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned
 from param_decomp_lab.config import RunConfig, difference
-from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
 from param_decomp_lab.opening.target import count_weight_bytes, find_architecture, with_target
+from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.programs import learned_shapes

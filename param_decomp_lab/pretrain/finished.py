@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config.strict import Strict
-from param_decomp_lab.config.yaml_io import dump_yaml, read_mapping
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.yaml_text import dump_yaml, read_mapping
 
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"

@@ -1,5 +1,7 @@
 """What the pretrainer needs of an architecture, and the two it trains: Llama and GPT."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,12 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.targets import llama
+from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits, init_weights
-from param_decomp_jax.targets.llama import Llama, LlamaConfig
-from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
+from param_decomp_jax.targets.llama import LlamaConfig, language_logits
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.recipe import GPTRecipe, PretrainRecipe
@@ -22,6 +22,25 @@ from param_decomp_lab.weights.target_folder import save_target
 
 _LAYERS_RECOMPUTED = frozenset(INTERMEDIATES) - {"layers", "attention", "site_outputs", "attack_outputs"}
 """What a Llama saves whose layers keep their input alone."""
+
+
+def random_weights(
+    key: PRNGKeyArray, config: LlamaConfig | GPTConfig, std: float, into_residual: Sequence[str]
+) -> Weights:
+    """Random fp32 weights: N(0, std²), the matrices ``into_residual`` times 1/√(2·n_layers); biases 0, norms 1."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
+
+    def leaf(number: int, name: str, shape: tuple[int, ...]) -> Array:
+        if "bias" in name:
+            return jnp.zeros(shape, jnp.float32)
+        if "norm" in name:
+            return jnp.ones(shape, jnp.float32)
+        scale = std / math.sqrt(2 * config.n_layers) if name in into_residual else std
+        return scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+
+    return jax.tree.unflatten(
+        structure, [leaf(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
+    )
 
 
 class LanguageModel(Protocol):
@@ -61,13 +80,14 @@ class LlamaModel:
         def scaled(path: tuple[Any, ...], x: Array) -> Array:
             return x if "norm" in path[-1].key else x * (self.std / 0.02)
 
-        return jax.tree_util.tree_map_with_path(scaled, llama.init_weights(key, self.config))
+        # In two steps: from one, seeds would give other last bits than in folders that are there.
+        usual = random_weights(key, self.config, 0.02, ("o_proj", "down_proj"))
+        return jax.tree_util.tree_map_with_path(scaled, usual)
 
     def logits(
         self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray | None
     ) -> Float[Array, "B T vocab"]:
-        model = Llama(self.config, Sites(()), self.memory, self.dtype)
-        return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)
+        return language_logits(weights, self.config, tokens, self.memory, self.dtype)
 
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
         config = replace(self.config, max_positions=data.seq_len)
@@ -84,7 +104,7 @@ class GPTModel:
     spared: tuple[str, ...] = ("norm", "bias")
 
     def init(self, key: PRNGKeyArray) -> Weights:
-        return init_weights(key, self.config, self.std)
+        return random_weights(key, self.config, self.std, ("mlp_out", "o_proj"))
 
     def logits(
         self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray | None

@@ -19,10 +19,10 @@ from param_decomp_lab.config.strict import (
     rule_error,
     validate,
 )
-from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
+from param_decomp_lab.reading.yaml_text import read_mapping
 
 LANGUAGE_MODELS = ("llama", "gpt")
 ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)

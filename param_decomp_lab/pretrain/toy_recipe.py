@@ -13,20 +13,32 @@ from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 TOYS = ("tms", "resid_mlp")
 
 
-class TMSFields(Strict):
-    """The keys of `TMSConfig`."""
+class TMSRecipe(Strict):
+    """The keys of `TMSConfig`, and how to make one. ``hidden_init``: what the hidden layers are, which are never
+    trained; for a model that has some. ``random``: normal with standard deviation n_hidden^(-1/2). ``tied``: linear2 is
+    the transpose of linear1."""
 
     architecture: Literal["tms"]
     n_features: Count
     n_hidden: Count
     n_hidden_layers: Natural = 0
+    hidden_init: Literal["identity", "random"] | None = None
+    tied: bool = True
+
+    @model_validator(mode="after")
+    def _hidden(self) -> Self:
+        if self.n_hidden_layers and self.hidden_init is None:
+            raise rule_error(("hidden_init", "is required with hidden layers: identity or random"))
+        if not self.n_hidden_layers and self.hidden_init is not None:
+            raise rule_error(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
+        return self
 
     def config(self) -> TMSConfig:
         return TMSConfig(self.n_features, self.n_hidden, self.n_hidden_layers)
 
 
-class ResidMLPFields(Strict):
-    """The keys of `ResidMLPConfig`."""
+class ResidMLPRecipe(Strict):
+    """The keys of `ResidMLPConfig`. ``d_mlp``: neurons of each layer."""
 
     architecture: Literal["resid_mlp"]
     n_features: Count
@@ -41,26 +53,6 @@ class ResidMLPFields(Strict):
         return ResidMLPConfig(
             self.n_features, self.d_embed, self.d_mlp, self.n_layers, self.activation, self.in_bias, self.out_bias
         )
-
-
-class TMSRecipe(TMSFields):
-    """``hidden_init``: what the hidden layers are, which are never trained; for a model that has some. ``random``:
-    normal with standard deviation n_hidden^(-1/2). ``tied``: linear2 is the transpose of linear1."""
-
-    hidden_init: Literal["identity", "random"] | None = None
-    tied: bool = True
-
-    @model_validator(mode="after")
-    def _hidden(self) -> Self:
-        if self.n_hidden_layers and self.hidden_init is None:
-            raise rule_error(("hidden_init", "is required with hidden layers: identity or random"))
-        if not self.n_hidden_layers and self.hidden_init is not None:
-            raise rule_error(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
-        return self
-
-
-class ResidMLPRecipe(ResidMLPFields):
-    """``d_mlp``: neurons of each layer."""
 
 
 class ToyRecipe(Strict):

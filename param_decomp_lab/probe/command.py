@@ -12,7 +12,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
-from param_decomp_lab.config.yaml_io import read_mapping
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
@@ -22,6 +21,7 @@ from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
 from param_decomp_lab.probe.subject import Subject, run_subject
+from param_decomp_lab.reading.yaml_text import read_mapping
 
 
 def probe(

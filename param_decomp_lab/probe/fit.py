@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
@@ -133,7 +134,8 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     if chosen is None or chosen.answer is None:
         draw(found.points, None, title, picture)
         console.print(f"picture {picture}", highlight=False, soft_wrap=True)
-        console.print("[bold red]nothing fits[/]; vary smaller batches, leaner memory, or take more GPUs")
+        advice = "; vary smaller batches, leaner memory, or take more GPUs"
+        console.print(Text.assemble(("nothing fits", "bold red"), advice), soft_wrap=True)
         return False
     text = io.StringIO()
     Console(file=text, width=120).print(table)
@@ -151,7 +153,8 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     draw(found.points, chosen, title, picture)
     print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
-    console.print(f"[bold green]fits[/]: {chosen.kind.name}, batch {chosen.batch:,}, {need}", soft_wrap=True)
+    run = f": {chosen.kind.name}, batch {chosen.batch:,}, {need}"
+    console.print(Text.assemble(("fits", "bold green"), run), soft_wrap=True)
     return True
 
 

@@ -1,12 +1,10 @@
 """Builds the outline (shapes and shardings) of a run from its configuration, on devices that need not exist."""
 
-from typing import Any
-
 import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.mesh import MeshShape
-from param_decomp_jax.placement import shardings, with_shardings
+from param_decomp_jax.placement import with_shardings
 from param_decomp_jax.targets.architecture import FeatureInputs, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
@@ -15,6 +13,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.setup.toys import EVAL, TRAIN, feature_source
+from param_decomp_lab.weights.target_folder import weight_shardings
 
 
 def known_target(config: RunConfig) -> KnownTarget:
@@ -33,26 +32,18 @@ def mesh_shape(config: RunConfig) -> MeshShape:
 def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
     """What the programs of the run are compiled from, on ``mesh``."""
     method = config.method
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, target.dtype), target.architecture.weight_shapes(), is_leaf=is_shape
+    )
     held_out = None if method.eval is None else _batches(config, target, method.eval.batch_size, EVAL, mesh)
     return Outline(
         problem=target.problem,
         mesh=mesh,
-        weights=_weights(target, mesh),
+        weights=with_shardings(shapes, weight_shardings(mesh, target.architecture)),
         leading=target.leading,
         train=_batches(config, target, method.pd.batch_size, TRAIN, mesh),
         eval=held_out,
     )
-
-
-def _weights(target: KnownTarget, mesh: Mesh) -> Any:
-    """Shapes of the frozen weights, where a run puts them."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, target.dtype),
-        target.architecture.weight_shapes(),
-        is_leaf=is_shape,
-    )
-    places = shardings(mesh, target.problem.target.weight_axes(shapes), shapes)
-    return with_shardings(shapes, places)
 
 
 def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, mesh: Mesh) -> BatchShapes:

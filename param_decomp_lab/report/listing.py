@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,14 +10,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.text import Text
 
-from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.config.wrapper import RUN_ID
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE
+from param_decomp_lab.reading.yaml_text import read_mapping
 from param_decomp_lab.report.configuration import component_counts
 from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
 from param_decomp_lab.report.metrics import series_by_key
@@ -85,11 +87,9 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _looks_like_a_run(folder: Path) -> bool:
-    """By its files, or by its name: `p-` and 8 hex digits."""
-    if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
-        return True
-    prefix, _, digits = folder.name.partition("-")
-    return prefix == "p" and len(digits) == 8 and all(c in "0123456789abcdef" for c in digits)
+    """By its files or by its name."""
+    has_files = (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir()
+    return has_files or re.fullmatch(RUN_ID, folder.name) is not None
 
 
 def read_run(folder: Path) -> RunStatus:
@@ -217,9 +217,9 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
         return
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=WIDTH)
+        console = Terminal(width=WIDTH)
     if not found:
         console.print("no runs here")
         return

@@ -26,9 +26,8 @@ def record_end(
 ) -> Iterator[None]:
     """A block around a run; process 0 records how it ends, also when ended by `Processes.end`, but not when killed.
 
-    ``stopped``: the exception of a run that was asked to stop. ``in_place``: whether the
-    folder is still the run's. A resumption refused with a UserError before `clear_end`
-    keeps the record of the previous end.
+    ``stopped``: the exception of a run that was asked to stop. ``in_place``: whether the folder is still the run's.
+    A resumption refused with a UserError before `clear_end` keeps the record of the previous end.
     """
     file = run_folder / ENDING_FILE
 

@@ -178,7 +178,7 @@ def _take(folder: Path, console: Console) -> int:
                 f"start a new run. If you are sure that it has ended, remove {path}"
             )
         if before is not None:
-            console.print(f"taking over {folder} from {before}: {gone}", soft_wrap=True, markup=False)
+            console.print(f"taking over {folder} from {before}: {gone}", soft_wrap=True)
         _write(file, now)
         if locked is None or now.job:  # on a cluster `flock` may be local to this machine
             time.sleep(SETTLE_S)

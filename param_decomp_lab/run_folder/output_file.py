@@ -4,12 +4,11 @@ import os
 import re
 from pathlib import Path
 
-from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.config.wrapper import RUN_ID
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import is_irregular, refuse_unwritable
+from param_decomp_lab.reading.yaml_text import read_mapping
 from param_decomp_lab.run_folder.folder import CHECKPOINTS, CONFIG_FILE, EVALUATIONS
-
-_RUN_ID = re.compile(r"p-[0-9a-f]{8}")
 
 
 def check_output_file(file: Path, option: str) -> None:
@@ -39,7 +38,7 @@ def run_around(file: Path) -> Path | None:
 def _is_run(folder: Path) -> bool:
     """By its name and any of its files, or by its configuration: other folders have a `config.yaml`, too."""
     config = folder / CONFIG_FILE
-    if _RUN_ID.fullmatch(folder.name) and (config.is_file() or (folder / CHECKPOINTS).is_dir()):
+    if re.fullmatch(RUN_ID, folder.name) and (config.is_file() or (folder / CHECKPOINTS).is_dir()):
         return True
     try:
         return config.is_file() and {"wrapper", "torch"} <= read_mapping(config, "a configuration").keys()

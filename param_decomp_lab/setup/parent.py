@@ -11,10 +11,10 @@ from param_decomp_lab.checkpoints.damage import array_shapes, read_description
 from param_decomp_lab.checkpoints.fingerprints import combine_fingerprints
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
 from param_decomp_lab.config import RunConfig, difference
-from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
 
 PARENT_FILE = "parent.json"

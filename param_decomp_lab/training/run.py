@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
-from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
@@ -32,6 +31,7 @@ from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, 
 from param_decomp_lab.metrics.wandb_sink import Login, Wandb
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S, StopSignal
+from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.run_folder.ending import clear_end, record_end
 from param_decomp_lab.run_folder.folder import (
@@ -218,7 +218,7 @@ class _Run:
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
             lost = f"{METRICS_FILE} lacks the rows of steps {self.metrics.last + 1} to {expected}, written before"
             again = f"to get them back, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
-            self.console.print(f"[yellow]{escape(f'{lost}; {again}')}[/]", highlight=False, soft_wrap=True)
+            self.console.print(f"{lost}; {again}", style="yellow", highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
         outcome = "failed"
         try:
@@ -256,12 +256,13 @@ class _Run:
         step, state, damaged = found
         changes = difference(self._checkpoint_config(step), self.config)
         for line in changes:
-            self.console.print(f"[yellow]changed since step {step}:[/] {escape(line)}", highlight=False, soft_wrap=True)
+            changed = Text.assemble((f"changed since step {step}:", "yellow"), f" {line}")
+            self.console.print(changed, soft_wrap=True)
         with self.processes.sharing_errors():
             renamed = self.checkpoints.rename_damaged(damaged) if self.processes.first else []
         for name, damage in zip(renamed, damaged.values(), strict=False):
             warning = f"a damaged checkpoint was renamed to {name}, and the one before it is used: {damage}"
-            self.console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+            self.console.print(warning, style="yellow", highlight=False, soft_wrap=True)
         self._record_start(step, changes, renamed)
         self.is_saved = True
         self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)
@@ -293,7 +294,7 @@ class _Run:
         parent = self.processes.in_turn(self._parent)
         if parent is None:
             return self._warm_up(self._initial())
-        self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True, markup=False)
+        self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True)
         if parent.target not in ("", self.inputs["target"]):
             print_warnings(["that run decomposed other weights than this one does"], self.console)
         fresh = self._initial()

@@ -274,6 +274,14 @@ initialise = partial(jax.jit, static_argnums=(0, 2))(init_ci)
 KEY = jax.random.key(5, impl="threefry2x32")
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_all_is_learned_in_float32(config: CIConfig) -> None:
+    """With 64-bit JAX, too (N1)."""
+    with jax.enable_x64(True):
+        shapes = jax.eval_shape(partial(init_ci, config, sites=SITES), KEY)
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.float32.dtype}
+
+
 def test_initial_mlp() -> None:
     assert_mlp(jax.jit(init_mlp, static_argnums=(1, 2))(KEY, (), (50, 80, 60, 40)), (50, 80, 60))
 

@@ -136,11 +136,7 @@ def calls_in_a_step(policy: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> se
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        PLAIN,
-        LEAN,
-        *(pytest.param(preset, marks=pytest.mark.slow) for preset in (BALANCED, PUBLISHED)),
-    ],
+    [PLAIN, LEAN, *(pytest.param(preset, marks=pytest.mark.slow) for preset in (BALANCED, PUBLISHED))],
     ids=["plain", "lean", "balanced", "published"],
 )
 def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> None:

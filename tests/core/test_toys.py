@@ -147,7 +147,7 @@ CASES: dict[str, Problem] = {
 
 
 FAST = ("mlp, leaky_hard, relu", "shared_mlp, hard, relu, no delta", "global_shared_transformer, normal, relu")
-"""Each kind of live sets, of sources and of attack is among them."""
+"""One site live and all of them, every kind of source and of attack, and hidden acts are among them."""
 
 
 @tiny.SLOW_IN_FP32

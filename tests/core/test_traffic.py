@@ -411,6 +411,23 @@ def test_loops_and_branches() -> None:
     assert traffic(program(more, *computations)).unknown == ("w2 in : counted as one round",)
 
 
+def test_a_loop_that_fetches_from_the_host() -> None:
+    body = """\
+    %body (d: f32[10]) -> f32[10]
+    %d = f32[10]{0:S(5)} parameter(0)
+    %start = (f32[10]{0}, f32[10]{0:S(5)}, u32[]) copy-start(%d)
+    ROOT %k = f32[10]{0} copy-done(%start)
+    """
+    condition = "%cond (c: f32[10]) -> pred[]\n%c = f32[10] parameter(0)\nROOT %ever = pred[] constant(true)"
+    entry = """\
+    %main (p: f32[10]) -> f32[10]
+    %p = f32[10] parameter(0)
+    ROOT %w = f32[10] while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+    """
+    found = traffic(program(entry, dedent(body), condition))
+    assert (found.hbm, found.host) == (5 * 40, 5 * 40)
+
+
 def test_groups_that_cannot_be_read_are_reported() -> None:
     text = gather("all-reduce", "f32[10]", "f32[10]", "replica_groups=<<1>>")
     found = traffic(program(text, n_devices=4))

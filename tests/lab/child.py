@@ -77,7 +77,7 @@ def place(layout: str, folder: str) -> dict[str, Any]:
     import numpy as np
 
     from param_decomp_jax.mesh import MeshShape, make_mesh, sharding, whole
-    from param_decomp_jax.placement import from_process_rows, process_batch_rows, replicate
+    from param_decomp_jax.placement import from_host, from_process_rows, process_batch_rows
     from param_decomp_lab.weights.target_folder import load_target, read_architecture
 
     mesh = make_mesh(MeshShape(fsdp=jax.device_count()))
@@ -100,7 +100,7 @@ def place(layout: str, folder: str) -> dict[str, Any]:
         size = 8 * jax.device_count()
         lo, hi = process_batch_rows(mesh, size)
         rows = from_process_rows(np.arange(lo, hi, dtype=np.int32), sharding(mesh, (size,), ("batch",)), 0, lo, size)
-        small = replicate({"bias": np.arange(5.0, dtype=np.float32)}, mesh)
+        small = from_host(np.arange(5.0, dtype=np.float32), whole(mesh))
         jax.block_until_ready((weights, rows, small))
     ours |= sizes(weights)
     ours["rows"] = {part.index[0].start: part.data.tolist() for part in rows.addressable_shards}

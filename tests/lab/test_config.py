@@ -20,8 +20,8 @@ from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.strict import ConfigSource, validate
-from param_decomp_lab.config.yaml_io import dump_yaml, parse_yaml
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.yaml_text import dump_yaml, parse_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name

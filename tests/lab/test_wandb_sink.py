@@ -143,7 +143,7 @@ def test_a_server_that_comes_late(logged: RunConfig, folder: Path, monkeypatch: 
     terminal, text = console()
     write(folder, 0, 3)
     sink = Wandb(logged, folder, terminal)
-    wait_until(lambda: "wandb cannot be reached; the run goes on, and it is tried again" in text.getvalue())
+    wait_until(lambda: "wandb cannot be reached; the run continues, and it is tried again" in text.getvalue())
     with wandb_server(port) as server:
         write(folder, 3, 6)
         wait_until(lambda: steps(server) == list(range(6)))
