@@ -74,10 +74,16 @@ def read_architecture(file: GgufFile) -> LlamaConfig:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if (found := file.count(key, head_dim)) != head_dim:
             raise UserError(f"{file.source}: {key} is {found}; only the width of a head, {head_dim}, is supported")
+    layers = file.count("llama.block_count")
+    if layers > len(file.shapes):  # before anything is made for each of them
+        raise UserError(
+            f"{file.source}: llama.block_count is {layers:,}, and there are {len(file.shapes)} tensors in all; "
+            "the file is damaged"
+        )
     config = LlamaConfig(
         vocab_size=file.shapes.get(EMBEDDING, (0,))[0],
         d_model=width,
-        n_layers=file.count("llama.block_count"),
+        n_layers=layers,
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -42,10 +42,12 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
     """``tokenizer.json`` and ``tokenizer_config.json`` of ``file`` into ``folder``.
 
     Raises UserError: another kind of tokenizer than byte-level BPE, a rule for cutting text that is not known, tokens
-    that are missing, repeated or more than the ``vocab_size`` rows of the embedding.
+    that are missing, repeated or more than the ``vocab_size`` rows of the embedding. OSError where they cannot be
+    written.
     """
     tokenizer, roles = build_tokenizer(file, vocab_size)
-    tokenizer.save(str(folder / TOKENIZER_FILE))
+    # Not by the library, which raises a bare Exception where a file cannot be written.
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings: dict[str, Any] = {
         # Takes tokenizer.json as it is; the class of a family would put its own rule for cutting text in its place.
         "tokenizer_class": "PreTrainedTokenizerFast",

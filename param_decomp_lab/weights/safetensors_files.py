@@ -2,6 +2,8 @@
 writing them."""
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,8 +111,16 @@ def _open(file: Path) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file with the permissions of any new file: the library's own are for the user alone."""
+    """A safetensors file with the permissions of any new file: the library's own are for the user alone. Raises
+    OSError where it cannot be written."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata)
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        # The library tells of a full disk in words alone: "I/O error: No space left on device (os error 28)".
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     path.chmod(mode)

@@ -240,6 +240,38 @@ def test_bad_shards(tmp_path):
         TokenData(tmp_path / "cut")
 
 
+def test_a_bit_that_turns_over_gives_no_other_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{n} times {n} makes {n * n}.\n" for n in range(900)))
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", seq_len=16, eval_fraction=0.2)
+    file = tmp_path / "out" / "train" / "part-00000.parquet"
+    whole, content = TokenData(file), file.read_bytes()
+    rows = whole.rows(range(len(whole)))
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    noticed = 0
+    for place in range(4, footer, footer // 60):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        try:
+            data = TokenData(file)
+            found = data.rows(range(len(data)))
+        except UserError as error:
+            noticed += "damaged" in str(error)
+        else:
+            np.testing.assert_array_equal(found, rows)  # no byte of what is read
+    assert noticed > 40
+
+
+def test_tokens_that_their_statistics_deny_are_not_read(tmp_path):
+    """In files of others, which have no checksums: the check against the vocabulary goes by the statistics."""
+    file, ids = tmp_path / "a.parquet", np.full((50, 8), 77, np.int32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(ids.ravel()), 8)
+    pq.write_table(pa.table({"input_ids": column}), file, compression="none", use_dictionary=False)
+    content = file.read_bytes()
+    place = content.index(np.full(9, 77, np.int32).tobytes())
+    file.write_bytes(content[: place + 3] + b"\x01" + content[place + 4 :])
+    with pytest.raises(UserError, match=r"token ids 77 to 16777293, and 77 to 77 were written: it is damaged"):
+        TokenData(file)
+
+
 def test_plain_lists_of_int64_are_read_too(tmp_path):
     data = TokenData(write(tmp_path / "lists", input_ids=[[1, 2], [3, 2**40]]))
     np.testing.assert_array_equal(data.rows([0]), [[1, 2]])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 import zipfile
@@ -232,6 +233,7 @@ METADATA: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no epsilon": ({"llama__attention__layer_norm_rms_epsilon": None}, ["lacks the metadata", "layer_norm_rms_eps"]),
     "not a number": ({"llama__block_count": "two"}, ["llama.block_count", "'two'"]),
     "too many layers": ({"llama__block_count": 3}, ["no tensor blk.2.attn_norm.weight"]),
+    "layers without end": ({"llama__block_count": 40_000}, ["llama.block_count is 40,000", "tensors in all"]),
     "too few layers": ({"llama__block_count": 1}, ["blk.1.attn_k.weight (9 such) has no place"]),
     "another width": ({"llama__embedding_length": 64, "llama__attention__key_length": 8}, ["has shape", "implies"]),
     "no heads": ({"llama__attention__head_count": 0}, ["llama.attention.head_count is 0; it should be at least 1"]),
@@ -346,6 +348,22 @@ def test_a_partial_folder_never_shows(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if isinstance(error, OSError) else None):
         import_gguf(file, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize("room", [0, 1000, 40_000])
+def test_a_file_that_cannot_be_written_to_its_end(tmp_path: Path, room: int) -> None:
+    """As on a full disk: in config.json, the tokenizer and the weights, of which the last two are written by libraries
+    with exceptions of their own."""
+    file = gguf(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        outcome = pd_here("weights", "import-gguf", file, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.status == 2
+    assert outcome.err == f"error: cannot write the weights to {tmp_path / 'out'}: File too large\n"
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
