@@ -9,6 +9,9 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.paths import path_within
 
 FILES = "files.json"
 """In a checkpoint's folder: the size of every file in it, written after all of them."""
@@ -40,20 +43,22 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
 
     A checkpoint without recorded sizes (the save was killed just before) is checked only on restoring.
     """
-    try:
-        sizes = json.loads((checkpoint / FILES).read_text())
-    except FileNotFoundError:
+    if not os.path.lexists(checkpoint / FILES):
         return ""
-    except (OSError, ValueError) as error:
+    try:
+        sizes = read_json(checkpoint / FILES, "the sizes of the files", dict, LISTING_BYTES)
+    except UserError as error:
         return f"{FILES} cannot be read ({error})"
     prefixes = tuple(f"{item}/" for item in items)
     for name, size in sizes.items():
         if "/" in name and not name.startswith(prefixes):
             continue
         try:
-            now = os.stat(checkpoint / name).st_size
-        except OSError as error:
-            return f"{name}: {error.strerror}"
+            now = os.stat(path_within(checkpoint, name, FILES)).st_size
+        except (OSError, UserError) as error:
+            return f"{name}: {getattr(error, 'strerror', error)}"
+        if type(size) is not int:
+            return f"{FILES} cannot be read (the size of {name} is {size!r})"
         if now != size:
             return f"{name} has {now:,} bytes, {size:,} were saved"
     return ""
@@ -71,24 +76,30 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     """The description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of the
     run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads((checkpoint / DESCRIPTION).read_text())["custom_metadata"]
+        file = checkpoint / DESCRIPTION
+        found: dict[str, Any] = read_json(file, "the description", dict, LISTING_BYTES)["custom_metadata"]
         digest = found.pop("digest", None)
         if digest not in (None, _digest(found)):
             raise ValueError("its digest does not match")
-        return {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        about = {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
+        if not (isinstance(about["configuration"], str) and _is_table(about["inputs"])):
+            raise ValueError("its configuration or its inputs are no text")
+        if not isinstance(about["fingerprints"], dict) or not all(map(_is_table, about["fingerprints"].values())):
+            raise ValueError("its fingerprints are no table of texts")
+        return about
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
 
 
 def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
     """The arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if unreadable."""
     try:
-        tree = json.loads((item / ARRAYS).read_text())["tree_metadata"].values()
+        tree = read_json(item / ARRAYS, "the list of arrays", dict, LISTING_BYTES)["tree_metadata"].values()
         return {
-            "/".join(part["key"] for part in entry["key_metadata"]): tuple(entry["value_metadata"]["write_shape"])
+            "/".join(part["key"] for part in entry["key_metadata"]): _shape(entry["value_metadata"]["write_shape"])
             for entry in tree
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{item}: {ARRAYS} cannot be read ({error!r})") from error
 
 
@@ -102,6 +113,16 @@ def set_aside(checkpoint: Path) -> Path:
     except OSError as error:
         raise UserError(f"{checkpoint} is damaged and cannot be renamed to {renamed.name}: {error.strerror}") from error
     return renamed
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
 
 
 def _digest(description: Mapping[str, Any]) -> str:

@@ -1,11 +1,17 @@
 """All commands of `pd`, in the order of its help. Exit status 0 success, 1 failed, 2 bad input, 3 does not fit, 75
 preempted and saved."""
 
+import errno
+import os
 import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from param_decomp_lab.cli import data, weights
 from param_decomp_lab.cli.check import check
@@ -23,6 +29,8 @@ from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.untrusted.paths import path_mistake
+from param_decomp_lab.untrusted.printable import printable, shortened
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -46,17 +54,64 @@ app.command("eval")(evaluate)
 app.command()(export)
 
 
+def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which refuses every path that cannot be one before it does any work."""
+
+    @wraps(command)  # typer reads the signature
+    def checked(**arguments: Any) -> None:
+        for name, value in arguments.items():
+            for path in value if isinstance(value, list) else [value]:
+                wrong = path_mistake(str(path)) if isinstance(path, Path) else ""
+                if wrong:
+                    raise UserError(f"{name}: {printable(str(path), 200)} {wrong}")
+        command(**arguments)
+
+    return checked
+
+
+for _commands in (app, data.app, weights.app):
+    for _command in _commands.registered_commands:
+        assert _command.callback is not None
+        _command.callback = _check_paths(_command.callback)
+
+
 def main() -> None:
-    """Entry point: a user's mistake is one message and status 2, never a traceback."""
+    """Entry point: a user's mistake is one message and status 2, never a traceback; a machine that has no room left is
+    one message and status 1."""
     try:
         app()
     except UserError as error:
         _fail(str(error), 2)
     except (NonFiniteLoss, CannotTell, CannotWrite) as error:
         _fail(str(error), 1)
+    except OSError as error:
+        message, status = _what_the_system_refuses(error)
+        if not message:
+            raise
+        _fail(message, status)
+    except Exception as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail(f"not enough memory: {shortened(str(error), 300) or 'the system gives no more'}", 1)
     sys.exit(0)
 
 
+def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
+    """The message for an error of the system that no command has dealt with, and the exit status; "" for one that says
+    nothing about what the user or the machine could do otherwise."""
+    name = f": {error.filename}" if error.filename is not None else ""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the name is too long for a file{shortened(name, 300)}; choose a shorter one", 2
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"nothing more can be written{name} ({error.strerror}); free some space and start again", 1
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current folder does not exist any more; change to one that does (cd)", 2
+    return "", 1
+
+
 def _fail(message: str, status: int) -> None:
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    text = Text.assemble(("error:", "bold red"), f" {printable(message)}")
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
     raise SystemExit(status)

@@ -11,15 +11,21 @@ from pydantic import Strict as Strictness
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.printable import first_few, shortened
 
 Item = TypeVar("Item")
 ListOf = Annotated[tuple[Item, ...], Strictness(False)]  # a YAML list; its items stay strict
 Count = Annotated[int, Field(ge=1, lt=2**31)]  # counters are int32 on the device
+# A file of a few bytes must not ask for gigabytes. As in `param_decomp_jax/targets/architecture.py`, which imports JAX.
+LayerCount = Annotated[int, Field(ge=1, le=4096)]
+Width = Annotated[int, Field(ge=1, le=1 << 24)]  # of an array
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+SHOWN_MISTAKES = 40
+"""Mistakes that a message lists at most."""
 NO_MEANING = object()
 """Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
 
@@ -36,9 +42,12 @@ class Strict(BaseModel):
     @classmethod
     def _known_keys(cls, raw: Any) -> Any:
         if isinstance(raw, dict):
-            mistakes = [(str(key), cls._refusal(str(key))) for key in raw if key not in cls.model_fields]
-            if mistakes:
-                raise rule_error(*mistakes)
+            unknown = [str(key) for key in raw if key not in cls.model_fields]
+            if unknown:
+                # Looking for the nearest valid key of thousands takes minutes.
+                shown = [(shortened(key, 200), cls._refusal(shortened(key, 200))) for key in unknown[:SHOWN_MISTAKES]]
+                rest = len(unknown) - len(shown)
+                raise rule_error(*shown, *([("", f"and {rest:,} more unknown keys")] if rest else ()))
         return raw
 
     @classmethod
@@ -78,8 +87,8 @@ class ConfigSource:
     assignments: tuple[tuple[str, str], ...] = ()
 
     def error(self, mistakes: Sequence[Mistake]) -> UserError:
-        """An error that lists all mistakes, one per line."""
-        return UserError("\n".join(map(self.line, mistakes)))
+        """An error that lists the mistakes, one per line; of very many, the first."""
+        return UserError("\n".join(first_few(map(self.line, mistakes), SHOWN_MISTAKES)))
 
     def line(self, mistake: Mistake) -> str:
         """One line: file, the last assignment that affects the key (if any), key, message."""

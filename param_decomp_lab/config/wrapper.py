@@ -4,14 +4,25 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_error
+from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
+from param_decomp_lab.untrusted.printable import printable
 
 Text = Annotated[str, Field(min_length=1)]
-FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
+
+
+def _expanded(path: Path) -> Path:
+    wrong = path_mistake(str(path)) or home_mistake(str(path))
+    if wrong:
+        raise rule_error(("", f"{printable(str(path), 200)} {wrong}"))
+    return path.expanduser()
+
+
+FilePath = Annotated[Path, Strictness(False), AfterValidator(_expanded)]
 Experiment = Literal["tms", "resid_mlp"]
 
 
@@ -95,6 +106,14 @@ class Wrapper(Strict):
             return None
         run, at, step = self.init_from.rpartition("@")
         return (Path(run), int(step)) if at and step.isdecimal() else (Path(self.init_from), None)
+
+    @field_validator("init_from")
+    @classmethod
+    def _parent_path(cls, given: str | None) -> str | None:
+        wrong = path_mistake(given or "") or home_mistake(given or "")
+        if wrong:
+            raise rule_error(("", f"{printable(given or '', 200)} {wrong}"))
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":

@@ -13,6 +13,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
 from param_decomp_lab.launch.code_copy import CODE, Code
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, begin_run_folder, refuse_taken
+from param_decomp_lab.untrusted.json_text import read_json
 
 LAUNCH_FILE = "launch.json"
 RECIPE_FILE = "target.yaml"
@@ -38,9 +39,10 @@ def record_job(folder: Path, job: str) -> None:
     """Adds a job number to `launch.json`."""
     file = folder / LAUNCH_FILE
     try:
-        described = json.loads(file.read_text()) if file.exists() else {}
-        write_whole(file, json.dumps({**described, "jobs": [*described.get("jobs", ()), job]}, indent=2) + "\n")
-    except (OSError, ValueError) as error:
+        described = read_json(file, "the record of the launch", dict) if file.exists() else {}
+        jobs = described.get("jobs", [])
+        write_whole(file, json.dumps({**described, "jobs": [*jobs, job]}, indent=2) + "\n")
+    except (UserError, OSError, TypeError) as error:  # TypeError: the jobs are no list
         raise UserError(f"{file}: job {job} cannot be recorded: {error}") from error
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, Natural, Strict, rule_error
+from param_decomp_lab.config.strict import Count, LayerCount, Natural, Strict, Width, rule_error
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")
@@ -17,9 +17,9 @@ class TMSFields(Strict):
     """The keys of `TMSConfig`."""
 
     architecture: Literal["tms"]
-    n_features: Count
-    n_hidden: Count
-    n_hidden_layers: Natural = 0
+    n_features: Width
+    n_hidden: Width
+    n_hidden_layers: Annotated[int, Field(ge=0, le=4096)] = 0
 
     def config(self) -> TMSConfig:
         return TMSConfig(self.n_features, self.n_hidden, self.n_hidden_layers)
@@ -29,10 +29,10 @@ class ResidMLPFields(Strict):
     """The keys of `ResidMLPConfig`."""
 
     architecture: Literal["resid_mlp"]
-    n_features: Count
-    d_embed: Count
-    d_mlp: Count
-    n_layers: Count
+    n_features: Width
+    d_embed: Width
+    d_mlp: Width
+    n_layers: LayerCount
     activation: Literal["relu", "gelu"] = "relu"
     in_bias: bool = False
     out_bias: bool = False

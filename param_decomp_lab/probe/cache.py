@@ -12,8 +12,11 @@ import jax
 from rich.console import Console
 
 from param_decomp_lab.display.warnings import print_warnings
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.compiler import installed
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -41,8 +44,8 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
     key = hashlib.sha256(f"{_code()}\n{_versions()}\n{_settings()}\n{question}".encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     try:
-        return json.loads(file.read_text()), True
-    except (OSError, ValueError):
+        return read_json(file, "a cached result", dict, LISTING_BYTES), True
+    except UserError:
         found = answer()
     try:
         folder.mkdir(parents=True, exist_ok=True)

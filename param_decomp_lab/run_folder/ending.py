@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.run_folder.lock import displaced_by
+from param_decomp_lab.untrusted.json_text import read_json
 
 ENDING_FILE = "ended.json"
 Ending = Literal["finished", "stopped", "failed"]
@@ -66,8 +67,8 @@ def clear_end(run_folder: Path) -> None:
 def read_ending(run_folder: Path) -> tuple[Ending, str] | None:
     """How the run ended and why; None while it is running, after a kill, or if the file is unreadable."""
     try:
-        found: dict[str, Any] = json.loads((run_folder / ENDING_FILE).read_text())
-        how, why = found["how"], str(found["why"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_json(run_folder / ENDING_FILE, "the record of a run's end", dict)
+    except UserError:
         return None
+    how, why = found.get("how"), str(found.get("why", ""))
     return (how, why) if how in ("finished", "stopped", "failed") else None

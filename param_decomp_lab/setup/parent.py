@@ -16,6 +16,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.untrusted.json_text import read_json
 
 PARENT_FILE = "parent.json"
 SHOWN = 12
@@ -138,9 +139,10 @@ def _recorded(run_folder: Path | None) -> dict[str, Any]:
     if run_folder is None or not (run_folder / PARENT_FILE).is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads((run_folder / PARENT_FILE).read_text())
+        found = read_json(run_folder / PARENT_FILE, "what the run began with", dict)
         return {"step": int(found["step"]), "fingerprint": str(found["fingerprint"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        why = str(error) if isinstance(error, UserError) else repr(error)
         raise UserError(
-            f"{run_folder / PARENT_FILE} cannot be read ({error!r}); it says what the run began with"
+            f"{run_folder / PARENT_FILE} cannot be read ({why}); it says what the run began with"
         ) from error

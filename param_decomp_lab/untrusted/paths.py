@@ -4,6 +4,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.json_text import has_surrogates
 from param_decomp_lab.untrusted.printable import printable
 
 NAME_BYTES = 255
@@ -17,7 +18,7 @@ def checked_path(text: str, name: str) -> Path:
 
     Raises UserError for a null character, the home folder of an unknown user, and names or paths that are too long.
     """
-    wrong = path_mistake(text)
+    wrong = path_mistake(text) or home_mistake(text)
     if wrong:
         raise UserError(f"{name}: {printable(text, 200)} {wrong}")
     return Path(text).expanduser()
@@ -27,16 +28,20 @@ def path_mistake(text: str) -> str:
     """Why ``text`` cannot be a path, as the end of a sentence that begins with it; "" if it can."""
     if "\0" in text:
         return "contains a null character, which no path can"
+    if has_surrogates(text):  # Python's way of keeping bytes that are not UTF-8
+        return "is not UTF-8 text; choose another name"
+    if any(len(part.encode()) > NAME_BYTES for part in text.split("/")):
+        return f"contains a name of more than {NAME_BYTES} bytes; choose a shorter one"
+    return "" if len(text.encode()) <= PATH_BYTES else f"is longer than {PATH_BYTES} bytes; choose a shorter one"
+
+
+def home_mistake(text: str) -> str:
+    """Why the `~` that ``text`` begins with cannot be expanded, as `path_mistake` says it; "" if it can."""
     try:
-        path = Path(text).expanduser()
-        encoded = os.fsencode(path)
+        Path(text).expanduser()
     except RuntimeError:
         return f"names the home folder of a user who is not known here; write ./{text} for a folder of that name"
-    except UnicodeEncodeError:
-        return "contains characters that no file name can"
-    if any(len(os.fsencode(part)) > NAME_BYTES for part in path.parts):
-        return f"contains a name of more than {NAME_BYTES} bytes; choose a shorter one"
-    return "" if len(encoded) <= PATH_BYTES else f"is longer than {PATH_BYTES} bytes; choose a shorter one"
+    return ""
 
 
 def path_within(folder: Path, name: object, where: str, *, links: bool = True) -> Path:

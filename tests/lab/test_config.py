@@ -482,7 +482,7 @@ REFUSED = [
 def test_refusals_say_where_and_what(override: str, expected: str) -> None:
     message = refusal(override)
     assert expected in message
-    assert f"--set {override}" in message
+    assert f"--set {override[:90]}" in message
 
 
 # The assignment is right by itself; the key it does not go with is named.
@@ -839,7 +839,9 @@ def test_duplicate_keys_and_syntax_errors_have_lines() -> None:
     assert parse_yaml(merged, "here")["c"] == {"x": 2, "y": 3}
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(1 - 2**64, 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
+)
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner), max_leaves=8)
 
 

@@ -143,7 +143,7 @@ BAD_PATHS = {
     "user": ("~nobody-of-this-name/x", "a user who is not known"),
     "name": ("runs/" + "ä" * 128, "a name of more than 255 bytes"),
     "whole": ("a/" * 2100, "longer than 4095 bytes"),
-    "surrogate": ("\ud800", "contains characters that no file name can"),
+    "surrogate": ("\ud800", "is not UTF-8 text"),
 }
 
 
