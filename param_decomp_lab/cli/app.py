@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from param_decomp_lab.cli import data, weights
@@ -28,6 +27,7 @@ from param_decomp_lab.cli.report import report
 from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
 from param_decomp_lab.untrusted.paths import path_mistake
 from param_decomp_lab.untrusted.printable import printable, shortened
@@ -113,5 +113,5 @@ def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
 
 def _fail(message: str, status: int) -> None:
     text = Text.assemble(("error:", "bold red"), f" {printable(message)}")
-    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+    PlainConsole(stderr=True).print(text, soft_wrap=True, highlight=False)
     raise SystemExit(status)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 
 def configs(
@@ -30,19 +29,19 @@ def configs(
 
         pd configs llama8b_l18 --overwrite
     """
-    from rich.markup import escape
 
     from param_decomp_lab.config.shipped import find, shipped, write_copies
+    from param_decomp_lab.display.console import PlainConsole
     from param_decomp_lab.display.tables import plain_table
 
-    console = Console()
+    console = PlainConsole()
     if not names:
         every = shipped()
         for title, command in (("runs, for `pd train`", "train"), ("networks to train, for `pd pretrain`", "pretrain")):
             table = plain_table(title, ("name", "left"), ("what it is", "wrap"))
             for one in every:
                 if one.command == command:
-                    table.add_row(escape(one.name), escape(one.about))
+                    table.add_row(one.name, one.about)
             console.print(table)
         console.print("`pd configs NAME` writes a copy of one.", soft_wrap=True, highlight=False)
         return

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from param_decomp_lab.cli.options import Overrides, RunFolder, Step
+from param_decomp_lab.display.console import PlainConsole
 
 
 def evaluate(
@@ -57,4 +57,4 @@ def evaluate(
 
     chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
-    measure(run, asked, step, out, devices, target, Console())
+    measure(run, asked, step, out, devices, target, PlainConsole())

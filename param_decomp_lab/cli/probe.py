@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from param_decomp_lab.cli.options import Gpu, Nodes, Overrides
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
@@ -60,11 +60,22 @@ def probe(
 
     if json_file is not None:
         check_output_file(json_file, "--json")
+    console = PlainConsole(stderr=True)
     pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
         answer = ask(
-            config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Console(stderr=True), quick
+            config,
+            overrides or (),
+            batch,
+            seq,
+            gpu,
+            nodes,
+            gpus_per_node,
+            pool,
+            folder,
+            console,
+            quick,
         )
     except CannotTell as error:
         if json_file is not None:

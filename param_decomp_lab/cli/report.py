@@ -1,8 +1,7 @@
 """`pd report`."""
 
-from rich.console import Console
-
 from param_decomp_lab.cli.options import RunFolder
+from param_decomp_lab.display.console import PlainConsole
 
 
 def report(run: RunFolder) -> None:
@@ -14,4 +13,4 @@ def report(run: RunFolder) -> None:
     """
     from param_decomp_lab.report import write_report
 
-    Console().print(str(write_report(run)), soft_wrap=True)
+    PlainConsole().print(str(write_report(run)), soft_wrap=True)

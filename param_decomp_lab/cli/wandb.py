@@ -1,9 +1,9 @@
 """`pd wandb`."""
 
 import typer
-from rich.console import Console
 
 from param_decomp_lab.cli.options import RunFolder
+from param_decomp_lab.display.console import PlainConsole
 
 
 def send(run: RunFolder) -> None:
@@ -20,5 +20,5 @@ def send(run: RunFolder) -> None:
     """
     from param_decomp_lab.metrics.wandb_sink import send_to_wandb
 
-    if not send_to_wandb(run, Console()):
+    if not send_to_wandb(run, PlainConsole()):
         raise typer.Exit(1)

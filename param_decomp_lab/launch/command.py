@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from param_decomp_lab.check.data import check_data
 from param_decomp_lab.config import RunConfig, load_config
@@ -104,7 +103,7 @@ def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyw
     jobs = [number] if len(runs) == 1 else [f"{number}_{index}" for index in range(len(runs))]
     for run, one in zip(runs, jobs, strict=True):
         record_job(run.folder, one)
-        console.print(f"job {one}: {escape(str(run))}", highlight=False, soft_wrap=True)
+        console.print(f"job {one}: {run}", highlight=False, soft_wrap=True)
     console.print(
         f"{layout}; if preempted, it resumes by itself. Logs are in the run folders (slurm-*.log).\n"
         f"after a failure: sbatch {'--array=INDEX ' if len(runs) > 1 else ''}{shlex.quote(str(script))}\n"
@@ -131,7 +130,7 @@ def launch_here(request: Launch, console: Console, *, dry: bool) -> int:
     _create_runs(runs, code, request, layout, lambda: "here")
     first_bad = 0
     for run in runs:
-        console.print(f"{escape(str(run))}: {layout}", highlight=False, soft_wrap=True)
+        console.print(f"{run}: {layout}", highlight=False, soft_wrap=True)
         status = run_here(run.folder, layout)
         if status == STOPPED:
             return status

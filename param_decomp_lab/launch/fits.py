@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.layout import Layout
 from param_decomp_lab.probe.subprocess import ProbeOutput, probe_in_subprocess
+from param_decomp_lab.untrusted.printable import printable
 
 SKIP_PROBE = "to submit without this check: --no-probe"
 
@@ -32,8 +33,9 @@ def all_fit(probes: Sequence[PlannedProbe], layout: Layout, gpu: str, console: C
     options = ("--gpu", gpu, "--nodes", str(layout.nodes), "--gpus-per-node", str(layout.per_node))
     all_good = True
     for planned in probes:
-        name = escape(planned.name)
-        console.print(f"checking whether {name} fits on {gpu.upper()}s (minutes the first time) …", highlight=False)
+        console.print(
+            f"checking whether {planned.name} fits on {gpu.upper()}s (minutes the first time) …", highlight=False
+        )
         output = probe_in_subprocess(planned.path, planned.sets, options)
         if output.status == 2:
             raise UserError(f"pd probe: {output.why}\n{SKIP_PROBE}")
@@ -50,10 +52,12 @@ def all_fit(probes: Sequence[PlannedProbe], layout: Layout, gpu: str, console: C
     return all_good
 
 
-def _describe_result(planned: PlannedProbe, output: ProbeOutput) -> str:
+def _describe_result(planned: PlannedProbe, output: ProbeOutput) -> Text:
     answer = output.answer
     assert answer is not None
     need = f"needs {answer['peak_gib']:.1f} of {answer['pool_gib']:.1f} GiB of each GPU ({answer['largest_part']})"
     if answer["verdict"] == "fits":
-        return f"[green]fits[/]: {escape(planned.name)} {need}"
-    return f"{escape(output.out.rstrip())}\n[bold red]does not fit[/]: {escape(planned.name)} {need}"
+        return Text.assemble(("fits", "green"), f": {planned.name} {need}")
+    return Text.assemble(
+        f"{printable(output.out.rstrip())}\n", ("does not fit", "bold red"), f": {planned.name} {need}"
+    )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,9 +19,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )  # fmt: skip
+from rich.text import Text
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.run_folder.folder import resume_command
 from param_decomp_lab.run_folder.identity import Displaced, what_became_of
 from param_decomp_lab.run_folder.unwritable import why_not_written
 from param_decomp_lab.untrusted.files import read_text
@@ -106,7 +107,7 @@ class MetricsFile:
             if len(self._waiting) == 1:
                 why = why_not_written(error, self.path.parent) or str(error)
                 said = f"rows of metrics cannot be written and wait until they can: {why}"
-                self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+                self._console.print(Text(said, "yellow"), soft_wrap=True)
 
     def settle(self) -> None:
         """Returns when every row is on the disk. CannotWrite when one cannot be written."""
@@ -123,7 +124,7 @@ class MetricsFile:
         if became is not None:
             raise Displaced(
                 f"{self.path} {became} while the run went on, which stops without saving. Put it back, and resume with "
-                f"`pd train --resume {self.path.parent}`"
+                f"`{resume_command(self.path.parent)}`"
             )
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class MetricsFile:
             self._append()
         if self._waiting:
             said = f"{len(self._waiting)} rows of {METRICS_FILE} could not be written and are lost"
-            self._console.print(f"[yellow]{said}[/]", soft_wrap=True)
+            self._console.print(Text(said, "yellow"), soft_wrap=True)
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self._whole)
         self._file.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
@@ -51,7 +51,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     except OSError as error:
-        print_warnings([f"{folder}: the result cannot be cached ({error.strerror})"], Console(stderr=True))
+        print_warnings([f"{folder}: the result cannot be cached ({error.strerror})"], PlainConsole(stderr=True))
     return found, False
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
@@ -133,10 +135,12 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     if chosen is None or chosen.answer is None:
         draw(found.points, None, title, picture)
         console.print(f"picture {picture}", highlight=False, soft_wrap=True)
-        console.print("[bold red]nothing fits[/]; vary smaller batches, leaner memory, or take more GPUs")
+        console.print(
+            Text.assemble(("nothing fits", "bold red"), "; vary smaller batches, leaner memory, or take more GPUs")
+        )
         return False
     text = io.StringIO()
-    Console(file=text, width=120).print(table)
+    PlainConsole(file=text, width=120).print(table)
     answer = chosen.answer
     nodes = request.n_gpus // request.per_node
     where = ("--gpu", request.gpu, "--nodes", str(nodes), "--gpus-per-node", str(request.per_node))
@@ -151,7 +155,9 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     draw(found.points, chosen, title, picture)
     print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
-    console.print(f"[bold green]fits[/]: {chosen.kind.name}, batch {chosen.batch:,}, {need}", soft_wrap=True)
+    console.print(
+        Text.assemble(("fits", "bold green"), f": {chosen.kind.name}, batch {chosen.batch:,}, {need}"), soft_wrap=True
+    )
     return True
 
 

@@ -10,10 +10,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.text import Text
 
 from param_decomp_lab.config.yaml_io import read_mapping
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
@@ -215,9 +215,9 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
         return
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=WIDTH)
+        console = PlainConsole(width=WIDTH)
     if not found:
         console.print("no runs here")
         return

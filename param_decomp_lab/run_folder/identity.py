@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.run_folder.folder import resume_command
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
@@ -63,9 +64,9 @@ class FolderIdentity:
             return
         now = _path_now(self._descriptor)
         then = (
-            f"Resume with `pd train --resume {now}`, there or renamed back"
+            f"Resume with `{resume_command(now)}`, there or renamed back"
             if now is not None
-            else f"If it still exists, move it back and resume with `pd train --resume {self._folder}`"
+            else f"If it still exists, move it back and resume with `{resume_command(self._folder)}`"
         )
         raise Displaced(
             f"the run folder {self._folder} {became} while the run went on, which stops without saving. {then}"

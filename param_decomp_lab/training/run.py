@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.decoder import Decoder
@@ -39,6 +39,7 @@ from param_decomp_lab.run_folder.folder import (
     record_start,
     refuse_taken,
     refuse_unseen,
+    resume_command,
     saved_config,
 )
 from param_decomp_lab.run_folder.identity import FolderIdentity
@@ -56,6 +57,7 @@ from param_decomp_lab.setup.programs import (
 )
 from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs
 from param_decomp_lab.training.recorder import Recorder
+from param_decomp_lab.untrusted.printable import printable
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch. The stop signal is checked between dispatches."""
@@ -136,7 +138,7 @@ def resume(
 
 
 def _resume_hint(folder: Path) -> str:
-    return f"resume with `pd train --resume {folder}`"
+    return f"resume with `{resume_command(folder)}`"
 
 
 def _refuse_different(config: RunConfig, processes: Processes) -> None:
@@ -218,7 +220,7 @@ class _Run:
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
             lost = f"{METRICS_FILE} lacks the rows of steps {self.metrics.last + 1} to {expected}, written before"
             again = f"to get them back, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
-            self.console.print(f"[yellow]{escape(f'{lost}; {again}')}[/]", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"{lost}; {again}", "yellow"), highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
         outcome = "failed"
         try:
@@ -256,12 +258,13 @@ class _Run:
         step, state, damaged = found
         changes = difference(self._checkpoint_config(step), self.config)
         for line in changes:
-            self.console.print(f"[yellow]changed since step {step}:[/] {escape(line)}", highlight=False, soft_wrap=True)
+            text = Text.assemble((f"changed since step {step}:", "yellow"), f" {printable(line, 1000)}")
+            self.console.print(text, highlight=False, soft_wrap=True)
         with self.processes.sharing_errors():
             renamed = self.checkpoints.rename_damaged(damaged) if self.processes.first else []
         for name, damage in zip(renamed, damaged.values(), strict=False):
             warning = f"a damaged checkpoint was renamed to {name}, and the one before it is used: {damage}"
-            self.console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+            self.console.print(Text(printable(warning), "yellow"), highlight=False, soft_wrap=True)
         self._record_start(step, changes, renamed)
         self.is_saved = True
         self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)
