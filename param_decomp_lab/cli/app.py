@@ -79,7 +79,13 @@ def main() -> None:
     """Entry point: a user's mistake is one message and status 2, never a traceback; a machine that has no room left is
     one message and status 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where an error is a message; when Python exits it would be a traceback
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        _drop_output()
+        raise SystemExit(1) from None
     except UserError as error:
         _fail(str(error), 2)
     except (NonFiniteLoss, CannotTell, CannotWrite) as error:
@@ -88,12 +94,21 @@ def main() -> None:
         message, status = _what_the_system_refuses(error)
         if not message:
             raise
+        _drop_output()
         _fail(message, status)
     except Exception as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _fail(f"not enough memory: {shortened(str(error), 300) or 'the system gives no more'}", 1)
     sys.exit(0)
+
+
+def _drop_output() -> None:
+    """Drops what is printed and not written yet, and cannot be: else Python tries once more when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _what_the_system_refuses(error: OSError) -> tuple[str, int]:

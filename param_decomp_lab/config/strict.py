@@ -4,14 +4,16 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic import Strict as Strictness
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.printable import first_few, shortened
+from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
+from param_decomp_lab.untrusted.printable import first_few, printable, shortened
 
 Item = TypeVar("Item")
 ListOf = Annotated[tuple[Item, ...], Strictness(False)]  # a YAML list; its items stay strict
@@ -45,7 +47,8 @@ class Strict(BaseModel):
             unknown = [str(key) for key in raw if key not in cls.model_fields]
             if unknown:
                 # Looking for the nearest valid key of thousands takes minutes.
-                shown = [(shortened(key, 200), cls._refusal(shortened(key, 200))) for key in unknown[:SHOWN_MISTAKES]]
+                some = [shortened(key, 200) for key in unknown[: SHOWN_MISTAKES - 1]]
+                shown = [(key, cls._refusal(key)) for key in some]
                 rest = len(unknown) - len(shown)
                 raise rule_error(*shown, *([("", f"and {rest:,} more unknown keys")] if rest else ()))
         return raw
@@ -69,6 +72,22 @@ def rule_error(*mistakes: tuple[str, str]) -> PydanticCustomError:
     """The error that a validator raises, from pairs of a key (relative to the model; "" for itself) and a message."""
     text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
     return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
+
+
+def check_path(text: str) -> str:
+    """``text``, if it can be a path; for validators, which turn the error into a mistake of the key."""
+    wrong = path_mistake(text) or home_mistake(text)
+    if wrong:
+        raise rule_error(("", f"{printable(text, 200)} {wrong}"))
+    return text
+
+
+def expanded_path(path: Path) -> Path:
+    """As `check_path`, with `~` expanded."""
+    return Path(check_path(str(path))).expanduser()
+
+
+PathText = Annotated[str, AfterValidator(check_path)]
 
 
 @dataclass(frozen=True)

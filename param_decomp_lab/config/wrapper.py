@@ -8,21 +8,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_error
-from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, check_path, expanded_path, rule_error
 
 Text = Annotated[str, Field(min_length=1)]
-
-
-def _expanded(path: Path) -> Path:
-    wrong = path_mistake(str(path)) or home_mistake(str(path))
-    if wrong:
-        raise rule_error(("", f"{printable(str(path), 200)} {wrong}"))
-    return path.expanduser()
-
-
-FilePath = Annotated[Path, Strictness(False), AfterValidator(_expanded)]
+FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]
 Experiment = Literal["tms", "resid_mlp"]
 
 
@@ -110,10 +99,7 @@ class Wrapper(Strict):
     @field_validator("init_from")
     @classmethod
     def _parent_path(cls, given: str | None) -> str | None:
-        wrong = path_mistake(given or "") or home_mistake(given or "")
-        if wrong:
-            raise rule_error(("", f"{printable(given or '', 200)} {wrong}"))
-        return given
+        return given and check_path(given)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":

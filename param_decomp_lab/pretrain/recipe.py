@@ -14,6 +14,7 @@ from param_decomp_lab.config.strict import (
     ListOf,
     Mistake,
     Natural,
+    PathText,
     Positive,
     Strict,
     Width,
@@ -143,8 +144,8 @@ class PretrainRecipe(Strict):
     """
 
     model: Annotated[LlamaRecipe | GPTRecipe, Field(discriminator="architecture")]
-    data: str
-    out: str
+    data: PathText
+    out: PathText
     steps: Count
     batch_size: Count
     optimizer: OptimizerRecipe

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, LayerCount, Natural, Strict, Width, rule_error
+from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule_error
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")
@@ -69,7 +69,7 @@ class ToyRecipe(Strict):
 
     model: Annotated[TMSRecipe | ResidMLPRecipe, Field(discriminator="architecture")]
     data: ToyData
-    out: str
+    out: PathText
     steps: Count
     batch_size: Count
     optimizer: OptimizerRecipe

@@ -55,9 +55,9 @@ from param_decomp_lab.setup.programs import (
     warmup_moments_program,
     warmup_program,
 )
-from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs
+from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs, not_finite
 from param_decomp_lab.training.recorder import Recorder
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.untrusted.printable import first_few, printable
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch. The stop signal is checked between dispatches."""
@@ -192,6 +192,7 @@ class _Run:
                 stack.enter_context(self.stop.among(self.processes))
             stack.enter_context(jax.set_mesh(self.setup.mesh))
             stack.enter_context(explain_unwritable(self.folder))
+            stack.enter_context(self._explain_non_finite())
             self.inputs = fingerprint_inputs(self.setup, self.processes)
             if not resumed:
                 self._record_start(0)
@@ -201,6 +202,20 @@ class _Run:
                 state = self._loop(state, first)
                 self._finish(state)
         return self.folder
+
+    @contextmanager
+    def _explain_non_finite(self) -> Iterator[None]:
+        """A block in which a NonFiniteLoss says so if the cause is the target, and not the rate or the losses."""
+        try:
+            yield
+        except NonFiniteLoss as error:
+            bad = not_finite(self.setup.weights, self.setup.mesh)
+            if not bad:
+                raise
+            names = ", ".join(first_few(bad))
+            raise NonFiniteLoss(
+                f"the target's weights hold NaN or infinities ({names}), so no loss is finite; copy them again"
+            ) from error
 
     def _is_in_place(self) -> bool:
         return self.identity is None or self.identity.is_in_place()
