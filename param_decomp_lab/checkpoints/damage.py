@@ -9,6 +9,9 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.reading.files import LARGE
+from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.reading.paths import file_within
 
 FILES = "files.json"
 """In a checkpoint's folder: the size of every file in it, written after all of them."""
@@ -40,18 +43,22 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
 
     A checkpoint without recorded sizes (the save was killed just before) is checked only on restoring.
     """
-    try:
-        sizes = json.loads((checkpoint / FILES).read_text())
-    except FileNotFoundError:
+    if not os.path.lexists(checkpoint / FILES):
         return ""
-    except (OSError, ValueError) as error:
+    try:
+        sizes = read_json_object(checkpoint / FILES, "the list of its files", LARGE)
+    except UserError as error:
         return f"{FILES} cannot be read ({error})"
     prefixes = tuple(f"{item}/" for item in items)
     for name, size in sizes.items():
+        if not isinstance(size, int):
+            return f"{FILES} does not say how large {name} was saved"
         if "/" in name and not name.startswith(prefixes):
             continue
         try:
-            now = os.stat(checkpoint / name).st_size
+            now = file_within(checkpoint, name, FILES).stat().st_size
+        except UserError as error:
+            return str(error)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if now != size:
@@ -71,24 +78,24 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     """The description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of the
     run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads((checkpoint / DESCRIPTION).read_text())["custom_metadata"]
+        found = read_json_object(checkpoint / DESCRIPTION, "its description", LARGE)["custom_metadata"]
         digest = found.pop("digest", None)
         if digest not in (None, _digest(found)):
             raise ValueError("its digest does not match")
         return {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
 
 
 def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
     """The arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if unreadable."""
     try:
-        tree = json.loads((item / ARRAYS).read_text())["tree_metadata"].values()
+        tree = read_json_object(item / ARRAYS, "the list of its arrays", LARGE)["tree_metadata"].values()
         return {
-            "/".join(part["key"] for part in entry["key_metadata"]): tuple(entry["value_metadata"]["write_shape"])
+            "/".join(part["key"] for part in entry["key_metadata"]): _shape(entry["value_metadata"]["write_shape"])
             for entry in tree
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{item}: {ARRAYS} cannot be read ({error!r})") from error
 
 
@@ -102,6 +109,12 @@ def set_aside(checkpoint: Path) -> Path:
     except OSError as error:
         raise UserError(f"{checkpoint} is damaged and cannot be renamed to {renamed.name}: {error.strerror}") from error
     return renamed
+
+
+def _shape(sizes: list[Any]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes!r:.60} is no shape")
+    return tuple(sizes)
 
 
 def _digest(description: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from param_decomp_lab.cli.report import report
 from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
 from param_decomp_lab.reading.printable import shortened
 
@@ -66,5 +66,5 @@ def main() -> None:
 
 def _fail(message: str, status: int) -> None:
     said = Text.assemble(("error:", "bold red"), f" {shortened(message)}")
-    Terminal(stderr=True).print(said, soft_wrap=True)
+    PlainConsole(stderr=True).print(said, soft_wrap=True)
     raise SystemExit(status)

@@ -1,7 +1,7 @@
 """`pd check`."""
 
 from param_decomp_lab.cli.options import Config, Overrides
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def check(config: Config, overrides: Overrides = None) -> None:
@@ -22,4 +22,4 @@ def check(config: Config, overrides: Overrides = None) -> None:
     from param_decomp_lab.config import load_config
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
-    check_run(load_config(config, overrides or ()), Terminal())
+    check_run(load_config(config, overrides or ()), PlainConsole())

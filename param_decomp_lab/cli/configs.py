@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def configs(
@@ -35,7 +35,7 @@ def configs(
     from param_decomp_lab.config.shipped import find, shipped, write_copies
     from param_decomp_lab.display.tables import plain_table
 
-    console = Terminal()
+    console = PlainConsole()
     if not names:
         every = shipped()
         for title, command in (("runs, for `pd train`", "train"), ("networks to train, for `pd pretrain`", "pretrain")):

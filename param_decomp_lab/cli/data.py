@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Token data for language models.")
@@ -46,7 +46,7 @@ def tokenize(
         meta = tokenize_documents(stdlib_documents(), out, sources=("the standard library",), **options)
     else:
         meta = tokenize_files(inputs or (), out, **options)
-    Terminal().print(
+    PlainConsole().print(
         f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, "
         f"vocabulary {meta.vocab_size}, unigram entropy {meta.eval.unigram_entropy:.3f} nats",
         soft_wrap=True,

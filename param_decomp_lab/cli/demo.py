@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from param_decomp_lab.cli.options import Overrides
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
@@ -47,7 +47,7 @@ def demo(
     """
     from param_decomp_lab.config.shipped import find, write_copies
 
-    console = Terminal()
+    console = PlainConsole()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

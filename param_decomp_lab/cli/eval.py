@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Overrides, RunFolder, Step
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def evaluate(
@@ -57,4 +57,4 @@ def evaluate(
 
     chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
-    measure(run, asked, step, out, devices, target, Terminal())
+    measure(run, asked, step, out, devices, target, PlainConsole())

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import RunFolder, Step
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def export(
@@ -31,7 +31,7 @@ def export(
 
     slots = export_run(run, out, step, overwrite=overwrite)
     files = len({slot.file for slot in slots.values()})
-    Terminal().print(
+    PlainConsole().print(
         f"{out}: {len(slots)} tensors in {files} file{'s'[: files > 1]}; README.md says how to read them",
         soft_wrap=True, highlight=False,
     )  # fmt: skip

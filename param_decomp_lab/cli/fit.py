@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Config, Gpu, Overrides
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
 
@@ -55,6 +55,6 @@ def fit(
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))
     options = [word for name, value, usual in limits if value != usual for word in (name, str(value))]
     question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
-    found = search(question, vary or (), Terminal(stderr=True))
-    if not tell(question, found, written, Terminal()):
+    found = search(question, vary or (), PlainConsole(stderr=True))
+    if not tell(question, found, written, PlainConsole()):
         raise typer.Exit(3)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Nodes, Overrides
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 
@@ -82,7 +82,7 @@ def launch(
     if prepare and (local or dry_run):
         raise UserError("--prepare makes a run's folder and nothing else; leave out --local and --dry-run")
     told = Launch(config, tuple(overrides or ()), tuple(sweep or ()), nodes, gpus_per_node, gpu, with_changes)
-    console = Terminal(stderr=dry_run)
+    console = PlainConsole(stderr=dry_run)
     if prepare:
         status = prepare_run(told, console)
     elif local:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Gpu, Nodes, Overrides
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
@@ -63,9 +63,8 @@ def probe(
     pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
-        answer = ask(
-            config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, Terminal(stderr=True), quick
-        )
+        console = PlainConsole(stderr=True)
+        answer = ask(config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, console, quick)
     except CannotTell as error:
         if json_file is not None:
             write_json({"verdict": "unknown", "why": str(error)}, json_file)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Config, Coordinator, Overrides, ProcessCount, ProcessNumber
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def profile(
@@ -41,4 +41,4 @@ def profile(
     with joined(coordinator, processes, process_id) as all_processes:
         with all_processes.sharing_errors():
             loaded = load_config(config, overrides or ())
-        profile_run(loaded, Terminal(quiet=not all_processes.first), steps, warmup, out, all_processes)
+        profile_run(loaded, PlainConsole(quiet=not all_processes.first), steps, warmup, out, all_processes)

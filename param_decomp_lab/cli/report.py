@@ -1,7 +1,7 @@
 """`pd report`."""
 
 from param_decomp_lab.cli.options import RunFolder
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def report(run: RunFolder) -> None:
@@ -13,4 +13,4 @@ def report(run: RunFolder) -> None:
     """
     from param_decomp_lab.report import write_report
 
-    Terminal().print(str(write_report(run)), soft_wrap=True)
+    PlainConsole().print(str(write_report(run)), soft_wrap=True)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from param_decomp_lab.cli.options import Coordinator, Overrides, ProcessCount, ProcessNumber
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def train(
         from param_decomp_lab.training import run
 
         with joined(coordinator, processes, process_id) as all_processes:
-            console = Terminal(quiet=not all_processes.first)
+            console = PlainConsole(quiet=not all_processes.first)
             try:
                 with stop.among(all_processes):
                     _train(config, resume, overrides or (), console, all_processes, stop)

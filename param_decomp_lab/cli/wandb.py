@@ -3,7 +3,7 @@
 import typer
 
 from param_decomp_lab.cli.options import RunFolder
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 
 
 def send(run: RunFolder) -> None:
@@ -20,5 +20,5 @@ def send(run: RunFolder) -> None:
     """
     from param_decomp_lab.metrics.wandb_sink import send_to_wandb
 
-    if not send_to_wandb(run, Terminal()):
+    if not send_to_wandb(run, PlainConsole()):
         raise typer.Exit(1)

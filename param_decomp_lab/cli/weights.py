@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose.")
@@ -36,7 +36,7 @@ def import_gguf(
         raise UserError(f"--dtype should be one of {', '.join(DTYPES)}, not {dtype}")
     made = import_gguf(file, out, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
     config, stored = made.config, ", ".join(f"{n} {kind}" for kind, n in made.storage.items())
-    Terminal().print(
+    PlainConsole().print(
         f"{out}: a Llama of {config.n_layers} layers, width {config.d_model}, MLP {config.d_mlp}, {config.n_heads} "
         f"heads and {config.n_kv_heads} of keys, vocabulary {config.vocab_size}; {made.parameters:,} parameters in "
         f"{dtype}, from {stored} tensors",

@@ -9,9 +9,20 @@ from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_error
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.paths import user_path
 
 Text = Annotated[str, Field(min_length=1)]
-FilePath = Annotated[Path, Strictness(False), AfterValidator(Path.expanduser)]
+
+
+def _path(given: Path) -> Path:
+    try:
+        return user_path(given)
+    except UserError as error:
+        raise rule_error(("", str(error))) from error
+
+
+FilePath = Annotated[Path, Strictness(False), AfterValidator(_path)]
 RUN_ID = r"p-[0-9a-f]{8}"
 Experiment = Literal["tms", "resid_mlp"]
 

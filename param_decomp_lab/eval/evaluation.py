@@ -37,7 +37,7 @@ from param_decomp_lab.config.metric_schema import (
     ComponentActivationDensity,
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
@@ -235,7 +235,7 @@ class Evaluation:
             try:
                 save_figure(figure, file)
             except OSError as error:
-                print_warnings([f"{file} cannot be written: {error.strerror or error}"], Terminal(stderr=True))
+                print_warnings([f"{file} cannot be written: {error.strerror or error}"], PlainConsole(stderr=True))
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths

@@ -12,6 +12,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
 from param_decomp_lab.launch.code_copy import CODE, Code
+from param_decomp_lab.reading.json_text import read_json_object
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, begin_run_folder, refuse_taken
 
 LAUNCH_FILE = "launch.json"
@@ -38,9 +39,11 @@ def record_job(folder: Path, job: str) -> None:
     """Adds a job number to `launch.json`."""
     file = folder / LAUNCH_FILE
     try:
-        described = json.loads(file.read_text()) if file.exists() else {}
-        write_whole(file, json.dumps({**described, "jobs": [*described.get("jobs", ()), job]}, indent=2) + "\n")
-    except (OSError, ValueError) as error:
+        described = read_json_object(file, "how the run was launched") if file.exists() else {}
+        jobs = described.get("jobs", [])
+        earlier = jobs if isinstance(jobs, list) else []
+        write_whole(file, json.dumps({**described, "jobs": [*earlier, job]}, indent=2) + "\n")
+    except (UserError, OSError) as error:
         raise UserError(f"{file}: job {job} cannot be recorded: {error}") from error
 
 

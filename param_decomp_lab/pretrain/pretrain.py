@@ -17,7 +17,7 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
@@ -51,7 +51,7 @@ def run_pretrain(recipe: PretrainRecipe, *, overwrite: bool = False, console: Co
     (unless ``overwrite``), not writable.
     NonFiniteLoss: the loss at a log step or an evaluation is infinite or NaN.
     """
-    console = console or Terminal()
+    console = console or PlainConsole()
     folder, data_folder = Path(recipe.out), Path(recipe.data)
     meta = DataMeta.read(data_folder)
     # Wherever the data lies, the same tokens make the same model.

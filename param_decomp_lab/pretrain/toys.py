@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from param_decomp_jax.numerics import mean_squared_error
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
@@ -91,7 +91,7 @@ def pretrain_toy(recipe: ToyRecipe, *, overwrite: bool = False, console: Console
     Raises UserError: ``out`` made by another recipe (unless ``overwrite``), not writable, or a feature is lost in every
     try. NonFiniteLoss: the loss at a log step is infinite or NaN.
     """
-    console = console or Terminal()
+    console = console or PlainConsole()
     folder = Path(recipe.out)
     if not overwrite and (summary := find_finished(folder, identity(recipe))):
         tried = tuple(Try(t["seed"], tuple(t["lost"])) for t in summary.pop("tried"))

@@ -10,10 +10,13 @@ from typing import Any
 
 import jax
 
-from param_decomp_lab.display.terminal import Terminal
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.compiler import installed
+from param_decomp_lab.reading.files import LARGE
+from param_decomp_lab.reading.json_text import read_json_object
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -41,14 +44,14 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
     key = hashlib.sha256(f"{_code()}\n{_versions()}\n{_settings()}\n{question}".encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     try:
-        return json.loads(file.read_text()), True
-    except (OSError, ValueError):
+        return read_json_object(file, "the answer", LARGE), True
+    except UserError:
         found = answer()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     except OSError as error:
-        print_warnings([f"{folder}: the result cannot be cached ({error.strerror})"], Terminal(stderr=True))
+        print_warnings([f"{folder}: the result cannot be cached ({error.strerror})"], PlainConsole(stderr=True))
     return found, False
 
 

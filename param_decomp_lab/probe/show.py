@@ -9,9 +9,9 @@ from rich.text import Text
 
 from param_decomp_aot.buffers import Buffer
 from param_decomp_aot.scopes import stage
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.numbers import duration
 from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.measure import Measured
 from param_decomp_lab.probe.subject import STEP
@@ -32,8 +32,8 @@ def show(answer: Answer, console: Console, n_buffers: int = 16) -> None:
 
 def table_console() -> Console:
     """Where the answer goes; wide enough for its tables where nobody says how wide (a file, a pipe)."""
-    console = Terminal()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Terminal(width=WIDTH)
+    console = PlainConsole()
+    return console if console.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=WIDTH)
 
 
 def verdict_line(answer: Answer) -> Text:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from rich.text import Text
 
 from param_decomp_lab.config.wrapper import RUN_ID
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.display.terminal import Terminal
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE
 from param_decomp_lab.reading.yaml_text import read_mapping
@@ -217,9 +217,9 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
         return
-    console = Terminal()
+    console = PlainConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Terminal(width=WIDTH)
+        console = PlainConsole(width=WIDTH)
     if not found:
         console.print("no runs here")
         return

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.reading.json_text import read_json_object
 from param_decomp_lab.run_folder.lock import displaced_by
 
 ENDING_FILE = "ended.json"
@@ -65,8 +66,8 @@ def clear_end(run_folder: Path) -> None:
 def read_ending(run_folder: Path) -> tuple[Ending, str] | None:
     """How the run ended and why; None while it is running, after a kill, or if the file is unreadable."""
     try:
-        found: dict[str, Any] = json.loads((run_folder / ENDING_FILE).read_text())
+        found = read_json_object(run_folder / ENDING_FILE, "how the run ended")
         how, why = found["how"], str(found["why"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError):
         return None
     return (how, why) if how in ("finished", "stopped", "failed") else None

@@ -22,6 +22,7 @@ from rich.console import Console
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import boot_id, process_start
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.reading.json_text import parse_json
 
 LOCK_FILE = "lock"
 """Name of the lock file. Empty when not held. Never removed, since two jobs could then lock two files of that name."""
@@ -65,11 +66,13 @@ class Holder:
 
     @classmethod
     def read(cls, text: str) -> "Holder | None":
-        """The holder in a lock file's text; None if that is empty or truncated."""
+        """The holder in a lock file's text; None if that is empty, truncated or of something else."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            holder = cls(**parse_json(text, "the lock"))
+        except (UserError, TypeError):
             return None
+        kinds = {key: int if key in ("pid", "restarts") else str for key in vars(holder)}
+        return holder if all(isinstance(value, kinds[key]) for key, value in vars(holder).items()) else None
 
     @property
     def is_this_process(self) -> bool:

@@ -9,6 +9,7 @@ from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.reading.json_text import read_json_object
 
 TARGET_FILE = "target.json"
 
@@ -29,7 +30,7 @@ def read_target(run_folder: Path) -> Architecture | None:
     if not file.is_file():
         return None
     try:
-        fields = json.loads(file.read_text())
+        fields = read_json_object(file, "the target's architecture")
         return ARCHITECTURES[fields.pop("architecture")].from_fields(fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

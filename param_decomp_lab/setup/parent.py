@@ -14,6 +14,7 @@ from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.reading.json_text import read_json_object
 from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
 
@@ -138,9 +139,9 @@ def _recorded(run_folder: Path | None) -> dict[str, Any]:
     if run_folder is None or not (run_folder / PARENT_FILE).is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads((run_folder / PARENT_FILE).read_text())
+        found = read_json_object(run_folder / PARENT_FILE, "what the run began with")
         return {"step": int(found["step"]), "fingerprint": str(found["fingerprint"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{run_folder / PARENT_FILE} cannot be read ({error!r}); it says what the run began with"
         ) from error

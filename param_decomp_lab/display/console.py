@@ -9,7 +9,7 @@ from rich.segment import Segment
 from param_decomp_lab.reading.printable import printable
 
 
-class Terminal(Console):
+class PlainConsole(Console):
     """Takes no markup in what it prints, and shows control characters in it as escapes; give a `style`, or a `Text`."""
 
     def __init__(self, **options: Any) -> None:
