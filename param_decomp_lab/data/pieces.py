@@ -11,6 +11,7 @@ from pathlib import Path
 
 from param_decomp_lab.data.meta import Split
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.paths import user_path
 
 PIECE_CHARS = 16_384
 
@@ -53,7 +54,9 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
     taken from a folder. Raises UserError for an input that means no file."""
     files: dict[str, None] = {}
     for given in map(str, inputs):
-        path = Path(given)
+        if not given:
+            raise UserError("an empty name is no text file; give files, folders or globs (`.` for this folder)")
+        path = user_path(given)
         if path.is_dir():
             inside = (file for file in path.rglob("*") if file.is_file())
             found = [file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts)]
@@ -62,7 +65,10 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
         else:
             root = Path(path.anchor) if path.is_absolute() else Path()
             pattern = str(path.relative_to(root)) if path.is_absolute() else given
-            found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
+            try:
+                found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
+            except (ValueError, NotImplementedError) as error:  # such as a**b
+                raise UserError(f"{given}: {str(error).lower()}; give a glob such as 'corpus/**/*.txt'") from error
         if not found:
             raise UserError(f"{given}: no such text file, no folder with files, and no glob that matches one")
         files |= dict.fromkeys(str(file) for file in sorted(found))

@@ -12,9 +12,12 @@ from jaxtyping import Int, Int32
 
 from param_decomp_lab.data.tokenize import COLUMN
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.paths import is_regular
 
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
 CACHE_BYTES = 1 << 30
+GROUP_VALUES = 1 << 27
+"""Most tokens of a row group, which is decoded whole: as 64-bit numbers, 1 GiB."""
 
 
 class TokenData:
@@ -37,6 +40,8 @@ class TokenData:
             raise UserError(f"{self.source} holds no rows: tokenize some text into it")
         first = next(n for n, size in enumerate(sizes) if size)
         self.seq_len = self._decode(first, None).shape[1]
+        if self.seq_len == 0:
+            raise UserError(f"{self._files[self._groups[first][0]][0]}: rows of no tokens; tokenize the text again")
         kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
         self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
 
@@ -102,6 +107,11 @@ class TokenData:
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
         flat, n_rows = column.flatten(), len(column)
+        if n_rows != shard.row_group(group).num_rows:
+            raise UserError(
+                f"{path}, row group {group}: holds {n_rows} rows, and {shard.row_group(group).num_rows} were written: "
+                "it is damaged; copy or tokenize it again"
+            )
         width = seq_len if seq_len is not None else len(flat) // max(1, n_rows)
         lengths = np.asarray(pa.compute.fill_null(pa.compute.list_value_length(column), 0))
         ragged = np.flatnonzero(lengths != width)
@@ -149,6 +159,8 @@ def _find(source: str) -> list[Path]:
 
 
 def _metadata(path: Path) -> pq.FileMetaData:
+    if not is_regular(path):
+        raise UserError(f"{path} is not a regular file: give Parquet files")
     try:
         file = pq.ParquetFile(path, memory_map=True)
     except (OSError, pa.ArrowException) as error:
@@ -156,8 +168,19 @@ def _metadata(path: Path) -> pq.FileMetaData:
     names = file.schema_arrow.names
     if COLUMN not in names:
         raise UserError(f"{path} has no column {COLUMN} (its columns: {', '.join(names)}); tokenize the text first")
+    alike = [name for name in names if name == COLUMN or name.startswith(f"{COLUMN}.")]
+    if len(alike) > 1:
+        raise UserError(f"{path} has several columns of tokens ({', '.join(alike[:5])}); keep {COLUMN} alone")
     kind = file.schema_arrow.field(COLUMN).type
     of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not of_lists or not pa.types.is_integer(kind.value_type):
         raise UserError(f"{path}: column {COLUMN} has type {kind}; it must hold lists of integers, one per row")
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        values = max((group.column(n).num_values for n in range(group.num_columns)), default=0)
+        if group.num_rows < 0 or values > GROUP_VALUES:
+            raise UserError(
+                f"{path}, row group {number}: {group.num_rows:,} rows of {values:,} tokens in all; a group may have "
+                f"{GROUP_VALUES:,}: it is damaged, or should be written in smaller groups"
+            )
     return file.metadata

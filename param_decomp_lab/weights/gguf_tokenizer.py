@@ -88,9 +88,11 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     tokenizer.pre_tokenizer = _pre_tokenizer(cut, bool(file.metadata.get("tokenizer.ggml.add_space_prefix", False)))
     tokenizer.decoder = decoders.ByteLevel()
     kinds = file.metadata.get("tokenizer.ggml.token_type") or []
+    if not isinstance(kinds, list) or (kinds and len(kinds) != len(tokens)):
+        raise UserError(f"{file.source}: tokenizer.ggml.token_type should be a list of {len(tokens)} kinds; {WITHOUT}")
     tokenizer.add_tokens([
         AddedToken(token, special=kind == Kind.CONTROL, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=False)
+        for token, kind in zip(tokens, kinds or [0] * len(tokens), strict=True)
         if kind in (Kind.CONTROL, Kind.USER_DEFINED)
     ])  # fmt: skip
     roles = _roles(file, tokens)

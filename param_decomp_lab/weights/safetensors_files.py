@@ -1,7 +1,6 @@
 """Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for; and
 writing them."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,9 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.reading.files import LARGE
+from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.reading.paths import file_within, is_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights, as safetensors files name them; others, such as quantised ones, are none by themselves."""
 
 
 class SafetensorsFolder:
@@ -65,6 +69,8 @@ class SafetensorsFolder:
                 f"{file}: {name} has shape {list(found)}, config.json implies {list(shape)}; "
                 "the weights and config.json do not belong together"
             )
+        if (kind := handle.get_slice(name).get_dtype()) not in FLOATS:
+            raise UserError(f"{file}: {name} holds numbers of type {kind}; weights should be {', '.join(FLOATS)}")
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype that ``name`` is stored in."""
@@ -88,14 +94,17 @@ class SafetensorsFolder:
             raise UserError(
                 f"{self._folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a local Hugging Face folder"
             )
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index} is not an index of safetensors files ({error}): download it again") from error
-        missing = [name for name in names if not (self._folder / name).is_file()]
+        weight_map = read_json_object(index, "the index of safetensors files", LARGE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} is not an index of safetensors files: it has no weight_map; download it again")
+        # The local cache of Hugging Face consists of links.
+        files = {str(name): file_within(self._folder, name, str(index), links=True) for name in weight_map.values()}
+        missing = [name for name in sorted(files) if not is_regular(files[name])]
         if missing:
-            raise UserError(f"{self._folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists: download the rest")
-        return [self._folder / name for name in names]
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            lacks = f"{', '.join(missing[:5])}{more}"
+            raise UserError(f"{self._folder} lacks {lacks}, which {INDEX_FILE} lists: download the rest")
+        return [files[name] for name in sorted(files)]
 
 
 def _open(file: Path) -> Any:
