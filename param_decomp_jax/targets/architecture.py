@@ -6,7 +6,8 @@ that it makes. `registry.py` lists them; nothing else names one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from math import isfinite
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import jax
@@ -113,6 +114,29 @@ class Architecture(ABC):
     def from_fields(cls, raw: Mapping[str, Any]) -> "Architecture":
         """From the fields as JSON has them (`dataclasses.asdict`). UnsupportedConfig for others."""
         return read_fields(cls, raw)
+
+
+LARGEST = {"n_layers": 4096, "n_hidden_layers": 4096}
+"""Most layers that an architecture may have: each is a name, a record and a part of a program."""
+WIDEST = 1 << 24
+"""Largest of all other sizes, such as a width or a vocabulary."""
+
+
+def check_sizes(architecture: Architecture) -> None:
+    """Raises UnsupportedConfig unless every size is a whole number within what any network has, and every other number
+    finite: what comes from a file of a few bytes must not ask for gigabytes."""
+    kinds = get_type_hints(type(architecture))
+    for field in fields(architecture):  # type: ignore[arg-type]
+        value, least = getattr(architecture, field.name), field.metadata.get("least", 1)
+        if kinds[field.name] is int and type(value) is not int:
+            raise UnsupportedConfig(f"{field.name}: should be a whole number, not {value!r}")
+        parts = asdict(value) if is_dataclass(value) and not isinstance(value, type) else {field.name: value}
+        for name, number in parts.items():
+            most = LARGEST.get(name, WIDEST)
+            if type(number) is int and not least <= number <= most:
+                raise UnsupportedConfig(f"{name}: should be a whole number from {least} to {most:,}, not {number:,}")
+            if type(number) is float and not isfinite(number):
+                raise UnsupportedConfig(f"{name}: should be a finite number, not {number}")
 
 
 def is_shape(x: object) -> bool:

@@ -159,7 +159,9 @@ class LlamaConfig(Architecture):
             raise UnsupportedConfig(f"lacks the key {error}, which a Llama configuration has") from error
         except UnsupportedConfig:
             raise
-        except (TypeError, ValueError) as error:
+        except ZeroDivisionError as error:
+            raise UnsupportedConfig("num_attention_heads: should be a whole number of at least 1, not 0") from error
+        except (TypeError, ValueError, OverflowError) as error:
             raise UnsupportedConfig(f"holds a value of the wrong type: {error}") from error
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from param_decomp_jax.targets.architecture import Architecture, UnsupportedConfig
+from param_decomp_jax.targets.architecture import Architecture, UnsupportedConfig, check_sizes
 from param_decomp_jax.targets.gpt import GPTConfig
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
@@ -23,9 +23,11 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
 def read_config(raw: Mapping[str, Any]) -> Architecture:
     """The architecture that a `config.json` describes. UnsupportedConfig for an unknown one, or for what it refuses."""
     name = raw.get("model_type", raw.get("architecture"))
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedConfig(f"model_type is {name!r}; what can be loaded is {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name].from_config(raw)
+    architecture = ARCHITECTURES[name].from_config(raw)
+    check_sizes(architecture)
+    return architecture
 
 
 def find_published(hub_id: str) -> Architecture | None:

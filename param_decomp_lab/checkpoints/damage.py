@@ -9,9 +9,9 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.reading.files import LARGE
-from param_decomp_lab.reading.json_text import read_json_object
-from param_decomp_lab.reading.paths import file_within
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.paths import path_within
 
 FILES = "files.json"
 """In a checkpoint's folder: the size of every file in it, written after all of them."""
@@ -46,7 +46,7 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
     if not os.path.lexists(checkpoint / FILES):
         return ""
     try:
-        sizes = read_json_object(checkpoint / FILES, "the list of its files", LARGE)
+        sizes = read_json(checkpoint / FILES, "the sizes of the files", dict, LISTING_BYTES)
     except UserError as error:
         return f"{FILES} cannot be read ({error})"
     prefixes = tuple(f"{item}/" for item in items)
@@ -56,11 +56,11 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
         if "/" in name and not name.startswith(prefixes):
             continue
         try:
-            now = file_within(checkpoint, name, FILES).stat().st_size
-        except UserError as error:
-            return str(error)
-        except OSError as error:
-            return f"{name}: {error.strerror}"
+            now = os.stat(path_within(checkpoint, name, FILES)).st_size
+        except (OSError, UserError) as error:
+            return f"{name}: {getattr(error, 'strerror', error)}"
+        if type(size) is not int:
+            return f"{FILES} cannot be read (the size of {name} is {size!r})"
         if now != size:
             return f"{name} has {now:,} bytes, {size:,} were saved"
     return ""
@@ -78,11 +78,17 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     """The description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of the
     run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read."""
     try:
-        found = read_json_object(checkpoint / DESCRIPTION, "its description", LARGE)["custom_metadata"]
+        file = checkpoint / DESCRIPTION
+        found: dict[str, Any] = read_json(file, "the description", dict, LISTING_BYTES)["custom_metadata"]
         digest = found.pop("digest", None)
         if digest not in (None, _digest(found)):
             raise ValueError("its digest does not match")
-        return {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
+        about = {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
+        if not (isinstance(about["configuration"], str) and _is_table(about["inputs"])):
+            raise ValueError("its configuration or its inputs are no text")
+        if not isinstance(about["fingerprints"], dict) or not all(map(_is_table, about["fingerprints"].values())):
+            raise ValueError("its fingerprints are no table of texts")
+        return about
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
 
@@ -90,7 +96,7 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
     """The arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if unreadable."""
     try:
-        tree = read_json_object(item / ARRAYS, "the list of its arrays", LARGE)["tree_metadata"].values()
+        tree = read_json(item / ARRAYS, "the list of arrays", dict, LISTING_BYTES)["tree_metadata"].values()
         return {
             "/".join(part["key"] for part in entry["key_metadata"]): _shape(entry["value_metadata"]["write_shape"])
             for entry in tree
@@ -111,10 +117,14 @@ def set_aside(checkpoint: Path) -> Path:
     return renamed
 
 
-def _shape(sizes: list[Any]) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"{sizes!r:.60} is no shape")
-    return tuple(sizes)
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
 
 
 def _digest(description: Mapping[str, Any]) -> str:

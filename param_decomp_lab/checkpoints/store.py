@@ -40,6 +40,7 @@ from param_decomp_lab.checkpoints.fingerprints import fingerprint, fingerprints
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.run_folder.folder import CHECKPOINTS, checkpoint_steps
+from param_decomp_lab.run_folder.identity import Displaced, FolderIdentity
 from param_decomp_lab.run_folder.unwritable import why_not_written
 
 LEARNED = ("components", "ci")
@@ -92,6 +93,7 @@ class Checkpoints:
         self._keep_last, self._is_milestone, self._processes = keep_last, is_milestone, processes
         self._run_folder = run_folder
         self._folder = (run_folder / CHECKPOINTS).resolve()
+        self._identity: FolderIdentity | None = None
 
     @cached_property
     def _manager(self) -> Any:
@@ -114,8 +116,10 @@ class Checkpoints:
         """Saves the state after ``step`` steps with its configuration; does nothing if that step is saved already.
 
         ``inputs``: fingerprints of the target's weights and the data. Raises CannotWrite if the folder cannot be
-        written; earlier checkpoints are intact then, and the incomplete one is ignored.
+        written; earlier checkpoints are intact then, and the incomplete one is ignored. Raises Displaced, in process 0,
+        if the folder of the checkpoints is not where it was: orbax would make another, with this checkpoint alone.
         """
+        self._check_folder()
         if self._processes.from_first("saved" if step in self.steps() else ""):
             return
         items = _items(state)
@@ -127,11 +131,23 @@ class Checkpoints:
             self._manager.wait_until_finished()
             if self._processes.first:
                 record_files(self.path(step), items)
+            self._check_folder()
+        except Displaced:
+            raise
         except Exception as error:
             why = why_not_written(error, self._folder)
             if why is None:
                 raise
             raise CannotWrite(f"the checkpoint of step {step} could not be saved: {why}") from error
+
+    def _check_folder(self) -> None:
+        """Raises Displaced if the folder is not the one that this run has saved to or read from. For process 0."""
+        if not self._processes.first:
+            return
+        if self._identity is not None:
+            self._identity.check()
+        elif self._folder.is_dir():
+            self._identity = FolderIdentity(self._folder, self._run_folder)
 
     def sweep(self) -> None:
         """Removes temporary folders of saves that were killed. To be called by the run itself, in one process."""
@@ -237,6 +253,7 @@ class Checkpoints:
         ``fits``: called with each step before its arrays are read; raises UserError if the checkpoint is another
         run's. Raises UserError if all checkpoints are damaged, and leaves them in place.
         """
+        self._check_folder()
         wrong: dict[int, str] = {}
         steps = [int(step) for step in self._processes.from_first(" ".join(map(str, self.steps()))).split()]
         for step in reversed(steps):
@@ -273,6 +290,9 @@ class Checkpoints:
         return [set_aside(self.path(step)).name for step in steps]
 
     def close(self) -> None:
+        if self._identity is not None:
+            self._identity.close()
+            self._identity = None
         if "_manager" in self.__dict__:
             self._manager.close()
 

@@ -2,7 +2,12 @@
 preempted and saved."""
 
 import errno
+import os
 import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.text import Text
@@ -24,7 +29,8 @@ from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
-from param_decomp_lab.reading.printable import shortened
+from param_decomp_lab.untrusted.paths import path_mistake
+from param_decomp_lab.untrusted.printable import printable, shortened
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -48,23 +54,79 @@ app.command("eval")(evaluate)
 app.command()(export)
 
 
+def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which refuses every path that cannot be one before it does any work."""
+
+    @wraps(command)  # typer reads the signature
+    def checked(**arguments: Any) -> None:
+        for name, value in arguments.items():
+            for path in value if isinstance(value, list) else [value]:
+                wrong = path_mistake(str(path)) if isinstance(path, Path) else ""
+                if wrong:
+                    raise UserError(f"{name}: {printable(str(path), 200)} {wrong}")
+        command(**arguments)
+
+    return checked
+
+
+for _commands in (app, data.app, weights.app):
+    for _command in _commands.registered_commands:
+        assert _command.callback is not None
+        _command.callback = _check_paths(_command.callback)
+
+
 def main() -> None:
-    """Entry point: a user's mistake is one message and status 2, never a traceback."""
+    """Entry point: a user's mistake is one message and status 2, never a traceback; a machine that has no room left is
+    one message and status 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where an error is a message; when Python exits it would be a traceback
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        _drop_output()
+        raise SystemExit(1) from None
     except UserError as error:
         _fail(str(error), 2)
     except (NonFiniteLoss, CannotTell, CannotWrite) as error:
         _fail(str(error), 1)
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        _fail(f"{where}{error.strerror or error}", 2 if error.errno == errno.ENAMETOOLONG else 1)
-    except MemoryError:
-        _fail("out of memory", 1)
+        message, status = _what_the_system_refuses(error)
+        if not message:
+            raise
+        _drop_output()
+        _fail(message, status)
+    except Exception as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail(f"not enough memory: {shortened(str(error), 300) or 'the system gives no more'}", 1)
     sys.exit(0)
 
 
+def _drop_output() -> None:
+    """Drops what is printed and not written yet, and cannot be: else Python tries once more when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
+    """The message for an error of the system that no command has dealt with, and the exit status; "" for one that says
+    nothing about what the user or the machine could do otherwise."""
+    name = f": {error.filename}" if error.filename is not None else ""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the name is too long for a file{shortened(name, 300)}; choose a shorter one", 2
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"nothing more can be written{name} ({error.strerror}); free some space and start again", 1
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current folder does not exist any more; change to one that does (cd)", 2
+    return "", 1
+
+
 def _fail(message: str, status: int) -> None:
-    said = Text.assemble(("error:", "bold red"), f" {shortened(message)}")
-    PlainConsole(stderr=True).print(said, soft_wrap=True)
+    text = Text.assemble(("error:", "bold red"), f" {printable(message)}")
+    PlainConsole(stderr=True).print(text, soft_wrap=True, highlight=False)
     raise SystemExit(status)

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.display.console import PlainConsole
-
 
 def configs(
     names: Annotated[
@@ -33,6 +31,7 @@ def configs(
     """
 
     from param_decomp_lab.config.shipped import find, shipped, write_copies
+    from param_decomp_lab.display.console import PlainConsole
     from param_decomp_lab.display.tables import plain_table
 
     console = PlainConsole()

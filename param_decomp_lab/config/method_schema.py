@@ -11,11 +11,13 @@ from param_decomp_lab.config.strict import (
     NO_MEANING,
     Count,
     Fraction,
+    LayerCount,
     ListOf,
     Natural,
     NonNegative,
     Positive,
     Strict,
+    Width,
     rule_error,
 )
 
@@ -26,13 +28,13 @@ SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swi
 
 class DecompositionTarget(Strict):
     module_pattern: Text
-    C: Count
+    C: Width
 
 
 class LayerwiseCI(Strict):
     mode: Literal["layerwise"]
     fn_type: Literal["mlp", "vector_mlp", "shared_mlp"]
-    hidden_dims: ListOf[Count]
+    hidden_dims: ListOf[Width]
 
     @model_validator(mode="after")
     def _hidden(self) -> "LayerwiseCI":
@@ -43,15 +45,15 @@ class LayerwiseCI(Strict):
 
 
 class AttentionConfig(Strict):
-    n_heads: Count
-    max_len: Count = 2048
+    n_heads: Width
+    max_len: Width = 2048
     rope_base: Positive = 10000.0
 
 
 class TransformerCIConfig(Strict):
-    d_model: Count
-    n_blocks: Count
-    mlp_hidden_dim: Annotated[ListOf[Count], Field(min_length=1)] | None = None
+    d_model: Width
+    n_blocks: LayerCount
+    mlp_hidden_dim: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     attn_config: AttentionConfig
 
     @model_validator(mode="after")
@@ -73,7 +75,7 @@ class TransformerCIConfig(Strict):
 class GlobalCI(Strict):
     mode: Literal["global"]
     fn_type: Literal["global_shared_mlp", "global_shared_transformer"]
-    hidden_dims: Annotated[ListOf[Count], Field(min_length=1)] | None = None
+    hidden_dims: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig | None = None
 
     @model_validator(mode="after")
@@ -187,7 +189,7 @@ class LanguageModelData(Strict):
     revision: Annotated[str | None, NO_MEANING] = None
     tokenizer_name: Text
     column_name: Literal["text", "input_ids"]
-    max_seq_len: Count = 512
+    max_seq_len: Width = 512
     train_split: Annotated[str, NO_MEANING] = "train"
     eval_split: Annotated[str, NO_MEANING] = "test"
     is_tokenized: bool = False

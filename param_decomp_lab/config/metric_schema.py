@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, rule_error
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_error
 
 
 class CEandKLLosses(Strict):
@@ -39,7 +39,7 @@ class CIHiddenActsReconLoss(Strict):
 
 class IdentityPattern(Strict):
     layer_pattern: str
-    n_features: Count
+    n_features: Width
 
 
 class DensePattern(Strict):

@@ -9,7 +9,8 @@ from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.strict import ConfigSource, Strict, nearest
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.yaml_text import parse_yaml
+from param_decomp_lab.untrusted.printable import shortened
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 # `data` and `target` are keys of both files; these are the wrapper's part of them.
 _SHARED: dict[str, type[Strict]] = {"data": DataFolders, "target": TargetSource}
@@ -37,8 +38,9 @@ def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
     return tuple(map(_parse, texts))
 
 
-def _parse(text: str) -> Override:
-    key, equals, value = text.partition("=")
+def _parse(given: str) -> Override:
+    key, equals, value = given.partition("=")
+    text = shortened(given, 200)  # for messages
     path = tuple(key.strip().split("."))
     if not equals or "" in path:
         raise UserError(f"--set {text}: should be key=value with a dotted key, such as pd.steps=100")

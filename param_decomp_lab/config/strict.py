@@ -4,22 +4,30 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic import Strict as Strictness
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
+from param_decomp_lab.untrusted.printable import first_few, printable, shortened
 
 Item = TypeVar("Item")
 ListOf = Annotated[tuple[Item, ...], Strictness(False)]  # a YAML list; its items stay strict
 Count = Annotated[int, Field(ge=1, lt=2**31)]  # counters are int32 on the device
+# A file of a few bytes must not ask for gigabytes. As in `param_decomp_jax/targets/architecture.py`, which imports JAX.
+LayerCount = Annotated[int, Field(ge=1, le=4096)]
+Width = Annotated[int, Field(ge=1, le=1 << 24)]  # of an array
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+SHOWN_MISTAKES = 40
+"""Mistakes that a message lists at most."""
 NO_MEANING = object()
 """Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
 
@@ -36,9 +44,13 @@ class Strict(BaseModel):
     @classmethod
     def _known_keys(cls, raw: Any) -> Any:
         if isinstance(raw, dict):
-            mistakes = [(str(key), cls._refusal(str(key))) for key in raw if key not in cls.model_fields]
-            if mistakes:
-                raise rule_error(*mistakes)
+            unknown = [str(key) for key in raw if key not in cls.model_fields]
+            if unknown:
+                # Looking for the nearest valid key of thousands takes minutes.
+                some = [shortened(key, 200) for key in unknown[: SHOWN_MISTAKES - 1]]
+                shown = [(key, cls._refusal(key)) for key in some]
+                rest = len(unknown) - len(shown)
+                raise rule_error(*shown, *([("", f"and {rest:,} more unknown keys")] if rest else ()))
         return raw
 
     @classmethod
@@ -62,6 +74,22 @@ def rule_error(*mistakes: tuple[str, str]) -> PydanticCustomError:
     return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
 
 
+def check_path(text: str) -> str:
+    """``text``, if it can be a path; for validators, which turn the error into a mistake of the key."""
+    wrong = path_mistake(text) or home_mistake(text)
+    if wrong:
+        raise rule_error(("", f"{printable(text, 200)} {wrong}"))
+    return text
+
+
+def expanded_path(path: Path) -> Path:
+    """As `check_path`, with `~` expanded."""
+    return Path(check_path(str(path))).expanduser()
+
+
+PathText = Annotated[str, AfterValidator(check_path)]
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A mistake in the configuration: dotted path of the key, and a message that says how to fix it."""
@@ -78,8 +106,8 @@ class ConfigSource:
     assignments: tuple[tuple[str, str], ...] = ()
 
     def error(self, mistakes: Sequence[Mistake]) -> UserError:
-        """An error that lists all mistakes, one per line."""
-        return UserError("\n".join(map(self.line, mistakes)))
+        """An error that lists the mistakes, one per line; of very many, the first."""
+        return UserError("\n".join(first_few(map(self.line, mistakes), SHOWN_MISTAKES)))
 
     def line(self, mistake: Mistake) -> str:
         """One line: file, the last assignment that affects the key (if any), key, message."""

@@ -4,25 +4,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, rule_error
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.paths import user_path
+from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, check_path, expanded_path, rule_error
 
 Text = Annotated[str, Field(min_length=1)]
-
-
-def _path(given: Path) -> Path:
-    try:
-        return user_path(given)
-    except UserError as error:
-        raise rule_error(("", str(error))) from error
-
-
-FilePath = Annotated[Path, Strictness(False), AfterValidator(_path)]
+FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]
 RUN_ID = r"p-[0-9a-f]{8}"
 Experiment = Literal["tms", "resid_mlp"]
 
@@ -107,6 +96,11 @@ class Wrapper(Strict):
             return None
         run, at, step = self.init_from.rpartition("@")
         return (Path(run), int(step)) if at and step.isdecimal() else (Path(self.init_from), None)
+
+    @field_validator("init_from")
+    @classmethod
+    def _parent_path(cls, given: str | None) -> str | None:
+        return given and check_path(given)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Wrapper":

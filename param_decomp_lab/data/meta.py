@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.files import LARGE, read_text
-from param_decomp_lab.reading.json_text import parse_json
+from param_decomp_lab.untrusted.files import LISTING_BYTES, read_text
+from param_decomp_lab.untrusted.json_text import parse_json
 
 META_FILE = "meta.json"
 Split = Literal["train", "eval"]
@@ -58,8 +58,8 @@ class DataMeta:
         file = folder / META_FILE
         if not file.is_file():
             raise UserError(f"no {META_FILE} in {folder}: give the folder that `pd data tokenize --out` wrote")
-        text = read_text(file, "the description of the data", LARGE)
-        parse_json(text, str(file))
+        text = read_text(file, "the description of the data", LISTING_BYTES)
+        parse_json(text, str(file), dict)
         try:
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from param_decomp_lab.data.meta import Split
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.paths import user_path
+from param_decomp_lab.untrusted.paths import checked_path
 
 PIECE_CHARS = 16_384
 
@@ -56,7 +56,7 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
     for given in map(str, inputs):
         if not given:
             raise UserError("an empty name is no text file; give files, folders or globs (`.` for this folder)")
-        path = user_path(given)
+        path = checked_path(given, "text")
         if path.is_dir():
             inside = (file for file in path.rglob("*") if file.is_file())
             found = [file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts)]

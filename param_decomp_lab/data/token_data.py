@@ -12,7 +12,6 @@ from jaxtyping import Int, Int32
 
 from param_decomp_lab.data.tokenize import COLUMN
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.paths import is_regular
 
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
 CACHE_BYTES = 1 << 30
@@ -159,7 +158,7 @@ def _find(source: str) -> list[Path]:
 
 
 def _metadata(path: Path) -> pq.FileMetaData:
-    if not is_regular(path):
+    if not path.is_file():
         raise UserError(f"{path} is not a regular file: give Parquet files")
     try:
         file = pq.ParquetFile(path, memory_map=True)

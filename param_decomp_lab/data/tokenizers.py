@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from param_decomp_lab.data.meta import LARGEST_VOCABULARY
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.files import LARGE
-from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -77,8 +77,8 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _tokenizer(self) -> HfTokenizer:
-        if self.file.stat().st_size > LARGE:
-            raise UserError(f"{self.file} has more than {LARGE:,} bytes, too many for a Hugging Face tokenizer file")
+        if self.file.stat().st_size > LISTING_BYTES:
+            raise UserError(f"{self.file} has over {LISTING_BYTES:,} bytes, too many for a Hugging Face tokenizer file")
         try:
             tokenizer = HfTokenizer.from_file(str(self.file))
         except Exception as error:  # the library raises bare Exception
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def separator(self) -> int | None:
         config = self.file.with_name(TOKENIZER_CONFIG)
-        settings = read_json_object(config, "the settings of the tokenizer", LARGE) if config.is_file() else {}
+        settings = read_json(config, "the settings of the tokenizer", dict, LISTING_BYTES) if config.is_file() else {}
         for key in ("eos_token", "bos_token"):
             token = settings.get(key)
             token = token.get("content") if isinstance(token, dict) else token

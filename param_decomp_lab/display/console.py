@@ -1,21 +1,19 @@
-"""The console of all commands: names and messages from outside reach the terminal as text alone."""
+"""The console that every command prints with."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console
+from rich.text import Text
 
-from param_decomp_lab.reading.printable import printable
+from param_decomp_lab.untrusted.printable import printable
 
 
 class PlainConsole(Console):
-    """Takes no markup in what it prints, and shows control characters in it as escapes; give a `style`, or a `Text`."""
+    """Prints strings as they are: paths and names are no markup and no emoji codes, and their control characters become
+    visible. Styles are given as `rich.text.Text`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            # What rich itself sends to the terminal stays.
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, len(text)), **options)

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
+from param_decomp_lab.untrusted.printable import printable
+
 
 def print_warnings(lines: Iterable[str], console: Console, label: str = "note", wrap: bool = False) -> None:
     """Prints each distinct line once, after ``label``. ``wrap``: wrap lines at the width of the console."""
     for line in dict.fromkeys(lines):
-        console.print(Text.assemble((f"{label}: ", "yellow"), line), soft_wrap=not wrap)
+        console.print(Text.assemble((f"{label}: ", "yellow"), printable(line)), soft_wrap=not wrap)

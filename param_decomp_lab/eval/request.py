@@ -9,7 +9,8 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.yaml_text import parse_yaml
+from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 SETTABLE = ("eval", "data", "memory")
 """Top-level keys that `--set` may change; others would change the decomposition."""
@@ -77,10 +78,7 @@ def evaluation_config(config: RunConfig, request: EvaluationRequest, where: str)
 
 def read_metric_file(file: Path) -> list[Mapping[str, Any]]:
     """Reads metrics from a YAML file: a list, or a mapping with the list under `metrics` or `eval.metrics`."""
-    try:
-        found = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-    except OSError as error:
-        raise UserError(f"{file}: cannot read the metrics: {error.strerror}") from error
+    found = parse_yaml(read_text(file, "the metrics"), str(file))
     for key in ("eval", "metrics"):
         if isinstance(found, dict) and key in found:
             found = found[key]

@@ -11,6 +11,7 @@ from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.layout import Layout
 from param_decomp_lab.probe.subprocess import ProbeOutput, probe_in_subprocess
+from param_decomp_lab.untrusted.printable import printable
 
 SKIP_PROBE = "to submit without this check: --no-probe"
 
@@ -57,4 +58,6 @@ def _describe_result(planned: PlannedProbe, output: ProbeOutput) -> Text:
     need = f"needs {answer['peak_gib']:.1f} of {answer['pool_gib']:.1f} GiB of each GPU ({answer['largest_part']})"
     if answer["verdict"] == "fits":
         return Text.assemble(("fits", "green"), f": {planned.name} {need}")
-    return Text.assemble(f"{output.out.rstrip()}\n", ("does not fit", "bold red"), f": {planned.name} {need}")
+    return Text.assemble(
+        f"{printable(output.out.rstrip())}\n", ("does not fit", "bold red"), f": {planned.name} {need}"
+    )

@@ -52,9 +52,12 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
         key = key.strip().replace("_", "-")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
             raise UserError(f"--sbatch {text!r}: should be a long option of sbatch, such as constraint=h100")
-        if key in MANAGED:
-            other = f"; use {MANAGED[key]}" if MANAGED[key] else ", since a run that is requeued depends on it"
-            raise UserError(f"--sbatch {text}: {key} cannot be set{other}")
+        # sbatch takes every beginning of an option that only one has, such as --sig, so that is refused alike.
+        managed = key if key in MANAGED else next((option for option in MANAGED if option.startswith(key)), None)
+        if managed is not None:
+            other = f"; use {MANAGED[managed]}" if MANAGED[managed] else ", since a run that is requeued depends on it"
+            short = "" if managed == key else f" (sbatch takes {key} for it)"
+            raise UserError(f"--sbatch {text}: {managed} cannot be set{short}{other}")
         found[key] = value if equals else None
     return found
 

@@ -12,8 +12,8 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
 from param_decomp_lab.launch.code_copy import CODE, Code
-from param_decomp_lab.reading.json_text import read_json_object
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, begin_run_folder, refuse_taken
+from param_decomp_lab.untrusted.json_text import read_json
 
 LAUNCH_FILE = "launch.json"
 RECIPE_FILE = "target.yaml"
@@ -39,11 +39,10 @@ def record_job(folder: Path, job: str) -> None:
     """Adds a job number to `launch.json`."""
     file = folder / LAUNCH_FILE
     try:
-        described = read_json_object(file, "how the run was launched") if file.exists() else {}
+        described = read_json(file, "the record of the launch", dict) if file.exists() else {}
         jobs = described.get("jobs", [])
-        earlier = jobs if isinstance(jobs, list) else []
-        write_whole(file, json.dumps({**described, "jobs": [*earlier, job]}, indent=2) + "\n")
-    except (UserError, OSError) as error:
+        write_whole(file, json.dumps({**described, "jobs": [*jobs, job]}, indent=2) + "\n")
+    except (UserError, OSError, TypeError) as error:  # TypeError: the jobs are no list
         raise UserError(f"{file}: job {job} cannot be recorded: {error}") from error
 
 

@@ -19,37 +19,64 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )  # fmt: skip
+from rich.text import Text
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.run_folder.folder import resume_command
 from param_decomp_lab.run_folder.identity import Displaced, what_became_of
 from param_decomp_lab.run_folder.unwritable import why_not_written
+from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.json_text import BadNumber, bounded_int
+from param_decomp_lab.untrusted.printable import shortened
 
 Row = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
+METRICS_BYTES = 1 << 32
+"""Largest `metrics.jsonl` that is read whole: far more than the longest runs write."""
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Rows of `metrics.jsonl`, none where there is no such file. A last line that was cut off by a kill is left out.
 
-    Errors: ``UserError`` for a broken line anywhere else, with its number.
+    Errors: ``UserError`` for no regular file, one that is not UTF-8, and a broken line anywhere else, with its number.
     """
     path = run_folder / METRICS_FILE
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path, "the metrics", METRICS_BYTES).split("\n")
+    if not lines[-1]:
+        lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_row(line)
+        except ValueError as error:
             if number == len(lines):
                 break
-            raise UserError(f"{path}:{number}: not a JSON object: {error}") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise UserError(f"{path}:{number}: expected an object with a key 'step', got {line[:80]}")
+            raise UserError(f"{path}:{number}: {error}") from error
         rows.append(row)
     return rows
+
+
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """A row of `metrics.jsonl`, whose values may be NaN. ValueError for what is none: its step is a whole number from 0
+    up."""
+    # Not `parse_json`: a long run has a million rows, and the checks of every number would take longer than reading it.
+    try:
+        row = json.loads(line, parse_int=bounded_int)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    except BadNumber:
+        raise
+    except ValueError as error:
+        raise ValueError(f"not a JSON object: {error}") from error
+    if not isinstance(row, dict) or "step" not in row:
+        raise ValueError(f"expected an object with a key 'step', got {shortened(repr(row), 80)}")
+    if type(row["step"]) is not int or not 0 <= row["step"] < 2**31:
+        given = shortened(json.dumps(row["step"]), 40)
+        raise ValueError(f"the step should be a whole number from 0 up, not {given}")
+    return row
 
 
 class MetricsFile:
@@ -80,7 +107,7 @@ class MetricsFile:
             if len(self._waiting) == 1:
                 why = why_not_written(error, self.path.parent) or str(error)
                 said = f"rows of metrics cannot be written and wait until they can: {why}"
-                self._console.print(said, style="yellow", soft_wrap=True)
+                self._console.print(Text(said, "yellow"), soft_wrap=True)
 
     def settle(self) -> None:
         """Returns when every row is on the disk. CannotWrite when one cannot be written."""
@@ -97,7 +124,7 @@ class MetricsFile:
         if became is not None:
             raise Displaced(
                 f"{self.path} {became} while the run went on, which stops without saving. Put it back, and resume with "
-                f"`pd train --resume {self.path.parent}`"
+                f"`{resume_command(self.path.parent)}`"
             )
 
     def close(self) -> None:
@@ -105,7 +132,7 @@ class MetricsFile:
             self._append()
         if self._waiting:
             said = f"{len(self._waiting)} rows of {METRICS_FILE} could not be written and are lost"
-            self._console.print(said, style="yellow", soft_wrap=True)
+            self._console.print(Text(said, "yellow"), soft_wrap=True)
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self._whole)
         self._file.close()

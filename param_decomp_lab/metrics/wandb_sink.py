@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
+from rich.text import Text
 
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
+from param_decomp_lab.untrusted.printable import printable
 
 MIRROR = (sys.executable, "-m", "param_decomp_lab.metrics.wandb_mirror")
 LOG_FILE = "wandb.log"
@@ -109,11 +112,11 @@ class Wandb:
             later = self._later
             if outcome == "preempted":
                 later = "it gets the rest when the run is resumed"
-            self._console.print(f"wandb has not got all of the run; {later}", style="yellow", soft_wrap=True)
+            self._console.print(Text(f"wandb has not got all of the run; {later}", "yellow"), soft_wrap=True)
 
     @property
     def _later(self) -> str:
-        return f"`pd wandb {self._folder}` sends it"
+        return f"`{shlex.join(('pd', 'wandb', str(self._folder)))}` sends it"
 
     @staticmethod
     def _tell(mirror: "subprocess.Popen[str]", message: dict[str, Any]) -> None:
@@ -176,17 +179,16 @@ class Wandb:
                     self._late, self._misuse = self._answered, message["why"]
                     if self._late:
                         refusal = f"wandb refuses the run, which goes on without it: {message['why']}; {self._later}"
-                        self._console.print(refusal, style="yellow", soft_wrap=True)
+                        self._console.print(Text(printable(refusal), "yellow"), soft_wrap=True)
                 case "failed":
                     self._report_trouble(message["why"])
         return reached
 
     def _report_trouble(self, why: str) -> None:
         if not self._trouble and not self._ended.is_set():
-            reason = " ".join(why.split())[:300]
+            reason = printable(" ".join(why.split()), 300)
             self._console.print(
-                f"wandb cannot be reached; the run continues, and it is tried again: {reason}",
-                style="yellow",
+                Text(f"wandb cannot be reached; the run goes on, and it is tried again: {reason}", "yellow"),
                 soft_wrap=True,
             )
         self._trouble = self._answered = True

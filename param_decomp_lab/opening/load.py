@@ -15,10 +15,10 @@ from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
 from param_decomp_lab.opening.target import count_weight_bytes, find_architecture, with_target
-from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.run_folder.folder import CONFIG_FILE, saved_config
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.programs import learned_shapes
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 
 def load_run(

@@ -7,8 +7,8 @@ from typing import Any
 
 from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.json_text import read_json_object
-from param_decomp_lab.reading.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
 
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
@@ -44,7 +44,7 @@ def find_finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | 
             "\n".join([f"{folder} holds a model of another recipe:", *differences])
             + "\nGive another `out`, or replace it with `pd pretrain RECIPE --overwrite`"
         )
-    return read_json_object(folder / SUMMARY_FILE, "the summary")
+    return read_json(folder / SUMMARY_FILE, "the summary of a pretraining", dict)
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,14 @@ from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
 from param_decomp_lab.config.strict import (
     ConfigSource,
     Count,
+    LayerCount,
     ListOf,
     Mistake,
     Natural,
+    PathText,
     Positive,
     Strict,
+    Width,
     nearest,
     rule_error,
     validate,
@@ -22,7 +25,7 @@ from param_decomp_lab.config.strict import (
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
-from param_decomp_lab.reading.yaml_text import read_mapping
+from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 LANGUAGE_MODELS = ("llama", "gpt")
 ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)
@@ -34,7 +37,7 @@ class RopeScalingRecipe(Strict):
     factor: Positive
     low_freq_factor: Positive
     high_freq_factor: Positive
-    original_max_position_embeddings: Count
+    original_max_position_embeddings: Width
 
 
 class LlamaRecipe(Strict):
@@ -43,12 +46,12 @@ class LlamaRecipe(Strict):
     larger one (at d_model 64, 400 steps: held-out cross-entropy 1.97 from 0.02, 1.65 from 0.08)."""
 
     architecture: Literal["llama"]
-    d_model: Count
-    n_layers: Count
-    n_heads: Count
-    n_kv_heads: Count
-    head_dim: Count | None = None
-    d_mlp: Count
+    d_model: Width
+    n_layers: LayerCount
+    n_heads: Width
+    n_kv_heads: Width
+    head_dim: Width | None = None
+    d_mlp: Width
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10000.0
     rope_scaling: RopeScalingRecipe | None = None
@@ -89,11 +92,11 @@ class GPTRecipe(Strict):
     ``dropout``: share of what a block adds to the residual stream that is dropped in training."""
 
     architecture: Literal["gpt"]
-    vocab_size: Count | None = None
-    d_model: Count
-    n_layers: Count
-    n_heads: Count
-    d_mlp: Count
+    vocab_size: Width | None = None
+    d_model: Width
+    n_layers: LayerCount
+    n_heads: Width
+    d_mlp: Width
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     norm_eps: Positive = 1e-5
     init_std: Positive = 0.02
@@ -141,8 +144,8 @@ class PretrainRecipe(Strict):
     """
 
     model: Annotated[LlamaRecipe | GPTRecipe, Field(discriminator="architecture")]
-    data: str
-    out: str
+    data: PathText
+    out: PathText
     steps: Count
     batch_size: Count
     optimizer: OptimizerRecipe

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, Natural, Strict, rule_error
+from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule_error
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")
@@ -19,9 +19,9 @@ class TMSRecipe(Strict):
     the transpose of linear1."""
 
     architecture: Literal["tms"]
-    n_features: Count
-    n_hidden: Count
-    n_hidden_layers: Natural = 0
+    n_features: Width
+    n_hidden: Width
+    n_hidden_layers: Annotated[int, Field(ge=0, le=4096)] = 0
     hidden_init: Literal["identity", "random"] | None = None
     tied: bool = True
 
@@ -41,10 +41,10 @@ class ResidMLPRecipe(Strict):
     """The keys of `ResidMLPConfig`. ``d_mlp``: neurons of each layer."""
 
     architecture: Literal["resid_mlp"]
-    n_features: Count
-    d_embed: Count
-    d_mlp: Count
-    n_layers: Count
+    n_features: Width
+    d_embed: Width
+    d_mlp: Width
+    n_layers: LayerCount
     activation: Literal["relu", "gelu"] = "relu"
     in_bias: bool = False
     out_bias: bool = False
@@ -61,7 +61,7 @@ class ToyRecipe(Strict):
 
     model: Annotated[TMSRecipe | ResidMLPRecipe, Field(discriminator="architecture")]
     data: ToyData
-    out: str
+    out: PathText
     steps: Count
     batch_size: Count
     optimizer: OptimizerRecipe

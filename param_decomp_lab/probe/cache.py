@@ -15,8 +15,8 @@ from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.compiler import installed
-from param_decomp_lab.reading.files import LARGE
-from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -44,7 +44,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
     key = hashlib.sha256(f"{_code()}\n{_versions()}\n{_settings()}\n{question}".encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     try:
-        return read_json_object(file, "the answer", LARGE), True
+        return read_json(file, "a cached result", dict, LISTING_BYTES), True
     except UserError:
         found = answer()
     try:

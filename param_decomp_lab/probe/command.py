@@ -21,7 +21,7 @@ from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
 from param_decomp_lab.probe.subject import Subject, run_subject
-from param_decomp_lab.reading.yaml_text import read_mapping
+from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 
 def probe(

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
@@ -134,11 +135,12 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     if chosen is None or chosen.answer is None:
         draw(found.points, None, title, picture)
         console.print(f"picture {picture}", highlight=False, soft_wrap=True)
-        advice = "; vary smaller batches, leaner memory, or take more GPUs"
-        console.print(Text.assemble(("nothing fits", "bold red"), advice), soft_wrap=True)
+        console.print(
+            Text.assemble(("nothing fits", "bold red"), "; vary smaller batches, leaner memory, or take more GPUs")
+        )
         return False
     text = io.StringIO()
-    Console(file=text, width=120).print(table)
+    PlainConsole(file=text, width=120).print(table)
     answer = chosen.answer
     nodes = request.n_gpus // request.per_node
     where = ("--gpu", request.gpu, "--nodes", str(nodes), "--gpus-per-node", str(request.per_node))
@@ -153,8 +155,9 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     draw(found.points, chosen, title, picture)
     print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
-    run = f": {chosen.kind.name}, batch {chosen.batch:,}, {need}"
-    console.print(Text.assemble(("fits", "bold green"), run), soft_wrap=True)
+    console.print(
+        Text.assemble(("fits", "bold green"), f": {chosen.kind.name}, batch {chosen.batch:,}, {need}"), soft_wrap=True
+    )
     return True
 
 

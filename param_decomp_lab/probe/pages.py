@@ -7,6 +7,7 @@ from param_decomp_aot.buffers import find_peak, ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.figures.save import save_figure
+from param_decomp_lab.folders import is_irregular
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.memory_page import write_memory_page
 from param_decomp_lab.probe.show import verdict_line
@@ -14,19 +15,21 @@ from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.probe.timeline_figure import timeline_figure
 
 
-def write_pages(answer: Answer, file: Path) -> tuple[Path, Path]:
-    """The page ``file``, and a PNG of the same name beside it. UserError where they cannot be written."""
+def write_pages(answer: Answer, file: Path) -> tuple[Path, Path | None]:
+    """The page ``file``, and a PNG of the same name beside it, but none beside a device or a pipe: then the second is
+    None. UserError where they cannot be written."""
     step, pool = answer.parts[STEP], answer.pool
     kept = ledger(*step.dump)
     moments, peak = timeline(kept), find_peak(kept)
     title = f"{answer.subject.title}: the {STEP} on {answer.gpu.upper()}"
-    picture = file.with_suffix(".png")
+    picture = None if is_irregular(file) else file.with_suffix(".png")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_memory_page(
             file, title, moments, peak, step.groups, _summary(answer), pool=pool.usable, capacity=pool.capacity
         )
-        save_figure(timeline_figure(moments, title, pool=pool.usable, capacity=pool.capacity), picture)
+        if picture is not None:
+            save_figure(timeline_figure(moments, title, pool=pool.usable, capacity=pool.capacity), picture)
     except OSError as error:
         raise UserError(f"--html {file}: cannot be written ({error.strerror})") from error
     return file, picture

@@ -1,6 +1,5 @@
 """Runs `pd probe` in a subprocess, because compilers do not release their memory."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -9,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ def probe_in_subprocess(path: Path, sets: Sequence[str], options: Sequence[str])
         command = [sys.executable, "-m", "param_decomp_lab", "probe", str(path), "--json", str(file), *options]
         command += [argument for text in sets for argument in ("--set", text)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        answer = json.loads(file.read_text()) if done.returncode in (0, 3) and file.is_file() else None
+        answer = None
+        if done.returncode in (0, 3) and file.is_file():
+            answer = read_json(file, "the answer of pd probe", dict, LISTING_BYTES)
     return ProbeOutput(done.returncode, answer, done.stdout, _why(done))
 
 

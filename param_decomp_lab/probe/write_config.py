@@ -8,7 +8,7 @@ from typing import Any
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
 
 WRITTEN_BY = "# Written by pd fit"
 _PATHS = (("data", "train"), ("data", "eval"), ("target", "folder"), ("target", "pretrain"))

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -17,14 +18,15 @@ from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.metrics.sinks import METRICS_FILE
-from param_decomp_lab.reading.yaml_text import read_mapping
+from param_decomp_lab.metrics.sinks import METRICS_FILE, parse_row
 from param_decomp_lab.report.configuration import component_counts
 from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
 from param_decomp_lab.report.metrics import series_by_key
 from param_decomp_lab.run_folder.ending import ENDING_FILE, read_ending
 from param_decomp_lab.run_folder.folder import CHECKPOINTS, CONFIG_FILE, checkpoint_steps
 from param_decomp_lab.run_folder.lock import LOCK_FILE, holder, is_held
+from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 DEPTH = 4
 """Depth of the search below the given folder: sweeps and experiments keep their runs in subfolders."""
@@ -96,15 +98,15 @@ def read_run(folder: Path) -> RunStatus:
     """The status of one run; problems with its folder are reported in it, not raised."""
     try:
         return _read(folder)
-    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever is wrong with this one, the others are listed
         why = str(error) if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {error}"
-        return RunStatus(str(folder), folder.name, "broken", seen=_seen(folder), why=why)
+        return RunStatus(str(folder), folder.name, "broken", seen=_seen(folder), why=printable(why, 2000))
 
 
 def _read(folder: Path) -> RunStatus:
     config = read_mapping(folder / CONFIG_FILE, "the configuration of a run")
     steps = config["torch"]["pd"]["steps"]
-    if not isinstance(steps, int):
+    if type(steps) is not int:
         raise UserError(f"{folder / CONFIG_FILE}: pd.steps is {steps!r}")
     last, logged, span = _last_values(folder / METRICS_FILE)
     checkpoints = checkpoint_steps(folder)
@@ -185,12 +187,8 @@ def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
         if size > TAIL:
             lines.readline()
         for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
+            with suppress(ValueError):
+                yield parse_row(line)
 
 
 def _headline(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
@@ -229,7 +227,8 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     table.columns[0].no_wrap = all(len(run.folder) <= WIDEST for run in found)
     for run in found:
         table.add_row(
-            str(run.folder), run.name, Text(run.state, style=STYLES[run.state]), _progress(run), _step_time(run),
+            Text(printable(run.folder)), Text(printable(run.name, 200)), Text(run.state, style=STYLES[run.state]),
+            _progress(run), _step_time(run),
             "" if run.tokens_per_second is None else number(run.tokens_per_second), _ago(run.seen), _headline_text(run),
         )  # fmt: skip
     console.print(table)
@@ -261,5 +260,5 @@ def _ago(seen: float) -> str:
 
 def _headline_text(run: RunStatus) -> Text:
     if run.why:
-        return Text(run.why.splitlines()[0])
+        return Text(printable(run.why, 2000).splitlines()[0])
     return Text("  ".join(f"{name} {number(value)}" for name, value in run.main.items()))

@@ -11,8 +11,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import STOPPED
-from param_decomp_lab.reading.json_text import read_json_object
 from param_decomp_lab.run_folder.lock import displaced_by
+from param_decomp_lab.untrusted.json_text import read_json
 
 ENDING_FILE = "ended.json"
 Ending = Literal["finished", "stopped", "failed"]
@@ -66,8 +66,8 @@ def clear_end(run_folder: Path) -> None:
 def read_ending(run_folder: Path) -> tuple[Ending, str] | None:
     """How the run ended and why; None while it is running, after a kill, or if the file is unreadable."""
     try:
-        found = read_json_object(run_folder / ENDING_FILE, "how the run ended")
-        how, why = found["how"], str(found["why"])
-    except (UserError, KeyError):
+        found = read_json(run_folder / ENDING_FILE, "the record of a run's end", dict)
+    except UserError:
         return None
+    how, why = found.get("how"), str(found.get("why", ""))
     return (how, why) if how in ("finished", "stopped", "failed") else None

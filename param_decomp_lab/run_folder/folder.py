@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
@@ -30,9 +31,12 @@ COMMIT_FILE = "COMMIT"
 def refuse_taken(folder: Path) -> None:
     """Raises UserError if ``folder`` exists already."""
     if folder.exists():
-        raise UserError(
-            f"{folder} exists already; resume it with `pd train --resume {folder}` or choose another run_id"
-        )
+        raise UserError(f"{folder} exists already; resume it with `{resume_command(folder)}` or choose another run_id")
+
+
+def resume_command(folder: Path) -> str:
+    """The command that resumes the run in ``folder``, as a shell takes it."""
+    return shlex.join(("pd", "train", "--resume", str(folder)))
 
 
 def make_run_folder(folder: Path, config: RunConfig) -> None:

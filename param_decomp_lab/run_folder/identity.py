@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.run_folder.folder import resume_command
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
@@ -46,33 +47,38 @@ def _path_now(descriptor: int) -> Path | None:
 
 
 class FolderIdentity:
-    """Holds the run folder open, to notice if another, or none, is at its path. For process 0."""
+    """Holds the run folder, or one in it, open, to notice if another, or none, is at its path. For process 0."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CannotWrite if there is no such folder."""
-        self._folder = folder
+    def __init__(self, folder: Path, run: Path | None = None) -> None:
+        """``run``: the run folder, if ``folder`` is one in it. Raises CannotWrite if there is no such folder."""
+        self._folder, self._run = folder, run
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise CannotWrite(f"{folder} cannot be opened: {error.strerror}") from error
 
     def check(self) -> None:
-        """Raises Displaced if the run folder is no longer at its path."""
+        """Raises Displaced if the folder is no longer at its path."""
         became = what_became_of(self._folder, self._descriptor)
         if became is None:
             return
+        if self._run is not None:
+            raise Displaced(
+                f"{self._folder} {became} while the run went on, which stops without saving. Put it back, and resume "
+                f"with `{resume_command(self._run)}`"
+            )
         now = _path_now(self._descriptor)
         then = (
-            f"Resume with `pd train --resume {now}`, there or renamed back"
+            f"Resume with `{resume_command(now)}`, there or renamed back"
             if now is not None
-            else f"If it still exists, move it back and resume with `pd train --resume {self._folder}`"
+            else f"If it still exists, move it back and resume with `{resume_command(self._folder)}`"
         )
         raise Displaced(
             f"the run folder {self._folder} {became} while the run went on, which stops without saving. {then}"
         )
 
     def is_in_place(self) -> bool:
-        """Whether the run folder is still at its path."""
+        """Whether the folder is still at its path."""
         return what_became_of(self._folder, self._descriptor) is None
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from rich.console import Console
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import boot_id, process_start
 from param_decomp_lab.processes.group import ALONE, Processes
-from param_decomp_lab.reading.json_text import parse_json
+from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.json_text import parse_json
 
 LOCK_FILE = "lock"
 """Name of the lock file. Empty when not held. Never removed, since two jobs could then lock two files of that name."""
@@ -68,11 +69,13 @@ class Holder:
     def read(cls, text: str) -> "Holder | None":
         """The holder in a lock file's text; None if that is empty, truncated or of something else."""
         try:
-            holder = cls(**parse_json(text, "the lock"))
+            given = parse_json(text, LOCK_FILE, dict)
+            kinds = {field.name: int if field.name in ("pid", "restarts") else str for field in fields(cls)}
+            if not all(type(value) is kinds.get(key) for key, value in given.items()):
+                return None
+            return cls(**given)
         except (UserError, TypeError):
             return None
-        kinds = {key: int if key in ("pid", "restarts") else str for key in vars(holder)}
-        return holder if all(isinstance(value, kinds[key]) for key, value in vars(holder).items()) else None
 
     @property
     def is_this_process(self) -> bool:
@@ -105,8 +108,8 @@ class Holder:
 def holder(folder: Path) -> Holder | None:
     """The process named in the lock file, which may have been killed; None if there is none."""
     try:
-        return Holder.read((folder / LOCK_FILE).read_text())
-    except OSError:
+        return Holder.read(read_text(folder / LOCK_FILE, "the lock"))
+    except UserError:
         return None
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from param_decomp_lab.config.wrapper import RUN_ID
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import is_irregular, refuse_unwritable
-from param_decomp_lab.reading.yaml_text import read_mapping
 from param_decomp_lab.run_folder.folder import CHECKPOINTS, CONFIG_FILE, EVALUATIONS
+from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 
 def check_output_file(file: Path, option: str) -> None:

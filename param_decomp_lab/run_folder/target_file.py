@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from param_decomp_jax.targets.architecture import Architecture
+from param_decomp_jax.targets.architecture import Architecture, check_sizes
 from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.untrusted.json_text import read_json
 
 TARGET_FILE = "target.json"
 
@@ -30,9 +30,11 @@ def read_target(run_folder: Path) -> Architecture | None:
     if not file.is_file():
         return None
     try:
-        fields = read_json_object(file, "the target's architecture")
-        return ARCHITECTURES[fields.pop("architecture")].from_fields(fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fields = read_json(file, "the target's architecture", dict)
+        architecture = ARCHITECTURES[fields.pop("architecture")].from_fields(fields)
+        check_sizes(architecture)
+        return architecture
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file} is damaged or of another version ({error}); if removed, the target's own folder is read instead"
         ) from error

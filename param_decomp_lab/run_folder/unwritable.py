@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.run_folder.folder import resume_command
 from param_decomp_lab.run_folder.identity import Displaced
 
 NUMBERS = (
@@ -33,7 +34,7 @@ def why_not_written(error: BaseException, folder: Path) -> str | None:
 @contextmanager
 def explain_unwritable(folder: Path) -> Iterator[None]:
     """A block around a run; raises CannotWrite, with what to do, if ``folder`` can no longer be written."""
-    then = f"Earlier checkpoints are intact. Once this is fixed, resume with `pd train --resume {folder}`"
+    then = f"Earlier checkpoints are intact. Once this is fixed, resume with `{resume_command(folder)}`"
     try:
         yield
     except Displaced:

@@ -14,9 +14,9 @@ from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.processes.group import ALONE, Processes
-from param_decomp_lab.reading.json_text import read_json_object
-from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 PARENT_FILE = "parent.json"
 SHOWN = 12
@@ -139,9 +139,10 @@ def _recorded(run_folder: Path | None) -> dict[str, Any]:
     if run_folder is None or not (run_folder / PARENT_FILE).is_file():
         return {}
     try:
-        found = read_json_object(run_folder / PARENT_FILE, "what the run began with")
+        found = read_json(run_folder / PARENT_FILE, "what the run began with", dict)
         return {"step": int(found["step"]), "fingerprint": str(found["fingerprint"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        why = str(error) if isinstance(error, UserError) else repr(error)
         raise UserError(
-            f"{run_folder / PARENT_FILE} cannot be read ({error!r}); it says what the run began with"
+            f"{run_folder / PARENT_FILE} cannot be read ({why}); it says what the run began with"
         ) from error

@@ -5,6 +5,12 @@ The contents are compared, not the paths: a folder's contents may change, and an
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from param_decomp_lab.checkpoints.fingerprints import combine_fingerprints, fingerprints
 from param_decomp_lab.checkpoints.store import flatten
@@ -32,6 +38,16 @@ def _fingerprint_tokens(data: TokenRows) -> str:
     """Hash of the number of rows, their length, and three rows; not more, since reading one decodes a group of rows."""
     some = data.rows([0, len(data) // 2, len(data) - 1])
     return hashlib.sha256(f"{len(data)} {data.seq_len} ".encode() + some.tobytes()).hexdigest()[:16]
+
+
+def not_finite(weights: Any, mesh: Mesh) -> list[str]:
+    """Names of the arrays of a target's weights that hold NaN or an infinity. Must be called in all processes."""
+
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: jnp.isfinite(leaf).all() for name, leaf in leaves.items()}
+
+    return [name for name, is_finite in finite(flatten(weights)).items() if not bool(is_finite)]
 
 
 def changed_inputs(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

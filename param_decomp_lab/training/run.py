@@ -31,7 +31,6 @@ from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, 
 from param_decomp_lab.metrics.wandb_sink import Login, Wandb
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S, StopSignal
-from param_decomp_lab.reading.yaml_text import parse_yaml
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.run_folder.ending import clear_end, record_end
 from param_decomp_lab.run_folder.folder import (
@@ -39,6 +38,7 @@ from param_decomp_lab.run_folder.folder import (
     record_start,
     refuse_taken,
     refuse_unseen,
+    resume_command,
     saved_config,
 )
 from param_decomp_lab.run_folder.identity import FolderIdentity
@@ -54,8 +54,10 @@ from param_decomp_lab.setup.programs import (
     warmup_moments_program,
     warmup_program,
 )
-from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs
+from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs, not_finite
 from param_decomp_lab.training.recorder import Recorder
+from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch. The stop signal is checked between dispatches."""
@@ -136,7 +138,7 @@ def resume(
 
 
 def _resume_hint(folder: Path) -> str:
-    return f"resume with `pd train --resume {folder}`"
+    return f"resume with `{resume_command(folder)}`"
 
 
 def _refuse_different(config: RunConfig, processes: Processes) -> None:
@@ -190,6 +192,7 @@ class _Run:
                 stack.enter_context(self.stop.among(self.processes))
             stack.enter_context(jax.set_mesh(self.setup.mesh))
             stack.enter_context(explain_unwritable(self.folder))
+            stack.enter_context(self._explain_non_finite())
             self.inputs = fingerprint_inputs(self.setup, self.processes)
             if not resumed:
                 self._record_start(0)
@@ -199,6 +202,20 @@ class _Run:
                 state = self._loop(state, first)
                 self._finish(state)
         return self.folder
+
+    @contextmanager
+    def _explain_non_finite(self) -> Iterator[None]:
+        """A block in which a NonFiniteLoss says so if the cause is the target, and not the rate or the losses."""
+        try:
+            yield
+        except NonFiniteLoss as error:
+            bad = not_finite(self.setup.weights, self.setup.mesh)
+            if not bad:
+                raise
+            names = ", ".join(first_few(bad))
+            raise NonFiniteLoss(
+                f"the target's weights hold NaN or infinities ({names}), so no loss is finite; copy them again"
+            ) from error
 
     def _is_in_place(self) -> bool:
         return self.identity is None or self.identity.is_in_place()
@@ -218,7 +235,7 @@ class _Run:
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
             lost = f"{METRICS_FILE} lacks the rows of steps {self.metrics.last + 1} to {expected}, written before"
             again = f"to get them back, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
-            self.console.print(f"{lost}; {again}", style="yellow", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"{lost}; {again}", "yellow"), highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
         outcome = "failed"
         try:
@@ -256,13 +273,13 @@ class _Run:
         step, state, damaged = found
         changes = difference(self._checkpoint_config(step), self.config)
         for line in changes:
-            changed = Text.assemble((f"changed since step {step}:", "yellow"), f" {line}")
-            self.console.print(changed, soft_wrap=True)
+            text = Text.assemble((f"changed since step {step}:", "yellow"), f" {printable(line, 1000)}")
+            self.console.print(text, highlight=False, soft_wrap=True)
         with self.processes.sharing_errors():
             renamed = self.checkpoints.rename_damaged(damaged) if self.processes.first else []
         for name, damage in zip(renamed, damaged.values(), strict=False):
             warning = f"a damaged checkpoint was renamed to {name}, and the one before it is used: {damage}"
-            self.console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+            self.console.print(Text(printable(warning), "yellow"), highlight=False, soft_wrap=True)
         self._record_start(step, changes, renamed)
         self.is_saved = True
         self.console.print(f"resuming {self.folder} at step {step} of {self.spec.steps}", soft_wrap=True)

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.files import LARGE
-from param_decomp_lab.reading.json_text import read_json_object
-from param_decomp_lab.reading.paths import file_within, is_regular
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.paths import path_within
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -94,12 +94,12 @@ class SafetensorsFolder:
             raise UserError(
                 f"{self._folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a local Hugging Face folder"
             )
-        weight_map = read_json_object(index, "the index of safetensors files", LARGE).get("weight_map")
+        weight_map = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index} is not an index of safetensors files: it has no weight_map; download it again")
         # The local cache of Hugging Face consists of links.
-        files = {str(name): file_within(self._folder, name, str(index), links=True) for name in weight_map.values()}
-        missing = [name for name in sorted(files) if not is_regular(files[name])]
+        files = {str(name): path_within(self._folder, name, str(index), links=True) for name in weight_map.values()}
+        missing = [name for name in sorted(files) if not files[name].is_file()]
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             lacks = f"{', '.join(missing[:5])}{more}"

@@ -21,7 +21,7 @@ from param_decomp_jax.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.json_text import read_json_object
+from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
 
@@ -50,7 +50,7 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
             "`pd pretrain` made"
         )
-    return read_json_object(file, "the configuration of the model")
+    return read_json(file, "the configuration of the model", dict)
 
 
 def weight_shardings(mesh: Mesh, architecture: Architecture) -> Any:

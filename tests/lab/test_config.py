@@ -21,7 +21,7 @@ from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageM
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.reading.yaml_text import dump_yaml, parse_yaml
+from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
@@ -367,7 +367,7 @@ REFUSED = [
     ("pd.loss_metrics.9.coeff=1", "'9' is no index of this list (valid: 0 to 3)"),
     ("pd.components_optimizer.betas.0=1", "the file has no list pd.components_optimizer.betas; set"),
     ("pd.steps=null", "pd.steps: should be a valid integer, not null"),
-    ("pd.steps=1" + 400 * "0", "pd.steps: should be less than 2147483648"),
+    ("pd.steps=1" + 400 * "0", "line 1: the number 10000000000000000000 … (361 more characters)"),
     ("pd.steps.x=1", "pd.steps is 100000, which has no keys"),
     ("pd.steps='100'", "pd.steps: should be a valid integer, not '100'"),
     ("pd.steps=1.0", "pd.steps: should be a valid integer, not 1.0"),
@@ -482,7 +482,7 @@ REFUSED = [
 def test_refusals_say_where_and_what(override: str, expected: str) -> None:
     message = refusal(override)
     assert expected in message
-    assert f"--set {override}" in message
+    assert f"--set {override[:90]}" in message
 
 
 # The assignment is right by itself; the key it does not go with is named.
@@ -839,7 +839,9 @@ def test_duplicate_keys_and_syntax_errors_have_lines() -> None:
     assert parse_yaml(merged, "here")["c"] == {"x": 2, "y": 3}
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(1 - 2**64, 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
+)
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner), max_leaves=8)
 
 

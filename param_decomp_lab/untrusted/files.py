@@ -1,0 +1,50 @@
+"""Reads files from outside: regular files only, of limited size."""
+
+import os
+import stat
+from pathlib import Path
+
+from param_decomp_lab.errors import UserError
+
+SETTINGS_BYTES = 1 << 20
+"""Limit for files that people write or could have written: configurations, recipes, descriptions."""
+LISTING_BYTES = 1 << 26
+"""Limit for files that grow with the size of a model: an index of tensors, the files of a checkpoint."""
+
+
+def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
+    """The content of a regular file. ``what``: description of the file, for errors. ``limit``: in bytes.
+
+    Raises UserError for a file that is missing, unreadable, too large, or no regular file: a pipe would be waited for,
+    and a device may never end.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise UserError(f"{path}: cannot read {what}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            found = "it is a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise UserError(f"{path}: cannot read {what}: {found}")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read {what}: {error.strerror or error}") from error
+    finally:
+        os.close(descriptor)
+    if len(content) > limit:
+        raise UserError(f"{path}: cannot read {what}: larger than {limit:,} bytes, the most that such a file may have")
+    return content
+
+
+def read_text(path: Path, what: str, limit: int = SETTINGS_BYTES) -> str:
+    """The UTF-8 text of a regular file, with line ends as `\\n`. Raises UserError as `read_bytes` does, and for bytes
+    that are not UTF-8."""
+    content = read_bytes(path, what, limit)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot read {what}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,36 @@
+"""Makes text from outside fit to be shown: no control characters, of limited length."""
+
+import re
+from collections.abc import Iterable
+
+MESSAGE_CHARACTERS = 20_000
+"""Longest error message."""
+SHOWN = 12
+"""Entries of a long list that a message shows."""
+
+# C0 and C1 controls but the line feed; marks that reverse or hide text; line separators; lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
+    """``text`` with control characters as visible escapes (`\\x1b`), shortened in the middle to ``limit`` characters.
+
+    Line feeds stay. Rich's markup is left alone: print the result with `markup=False`, as `rich.text.Text`, or escaped.
+    """
+    text = shortened(text, limit)
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text`` itself, or its two ends and how much was left out between."""
+    if len(text) <= limit:
+        return text
+    ends = limit // 2
+    return f"{text[:ends]} … ({len(text) - 2 * ends:,} more characters) … {text[-ends:]}"
+
+
+def first_few(entries: Iterable[str], limit: int = SHOWN) -> list[str]:
+    """The first entries, each one printable; after ``limit`` of them, one more entry that counts the rest."""
+    every = list(entries)
+    few = [printable(entry, 1000) for entry in every[:limit]]
+    return [*few, f"… and {len(every) - limit:,} more"] if len(every) > limit else few
