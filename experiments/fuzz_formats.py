@@ -872,7 +872,7 @@ def _damage_text(work: Path, random: Random) -> Fault:
         case "place":
             return Fault(damage_place(file, random, PLACES[:-1]), file.name)
         case "name":
-            odd = random.choice(("\x1b[31m.txt", "\udcff.txt", "[/b", "a" * 255, "\n", "*.txt", "-x", ".hidden"))
+            odd = random.choice(("\x1b[31m.txt", "\udcff.txt", "[b", "a" * 255, "\n", "*.txt", "-x", ".hidden"))
             file.rename(file.with_name(odd))
             return Fault(f"a text named {odd!a:.60}", file.name)
         case _:

@@ -429,13 +429,14 @@ def test_a_save_that_fails(tmp_path: Path, small: State, capfd: pytest.CaptureFi
     says why; orbax and its storage library print nothing of their own."""
     saved(tmp_path, small, 3).close()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ckpts" / "3").rglob("*")}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits, failing = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(CannotWrite, match=r"the checkpoint of step 4 could not be saved: File too large: /"):
-            Checkpoints(tmp_path).save(4, small, "of: 4")
+            failing.save(4, small, "of: 4")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    failing.close()  # waits for orbax's threads
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [3]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ckpts" / "3").rglob("*")} == before
