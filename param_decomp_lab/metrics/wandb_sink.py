@@ -188,7 +188,7 @@ class Wandb:
         if not self._trouble and not self._ended.is_set():
             reason = printable(" ".join(why.split()), 300)
             self._console.print(
-                Text(f"wandb cannot be reached; the run goes on, and it is tried again: {reason}", "yellow"),
+                Text(f"wandb cannot be reached; the run continues, and it is tried again: {reason}", "yellow"),
                 soft_wrap=True,
             )
         self._trouble = self._answered = True

@@ -290,6 +290,7 @@ def test_messages_are_short(tmp_path: Path) -> None:
 
 
 def test_messages_are_printable(tmp_path: Path) -> None:
+    assert_refused(pd_here("runs", "a\x1b[2J[/b]"), "a\\x1b[2J[/b] is not a folder")
     (tmp_path / "a.yaml").write_text('torch_config: a\nrun_name: a\n"a\\e[2J[/b]": 1\n')
     outcome = pd_here("check", tmp_path / "a.yaml")
     assert_refused(outcome, "unknown key 'a\\x1b[2J[/b]'")
