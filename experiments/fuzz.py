@@ -47,7 +47,7 @@ MEMORY_BYTES = 2 << 30
 """More than a case may take, resident, above what it begins with."""
 ADDRESS_BYTES = 4 << 30
 """Of address space above what a case begins with: what asks for more gets MemoryError, before the machine is full."""
-MESSAGE_BYTES = 8 << 10
+MESSAGE_BYTES = 12 << 10
 """Of a refusal."""
 PRINTED_BYTES = 1 << 20
 """Of an accepted case."""

@@ -390,9 +390,8 @@ def _damage_wheel(work: Path, random: Random) -> Fault:
             case "bomb":
                 with archive.open(name, "w", force_zip64=True) as member:
                     member.write(content[:2000])
-                    zeros = bytes(1 << 24)
-                    for _ in range(16):
-                        member.write(zeros)
+                    for _ in range(64):
+                        member.write(bytes(1 << 20))
             case "two":
                 archive.writestr(name, content)
                 archive.writestr(random.choice((name, "b.gguf")), content)
@@ -615,8 +614,9 @@ def _meta_is_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
 
 
 def _make_configuration(work: Path) -> None:
-    for name in ("toys", "torch", "demo"):
-        shutil.copytree(ROOT / "configs" / name, work / "configs" / name)
+    for name in ("toys/tms_5-2.yaml", "toys/targets/tms_5-2.yaml", "torch/tms_5-2.yaml", "demo/pretrain.yaml"):
+        (work / "configs" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / "configs" / name, work / "configs" / name)
 
 
 def _damage_yaml_at(*parts: str) -> Callable[[Path, Random], Fault]:
@@ -872,7 +872,7 @@ def _damage_text(work: Path, random: Random) -> Fault:
         case "place":
             return Fault(damage_place(file, random, PLACES[:-1]), file.name)
         case "name":
-            odd = random.choice(("\x1b[31m.txt", "\udcff.txt", "[/b", "a" * 255, "\n", "*.txt", "-x", ".hidden"))
+            odd = random.choice(("\x1b[31m.txt", "\udcff.txt", "[b", "a" * 255, "\n", "*.txt", "-x", ".hidden"))
             file.rename(file.with_name(odd))
             return Fault(f"a text named {odd!a:.60}", file.name)
         case _:

@@ -52,7 +52,7 @@ are made to compete for one place, to lose their folder, and to fill a disk. Wri
 `python -m experiments.fuzz --cases N` does faults to whole specimens of every format: bits flipped, files cut, numbers
 at their edges, other types, depth, names, links, pipes. Each case is a command in a process of its own. It must end
 within 20 seconds, with status 0, 1 or 2, without a traceback, with at most 2 GiB of memory more than it began with and
-a message of at most 8 KiB without control characters; it may neither change nor show what lies outside of its folder;
+a message of at most 12 KiB without control characters; it may neither change nor show what lies outside of its folder;
 and what it accepts must be the numbers that were saved. `--format`, `--seed` and `--case` do one case again;
 `--help` says more.
 

@@ -112,8 +112,8 @@ class Architecture(ABC):
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, Any]) -> "Architecture":
-        """From the fields as JSON has them (`dataclasses.asdict`). TypeError for others."""
-        return cls(**raw)
+        """From the fields as JSON has them (`dataclasses.asdict`). UnsupportedConfig for others."""
+        return read_fields(cls, raw)
 
 
 LARGEST = {"n_layers": 4096, "n_hidden_layers": 4096}

@@ -138,22 +138,21 @@ class LlamaConfig(Architecture):
         """Refused: biases, another activation than SiLU, another rotary scaling than ``llama3``, quantized weights."""
         _refuse_variants(raw)
         try:
-            n_heads, d_model = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+            n_heads, d_model = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
             theta, scaling = _rope(raw)
-            longest = raw.get("max_position_embeddings")
             return cls(
-                vocab_size=int(raw["vocab_size"]),
+                vocab_size=_whole(raw, "vocab_size"),
                 d_model=d_model,
-                n_layers=int(raw["num_hidden_layers"]),
+                n_layers=_whole(raw, "num_hidden_layers"),
                 n_heads=n_heads,
-                n_kv_heads=int(raw.get("num_key_value_heads") or n_heads),
-                head_dim=int(raw.get("head_dim") or d_model // n_heads),
-                d_mlp=int(raw["intermediate_size"]),
+                n_kv_heads=_whole(raw, "num_key_value_heads", n_heads),
+                head_dim=_whole(raw, "head_dim", d_model // n_heads),
+                d_mlp=_whole(raw, "intermediate_size"),
                 rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_EPS)),
                 rope_theta=theta,
                 rope_scaling=scaling,
                 tied=bool(raw.get("tie_word_embeddings", False)),
-                max_positions=DEFAULT_POSITIONS if longest is None else int(longest),
+                max_positions=_whole(raw, "max_position_embeddings", DEFAULT_POSITIONS),
             )
         except KeyError as error:
             raise UnsupportedConfig(f"lacks the key {error}, which a Llama configuration has") from error
@@ -209,6 +208,16 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
         raise UnsupportedConfig(f"hidden_act is {activation!r}; only 'silu' can be loaded")
     if raw.get("quantization_config"):
         raise UnsupportedConfig("the weights are quantized; give the folder of the unquantized model")
+
+
+def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """The whole number at ``key``; ``default`` where the key is missing or null. KeyError without a default."""
+    value = raw[key] if default is None else raw.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int:
+        raise UnsupportedConfig(f"{key}: should be a whole number, not {value!r:.60}")
+    return value
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -7,9 +7,11 @@ the classes of this package.
 
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -87,8 +89,7 @@ class Checkpoints:
         is_milestone: Callable[[int], bool] = lambda step: False,
         processes: Processes = ALONE,
     ) -> None:
-        # orbax narrates every save, and prints the traceback of an error that it raises as well.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _leave_errors_to_exceptions()
         self._keep_last, self._is_milestone, self._processes = keep_last, is_milestone, processes
         self._run_folder = run_folder
         self._folder = (run_folder / CHECKPOINTS).resolve()
@@ -294,6 +295,27 @@ class Checkpoints:
             self._identity = None
         if "_manager" in self.__dict__:
             self._manager.close()
+
+
+def _leave_errors_to_exceptions() -> None:
+    """Silences orbax. It narrates every save, and logs what its threads raise, with tracebacks, though it raises the
+    first of these errors in the end; asyncio logs the others, which nobody asks for; and its storage library fails to
+    reach event loops that orbax has closed, and says so."""
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    if not isinstance(sys.unraisablehook, _HideClosedLoops):
+        sys.unraisablehook = _HideClosedLoops(sys.unraisablehook)
+
+
+@dataclass(frozen=True)
+class _HideClosedLoops:
+    """A `sys.unraisablehook` that leaves out closed event loops, and passes on everything else."""
+
+    report: Callable[[Any], object]
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.report(unraisable)
 
 
 def copy_restored(restored: jax.Array) -> jax.Array:

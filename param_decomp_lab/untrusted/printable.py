@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-MESSAGE_CHARACTERS = 20_000
+MESSAGE_CHARACTERS = 10_000
 """Longest error message."""
 SHOWN = 12
 """Entries of a long list that a message shows."""

@@ -4,10 +4,12 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -421,18 +423,20 @@ def test_reading_sweeps_nothing(tmp_path: Path, small: State) -> None:
     assert not half_made.exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_save_that_fails(tmp_path: Path, small: State) -> None:
-    """Files may not grow beyond a size: what was saved before is as it was, and nothing half-made counts."""
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_that_fails(tmp_path: Path, small: State, capfd: pytest.CaptureFixture[str]) -> None:
+    """Files may not grow beyond a size: what was saved before is as it was, and nothing half-made counts. The exception
+    says why; orbax and its storage library print nothing of their own."""
     saved(tmp_path, small, 3).close()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ckpts" / "3").rglob("*")}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits, failing = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(CannotWrite, match=r"the checkpoint of step 4 could not be saved: File too large: /"):
-            Checkpoints(tmp_path).save(4, small, "of: 4")
+            failing.save(4, small, "of: 4")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    failing.close()  # waits for orbax's threads
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [3]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ckpts" / "3").rglob("*")} == before
@@ -440,3 +444,16 @@ def test_a_save_that_fails(tmp_path: Path, small: State) -> None:
     checkpoints.save(4, moved(small, 4), "of: 4")
     assert sorted(path.name for path in (tmp_path / "ckpts").iterdir()) == ["3", "4"]
     checkpoints.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_errors_of_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nothing can raise, such as an exception in a destructor."""
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    for _ in range(2):
+        Checkpoints(tmp_path)
+    errors = [SimpleNamespace(exc_value=RuntimeError(text)) for text in ("Event loop is closed", "out of paper")]
+    for error in errors:
+        sys.unraisablehook(error)
+    assert reported == errors[1:]

@@ -82,7 +82,7 @@ def test_a_refusal_is_as_it_must_be(place: Path) -> None:
         (Ended(2, 0.1, 3 << 30, b""), "took 3.2 GB"),
         (Ended(2, 0.1, 0, b"error: \x1b[31m"), "printed '\\x1b'"),
         (Ended(2, 0.1, 0, b"error: \xff"), "printed '\\udcff'"),
-        (Ended(2, 0.1, 0, b"x" * 9000), "said 9,000 bytes"),
+        (Ended(2, 0.1, 0, b"x" * 13_000), "said 13,000 bytes"),
         (Ended(2, 0.1, 0, fuzz_faults.SECRET.encode()), "what lies outside"),
     ],
 )

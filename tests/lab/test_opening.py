@@ -13,9 +13,11 @@ import pytest
 
 import param_decomp_lab
 from param_decomp_jax.targets.llama import language_logits
+from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
+from param_decomp_lab.run_folder.target_file import describe, read_target
 from param_decomp_lab.weights.target_folder import load_target, save_target
 from tests import reference as ref
 from tests.core import tiny as core
@@ -350,3 +352,11 @@ def test_the_package_gives_the_function() -> None:
     assert param_decomp_lab.load_run is module.load_run
     with pytest.raises(AttributeError, match="load_rum"):
         _ = param_decomp_lab.load_rum
+
+
+@pytest.mark.parametrize("size", [1.5, 1e308, 0, "2", None, True])
+def test_sizes_that_no_architecture_has(tmp_path: Path, size: object) -> None:
+    fields = {**describe(TMSConfig(n_features=5, n_hidden=2)), "n_hidden": size}
+    (tmp_path / "target.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"target\.json is damaged .*n_hidden: should be a whole number of at least 1"):
+        read_target(tmp_path)

@@ -55,7 +55,7 @@ def test_fifty_of_each(tmp_path: Path) -> None:
         (Ended(75, 1.0, 0, b"error: x"), "status 75"),
         (Ended(2, 1.0, 0, b""), "status 2 without a message"),
         (Ended(2, 1.0, 0, b"error: \x1b[31m"), "printed '\\x1b'"),
-        (Ended(1, 1.0, 0, b"error: " + b"x" * 20_000), "said 20,007 bytes"),
+        (Ended(1, 1.0, 0, b"error: " + b"x" * 30_000), "said 30,007 bytes"),
         (Ended(-9, 181.0, 0, b""), "not done after 180 s"),
     ],
 )

@@ -135,7 +135,7 @@ def test_defaults_of_config_json(golden):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rotary scaling 'yarn'"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling 'linear'"),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
-        ({"hidden_size": "wide"}, "wrong type"),
+        ({"hidden_size": "wide"}, "hidden_size: should be a whole number, not 'wide'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
     ],
 )
