@@ -1,15 +1,18 @@
 """What a folder of tokenized text says about itself: ``meta.json`` beside ``train/`` and ``eval/``."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, get_type_hints
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 META_FILE = "meta.json"
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
+Meta = TypeVar("Meta", "SplitMeta", "DataMeta")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,24 @@ class DataMeta:
         if not file.is_file():
             raise UserError(f"no {META_FILE} in {folder}: give the folder that `pd data tokenize --out` wrote")
         try:
-            fields = json.loads(file.read_text())
-            fields |= {split: SplitMeta(**fields[split]) for split in SPLITS}
-            return cls(**{**fields, "sources": tuple(fields["sources"])})
-        except (ValueError, KeyError, TypeError) as error:
+            raw = read_json(file, "the description of the data", dict, LISTING_BYTES)
+            raw |= {split: _checked(SplitMeta(**raw[split])) for split in SPLITS}
+            return _checked(cls(**{**raw, "sources": tuple(raw["sources"])}))
+        except (UserError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}): tokenize the text again") from error
+
+
+def _checked(meta: Meta) -> Meta:
+    """Raises ValueError for a number that is none, or negative, and for a text that is none."""
+    kinds = get_type_hints(type(meta))
+    for field in fields(meta):
+        value, kind = getattr(meta, field.name), kinds[field.name]
+        if kind in (int, int | None, float):
+            right = (value is None and kind == int | None) or (
+                type(value) in ((int, float) if kind is float else (int,)) and value >= 0
+            )
+        else:
+            right = kind is not str or isinstance(value, str)
+        if not right:
+            raise ValueError(f"{field.name} is {value!r:.80}")
+    return meta

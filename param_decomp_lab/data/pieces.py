@@ -53,6 +53,8 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
     taken from a folder. Raises UserError for an input that means no file."""
     files: dict[str, None] = {}
     for given in map(str, inputs):
+        if not given.strip():  # a variable that is not set; Path("") is the working directory
+            raise UserError("an input is empty; give a text file, a folder or a glob (. for the working directory)")
         path = Path(given)
         if path.is_dir():
             inside = (file for file in path.rglob("*") if file.is_file())

@@ -21,6 +21,8 @@ from param_decomp_jax.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
 
@@ -49,13 +51,7 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
             "`pd pretrain` made"
         )
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): copy or download it again") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{file} should be a mapping, as Hugging Face writes it; it is a {type(raw).__name__}")
-    return raw
+    return read_json(file, "the target's configuration", dict)
 
 
 def weight_shardings(mesh: Mesh, architecture: Architecture) -> Any:
@@ -105,8 +101,14 @@ def stored_dtype(folder: Path) -> np.dtype[Any]:
             leaves = jax.tree.leaves(_as_stored(read_architecture(folder), files.names), is_leaf=_is_leaf)
             return files.dtype(leaves[0].names[0])
     except (UserError, KeyError):
-        raw = json.loads((folder / CONFIG_FILE).read_text())
-        return np.dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+        raw = _read_json(folder / CONFIG_FILE)
+        name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        try:
+            return np.dtype(name)
+        except TypeError as error:
+            raise UserError(
+                f"{folder / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, no kind of number"
+            ) from error
 
 
 def save_target(

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, rotary_frequencies
 from param_decomp_lab.data.tokenizers import load_tokenizer
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.weights import import_gguf as importing
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.target_folder import load_target, read_architecture
@@ -343,7 +343,7 @@ def test_a_partial_folder_never_shows(tmp_path: Path, monkeypatch: pytest.Monkey
 
     file = gguf(tmp_path)
     monkeypatch.setattr(importing, "save_tensors", fails)
-    expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
+    expected = CannotWrite if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if isinstance(error, OSError) else None):
         import_gguf(file, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

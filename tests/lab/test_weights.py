@@ -164,7 +164,7 @@ def test_missing_and_broken_files(golden, tmp_path):
     with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
         load_target(golden)
     (golden / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         load_target(golden)
 
 
