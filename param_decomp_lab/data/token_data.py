@@ -17,7 +17,7 @@ from param_decomp_lab.untrusted.printable import first_few
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
 CACHE_BYTES = 1 << 30
 MOST_PER_BYTE = 1 << 14
-"""Tokens that a byte of a file can stand for. Text needs more than a bit for each; rows that are all alike, less."""
+"""Rows that a byte of a file can stand for. Text needs more than a bit for a token; rows that are all alike, less."""
 
 
 class TokenData:
@@ -174,9 +174,9 @@ def _metadata(path: Path) -> pq.FileMetaData:
         raise UserError(f"{path} is no regular file; Parquet shards are")
     try:
         file = pq.ParquetFile(path, memory_map=True)
-    except (OSError, pa.ArrowException) as error:
+        names = file.schema_arrow.names
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a whole Parquet file ({error}): copy or tokenize it again") from error
-    names = file.schema_arrow.names
     if COLUMN not in names:
         found = ", ".join(first_few(names))
         raise UserError(f"{path} has no column {COLUMN} (its columns: {found}); tokenize the text first")
@@ -194,12 +194,11 @@ def _refuse_absurd_counts(path: Path, metadata: pq.FileMetaData) -> None:
     """Raises UserError for counts in the footer that contradict each other or the size of the file."""
     size = path.stat().st_size
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    values = [_n_values(metadata, group) for group in range(metadata.num_row_groups)]
-    for group, (n, tokens) in enumerate(zip(rows, values, strict=True)):
-        if not 0 <= n <= tokens <= MOST_PER_BYTE * size:
+    for group, n in enumerate(rows):
+        if not 0 <= n <= MOST_PER_BYTE * size:
             raise UserError(
-                f"{path}, row group {group}: its footer says {n} rows and {tokens} tokens, which cannot be in "
-                f"{size:,} bytes; it is damaged: copy or tokenize it again"
+                f"{path}, row group {group}: its footer says {n} rows, which cannot be in {size:,} bytes; it is "
+                "damaged: copy or tokenize it again"
             )
     if sum(rows) != metadata.num_rows:
         raise UserError(
