@@ -16,6 +16,9 @@ from typing import TextIO
 
 from param_decomp_lab.errors import CannotWrite, UserError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What a full, failing or read-only disk answers: a failure of the machine, not the user's mistake."""
+
 
 def write_whole(file: Path, text: str) -> None:
     """Writes ``text`` in place of whatever ``file`` holds; a reader finds the old or the new, never a part.
@@ -119,7 +122,7 @@ def _cannot_write(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if error.errno not in DISK_ERRORS:
             raise
         why = os.strerror(error.errno)
         raise CannotWrite(f"cannot write {out}: {why}. Nothing was made; free some space, or choose another") from error
