@@ -163,6 +163,23 @@ class LlamaConfig(Architecture):
         except (TypeError, ValueError, OverflowError) as error:
             raise UnsupportedConfig(f"holds a value of the wrong type: {error}") from error
 
+    def __post_init__(self) -> None:
+        """Raises UnsupportedConfig for numbers with which the rotary embedding or the norms give NaN or nonsense."""
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise UnsupportedConfig(f"rope_theta: should be a positive number, not {self.rope_theta}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise UnsupportedConfig(f"rms_norm_eps: should be a number of at least 0, not {self.rms_norm_eps}")
+        if self.rope_scaling is None:
+            return
+        for name, value in asdict(self.rope_scaling).items():
+            if not (math.isfinite(value) and value > 0):
+                raise UnsupportedConfig(f"rope_scaling.{name}: should be a positive number, not {value}")
+        low, high = self.rope_scaling.low_freq_factor, self.rope_scaling.high_freq_factor
+        if low >= high:
+            raise UnsupportedConfig(
+                f"rope_scaling.high_freq_factor: should be above low_freq_factor, {low}, not {high}"
+            )
+
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         """For transformers 4 and 5 alike."""
         scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)} if self.rope_scaling else None
@@ -223,7 +240,8 @@ def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """``rope_theta`` and the scaling: beside each other (transformers 4), or both in ``rope_parameters`` (5)."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta") or DEFAULT_THETA))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    theta = DEFAULT_THETA if theta is None else float(theta)
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return theta, None

@@ -54,9 +54,9 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
     taken from a folder. Raises UserError for an input that means no file."""
     files: dict[str, None] = {}
     for given in map(str, inputs):
-        if not given:
-            raise UserError("an empty name is no text file; give files, folders or globs (`.` for this folder)")
-        path = checked_path(given, "text")
+        if not given.strip():  # a variable that is not set; Path("") is the working directory
+            raise UserError("an input is empty; give a text file, a folder or a glob (. for the working directory)")
+        path = Path(given)
         if path.is_dir():
             inside = (file for file in path.rglob("*") if file.is_file())
             found = [file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts)]

@@ -18,6 +18,8 @@ from param_decomp_lab.data.pieces import Document, Piece, choose_eval, find_docu
 from param_decomp_lab.data.tokenizers import Tokenizer, load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder
+from param_decomp_lab.untrusted.json_text import INTEGER
+from param_decomp_lab.untrusted.printable import shortened
 
 COLUMN = "input_ids"
 PIECES_PER_BATCH = 256
@@ -76,8 +78,8 @@ def tokenize_documents(
     for name, value, least in (("seq_len", seq_len, 2), ("rows_per_shard", rows_per_shard, 1), ("seed", seed, 0)):
         if value < least:
             raise UserError(f"{name} must be at least {least}; it is {value}")
-    if seed >= 2**128:
-        raise UserError(f"seed must be below 2^128; it has {len(str(seed))} digits")
+    if seed >= INTEGER:
+        raise UserError(f"seed must be below 2^64; it is {shortened(str(seed), 40)}")
     if not 0 < eval_fraction < 1:
         raise UserError(f"eval_fraction must lie between 0 and 1, as a share of the text; it is {eval_fraction}")
     loaded = load_tokenizer(tokenizer)
