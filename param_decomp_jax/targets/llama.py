@@ -4,6 +4,7 @@ Matrices are kept for multiplication from the right (``x @ W``) and stacked over
 Face's ``LlamaForCausalLM``, ``config.json`` in the layouts of transformers 4 and 5.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -148,7 +149,7 @@ class LlamaConfig(Architecture):
                 n_kv_heads=_whole(raw, "num_key_value_heads", n_heads),
                 head_dim=_whole(raw, "head_dim", d_model // n_heads),
                 d_mlp=_whole(raw, "intermediate_size"),
-                rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_EPS)),
+                rms_norm_eps=_number(raw.get("rms_norm_eps", DEFAULT_EPS)),
                 rope_theta=theta,
                 rope_scaling=scaling,
                 tied=bool(raw.get("tie_word_embeddings", False)),
@@ -237,11 +238,17 @@ def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no number")
+    return float(value)
+
+
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """``rope_theta`` and the scaling: beside each other (transformers 4), or both in ``rope_parameters`` (5)."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = rope.get("rope_theta", raw.get("rope_theta"))
-    theta = DEFAULT_THETA if theta is None else float(theta)
+    theta = DEFAULT_THETA if theta is None else _number(theta)
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return theta, None

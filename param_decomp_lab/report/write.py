@@ -7,7 +7,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.config.yaml_io import parse_yaml
 from param_decomp_lab.display.numbers import duration, exact, number, percent
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -28,6 +27,7 @@ from param_decomp_lab.report.snippets import (
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.untrusted.files import read_text
 from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 KL_COLORS = {

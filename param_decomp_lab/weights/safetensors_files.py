@@ -20,8 +20,6 @@ from param_decomp_lab.untrusted.printable import first_few
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors files name them; others, such as quantised ones, are none by themselves."""
 
 
 class SafetensorsFolder:
