@@ -35,6 +35,7 @@ from param_decomp_lab.launch.job import parse_more
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.pretrain.finished import find_finished
 from param_decomp_lab.pretrain.recipe import read_recipe
+from param_decomp_lab.probe import pages
 from param_decomp_lab.run_folder.ending import read_ending
 from param_decomp_lab.run_folder.folder import resume_command
 from param_decomp_lab.run_folder.identity import Displaced, FolderIdentity
@@ -405,3 +406,10 @@ def test_abbreviated_options_of_sbatch(text: str) -> None:
     with pytest.raises(UserError, match=rf"^--sbatch {text}: .* cannot be set \(sbatch takes"):
         parse_more([text])
     assert parse_more(["constraint=h100", "nodelist=a", "time-min=1"])
+
+
+def test_no_picture_beside_a_device(tmp_path: Path) -> None:
+    names = ("ledger", "timeline", "find_peak", "timeline_figure", "write_memory_page", "save_figure", "_summary")
+    with mock.patch.multiple(pages, **dict.fromkeys(names, mock.MagicMock())):
+        assert pages.write_pages(mock.MagicMock(), Path("/dev/null")) == (Path("/dev/null"), None)
+        assert pages.write_pages(mock.MagicMock(), tmp_path / "a.html") == (tmp_path / "a.html", tmp_path / "a.png")
