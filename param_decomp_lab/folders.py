@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -36,7 +36,15 @@ def write_whole(file: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # of the folder, which may be gone; that of the writing is the one to raise
+            unfinished.unlink()
+
+
+def _explained(error: OSError, folder: Path) -> Exception:
+    """``error``, or CannotWrite if ``folder``, which was there when writing to it began, is not any more."""
+    if folder.is_dir():
+        return error
+    return CannotWrite(f"{folder.parent} was renamed, removed or replaced while something was written there")
 
 
 def is_irregular(file: Path) -> bool:
@@ -106,7 +114,10 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror} ({error.filename})") from error
     try:
-        yield partial
+        try:
+            yield partial
+        except OSError as error:
+            raise _explained(error, partial) from error
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
