@@ -16,6 +16,9 @@ from typing import TextIO
 
 from param_decomp_lab.errors import CannotWrite, UserError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What a full, failing or read-only disk answers: a failure of the machine, not the user's mistake."""
+
 
 def write_whole(file: Path, text: str) -> None:
     """Writes ``text`` in place of whatever ``file`` holds; a reader finds the old or the new, never a part.
@@ -115,12 +118,25 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
         raise UserError(f"cannot write to {out}: {error.strerror} ({error.filename})") from error
     try:
         try:
-            yield partial
+            with _cannot_write(out):
+                yield partial
         except OSError as error:
             raise _explained(error, partial) from error
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _cannot_write(out: Path) -> Iterator[None]:
+    """Raises CannotWrite for what a full or failing disk does to the block. Its other errors are no matter of disks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        why = os.strerror(error.errno)
+        raise CannotWrite(f"cannot write {out}: {why}. Nothing was made; free some space, or choose another") from error
 
 
 def _put_in_place(partial: Path, out: Path, old: Path, *, marker: str, overwrite: bool) -> None:

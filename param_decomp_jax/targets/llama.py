@@ -4,6 +4,7 @@ Matrices are kept for multiplication from the right (``x @ W``) and stacked over
 Face's ``LlamaForCausalLM``, ``config.json`` in the layouts of transformers 4 and 5.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -148,7 +149,7 @@ class LlamaConfig(Architecture):
                 n_kv_heads=_whole(raw, "num_key_value_heads", n_heads),
                 head_dim=_whole(raw, "head_dim", d_model // n_heads),
                 d_mlp=_whole(raw, "intermediate_size"),
-                rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_EPS)),
+                rms_norm_eps=_number(raw.get("rms_norm_eps", DEFAULT_EPS)),
                 rope_theta=theta,
                 rope_scaling=scaling,
                 tied=bool(raw.get("tie_word_embeddings", False)),
@@ -162,6 +163,23 @@ class LlamaConfig(Architecture):
             raise UnsupportedConfig("num_attention_heads: should be a whole number of at least 1, not 0") from error
         except (TypeError, ValueError, OverflowError) as error:
             raise UnsupportedConfig(f"holds a value of the wrong type: {error}") from error
+
+    def __post_init__(self) -> None:
+        """Raises UnsupportedConfig for numbers with which the rotary embedding or the norms give NaN or nonsense."""
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise UnsupportedConfig(f"rope_theta: should be a positive number, not {self.rope_theta}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise UnsupportedConfig(f"rms_norm_eps: should be a number of at least 0, not {self.rms_norm_eps}")
+        if self.rope_scaling is None:
+            return
+        for name, value in asdict(self.rope_scaling).items():
+            if not (math.isfinite(value) and value > 0):
+                raise UnsupportedConfig(f"rope_scaling.{name}: should be a positive number, not {value}")
+        low, high = self.rope_scaling.low_freq_factor, self.rope_scaling.high_freq_factor
+        if low >= high:
+            raise UnsupportedConfig(
+                f"rope_scaling.high_freq_factor: should be above low_freq_factor, {low}, not {high}"
+            )
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         """For transformers 4 and 5 alike."""
@@ -220,10 +238,17 @@ def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no number")
+    return float(value)
+
+
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """``rope_theta`` and the scaling: beside each other (transformers 4), or both in ``rope_parameters`` (5)."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta") or DEFAULT_THETA))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    theta = DEFAULT_THETA if theta is None else _number(theta)
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return theta, None

@@ -1,23 +1,18 @@
 """What a folder of tokenized text says about itself: ``meta.json`` beside ``train/`` and ``eval/``."""
 
 import json
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Literal, TypeVar, get_type_hints
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES, read_text
-from param_decomp_lab.untrusted.json_text import parse_json
+from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.json_text import read_json
 
 META_FILE = "meta.json"
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
-LARGEST_VOCABULARY = 1 << 24
-"""More than any tokenizer has, and few enough for an array of counts."""
-Size = Annotated[int, Field(ge=0, lt=2**63)]
+Meta = TypeVar("Meta", "SplitMeta", "DataMeta")
 
 
 @dataclass(frozen=True)
@@ -25,11 +20,11 @@ class SplitMeta:
     """Counts of one split. ``unigram_entropy``: of its token frequencies, in nats per token.
     ``dropped_tokens``: the tail that did not fill a row."""
 
-    rows: Size
-    tokens: Size
-    dropped_tokens: Size
-    shards: Size
-    unigram_entropy: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    rows: int
+    tokens: int
+    dropped_tokens: int
+    shards: int
+    unigram_entropy: float
 
 
 @dataclass(frozen=True)
@@ -38,13 +33,13 @@ class DataMeta:
     ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval."""
 
     tokenizer: str
-    vocab_size: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
-    separator: Annotated[int, Field(ge=0, le=LARGEST_VOCABULARY)] | None
-    seq_len: Annotated[int, Field(ge=1, lt=2**31)]
-    seed: Size
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)]
+    vocab_size: int
+    separator: int | None
+    seq_len: int
+    seed: int
+    eval_fraction: float
     sources: tuple[str, ...]
-    documents: Size
+    documents: int
     train: SplitMeta
     eval: SplitMeta
     sha256: str
@@ -58,18 +53,25 @@ class DataMeta:
         file = folder / META_FILE
         if not file.is_file():
             raise UserError(f"no {META_FILE} in {folder}: give the folder that `pd data tokenize --out` wrote")
-        text = read_text(file, "the description of the data", LISTING_BYTES)
-        parse_json(text, str(file), dict)
         try:
-            return _adapter().validate_json(text, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UserError(
-                f"{file} is damaged or of another version ({where}: {first['msg']}): tokenize the text again"
-            ) from error
+            raw = read_json(file, "the description of the data", dict, LISTING_BYTES)
+            raw |= {split: _checked(SplitMeta(**raw[split])) for split in SPLITS}
+            return _checked(cls(**{**raw, "sources": tuple(raw["sources"])}))
+        except (UserError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} is damaged or of another version ({error}): tokenize the text again") from error
 
 
-@cache
-def _adapter() -> "TypeAdapter[DataMeta]":
-    return TypeAdapter(DataMeta)
+def _checked(meta: Meta) -> Meta:
+    """Raises ValueError for a number that is none, or negative, and for a text that is none."""
+    kinds = get_type_hints(type(meta))
+    for field in fields(meta):
+        value, kind = getattr(meta, field.name), kinds[field.name]
+        if kind in (int, int | None, float):
+            right = (value is None and kind == int | None) or (
+                type(value) in ((int, float) if kind is float else (int,)) and value >= 0
+            )
+        else:
+            right = kind is not str or isinstance(value, str)
+        if not right:
+            raise ValueError(f"{field.name} is {value!r:.80}")
+    return meta

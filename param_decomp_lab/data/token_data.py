@@ -12,11 +12,12 @@ from jaxtyping import Int, Int32
 
 from param_decomp_lab.data.tokenize import COLUMN
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.printable import first_few
 
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
 CACHE_BYTES = 1 << 30
-GROUP_VALUES = 1 << 27
-"""Most tokens of a row group, which is decoded whole: as 64-bit numbers, 1 GiB."""
+MOST_PER_BYTE = 1 << 14
+"""Rows that a byte of a file can stand for. Text needs more than a bit for a token; rows that are all alike, less."""
 
 
 class TokenData:
@@ -34,13 +35,19 @@ class TokenData:
         # A group is what one read decodes: (file number, number within the file).
         self._groups = [(f, g) for f, (_, shard) in enumerate(self._files) for g in range(shard.num_row_groups)]
         sizes = [self._files[f][1].row_group(g).num_rows for f, g in self._groups]
+        self._sizes = sizes
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         if len(self) == 0:
             raise UserError(f"{self.source} holds no rows: tokenize some text into it")
         first = next(n for n, size in enumerate(sizes) if size)
         self.seq_len = self._decode(first, None).shape[1]
         if self.seq_len == 0:
-            raise UserError(f"{self._files[self._groups[first][0]][0]}: rows of no tokens; tokenize the text again")
+            raise UserError(
+                f"{self._files[self._groups[first][0]][0]}: its rows hold no tokens; tokenize the text again"
+            )
+        for number, size in enumerate(sizes):
+            if _n_values(self._files[self._groups[number][0]][1], self._groups[number][1]) != size * self.seq_len:
+                self._decode(number, self.seq_len)  # says what is wrong with it
         kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
         self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
 
@@ -83,33 +90,25 @@ class TokenData:
 
     def _within(self, number: int, vocab_size: int) -> bool:
         """Whether the statistics of a group show that its ids are in the vocabulary."""
-        known = self._range(number)
-        return known is not None and known[0] >= 0 and known[1] < vocab_size
-
-    def _range(self, number: int) -> tuple[int, int] | None:
-        """The smallest and the largest id of a group by its statistics; None without them."""
         file, group = self._groups[number]
-        statistics = self._files[file][1].row_group(group).column(self._leaf(file)).statistics
-        return None if statistics is None or not statistics.has_min_max else (statistics.min, statistics.max)
-
-    def _leaf(self, file: int) -> int:
         metadata = self._files[file][1]
-        paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
-        return next(n for n, path in enumerate(paths) if path.split(".")[0] == COLUMN)
+        statistics = metadata.row_group(group).column(_leaf(metadata)).statistics
+        known = statistics is not None and statistics.has_min_max
+        return known and statistics.min >= 0 and statistics.max < vocab_size
 
     def _decode(self, number: int, seq_len: int | None) -> Int32[np.ndarray, "rows T"]:
         file, group = self._groups[number]
         path, shard = self._files[file]
         try:
-            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True, page_checksum_verification=True)
+            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True)
             column = parquet.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks()
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
         flat, n_rows = column.flatten(), len(column)
-        if n_rows != shard.row_group(group).num_rows:
+        if n_rows != self._sizes[number]:
             raise UserError(
-                f"{path}, row group {group}: holds {n_rows} rows, and {shard.row_group(group).num_rows} were written: "
-                "it is damaged; copy or tokenize it again"
+                f"{path}, row group {group}: holds {n_rows} rows, its footer says {self._sizes[number]}; it is "
+                "damaged: copy or tokenize it again"
             )
         width = seq_len if seq_len is not None else len(flat) // max(1, n_rows)
         lengths = np.asarray(pa.compute.fill_null(pa.compute.list_value_length(column), 0))
@@ -122,13 +121,6 @@ class TokenData:
         if flat.null_count:
             raise UserError(f"{path}, row group {group}: holds missing tokens (nulls); tokenize the text again")
         ids = flat.to_numpy(zero_copy_only=False)
-        known = self._range(number)
-        # `check` believes the statistics, so that what is read must agree with them: files of others have no checksums.
-        if known is not None and ids.size and (ids.min() < known[0] or ids.max() > known[1]):
-            raise UserError(
-                f"{path}, row group {group}: holds token ids {ids.min()} to {ids.max()}, and {known[0]} to {known[1]} "
-                "were written: it is damaged; copy or tokenize it again"
-            )
         # Ids past int32 would wrap around into valid ones.
         return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32).reshape(n_rows, width)
 
@@ -157,29 +149,59 @@ def _find(source: str) -> list[Path]:
     return found
 
 
+def _leaf(metadata: pq.FileMetaData) -> int:
+    """Number of the column's leaf among those of the file. Not found by its path: `input_ids.a` is a name, too."""
+    leaf = 0
+    for field in metadata.schema.to_arrow_schema():
+        if field.name == COLUMN:
+            break
+        leaf += _n_leaves(field.type)
+    return leaf
+
+
+def _n_leaves(kind: pa.DataType) -> int:
+    """Parquet's columns for one of this type."""
+    return sum(_n_leaves(kind.field(n).type) for n in range(kind.num_fields)) or 1
+
+
+def _n_values(metadata: pq.FileMetaData, group: int) -> int:
+    """Tokens in a row group, as its footer says; a row without tokens counts as one."""
+    return int(metadata.row_group(group).column(_leaf(metadata)).num_values)
+
+
 def _metadata(path: Path) -> pq.FileMetaData:
-    if not path.is_file():
-        raise UserError(f"{path} is not a regular file: give Parquet files")
+    if not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{path} is no regular file; Parquet shards are")
     try:
         file = pq.ParquetFile(path, memory_map=True)
-    except (OSError, pa.ArrowException) as error:
+        names = file.schema_arrow.names
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a whole Parquet file ({error}): copy or tokenize it again") from error
-    names = file.schema_arrow.names
     if COLUMN not in names:
-        raise UserError(f"{path} has no column {COLUMN} (its columns: {', '.join(names)}); tokenize the text first")
-    alike = [name for name in names if name == COLUMN or name.startswith(f"{COLUMN}.")]
-    if len(alike) > 1:
-        raise UserError(f"{path} has several columns of tokens ({', '.join(alike[:5])}); keep {COLUMN} alone")
+        found = ", ".join(first_few(names))
+        raise UserError(f"{path} has no column {COLUMN} (its columns: {found}); tokenize the text first")
+    if names.count(COLUMN) > 1:
+        raise UserError(f"{path} has {names.count(COLUMN)} columns {COLUMN}; it must be one")
     kind = file.schema_arrow.field(COLUMN).type
     of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not of_lists or not pa.types.is_integer(kind.value_type):
         raise UserError(f"{path}: column {COLUMN} has type {kind}; it must hold lists of integers, one per row")
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        values = max((group.column(n).num_values for n in range(group.num_columns)), default=0)
-        if group.num_rows < 0 or values > GROUP_VALUES:
-            raise UserError(
-                f"{path}, row group {number}: {group.num_rows:,} rows of {values:,} tokens in all; a group may have "
-                f"{GROUP_VALUES:,}: it is damaged, or should be written in smaller groups"
-            )
+    _refuse_absurd_counts(path, file.metadata)
     return file.metadata
+
+
+def _refuse_absurd_counts(path: Path, metadata: pq.FileMetaData) -> None:
+    """Raises UserError for counts in the footer that contradict each other or the size of the file."""
+    size = path.stat().st_size
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    for group, n in enumerate(rows):
+        if not 0 <= n <= MOST_PER_BYTE * size:
+            raise UserError(
+                f"{path}, row group {group}: its footer says {n} rows, which cannot be in {size:,} bytes; it is "
+                "damaged: copy or tokenize it again"
+            )
+    if sum(rows) != metadata.num_rows:
+        raise UserError(
+            f"{path}: its footer says {metadata.num_rows} rows, its row groups {sum(rows)}; it is damaged: copy or "
+            "tokenize it again"
+        )

@@ -18,6 +18,8 @@ from param_decomp_lab.data.pieces import Document, Piece, choose_eval, find_docu
 from param_decomp_lab.data.tokenizers import Tokenizer, load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder
+from param_decomp_lab.untrusted.json_text import INTEGER
+from param_decomp_lab.untrusted.printable import shortened
 
 COLUMN = "input_ids"
 PIECES_PER_BATCH = 256
@@ -76,8 +78,8 @@ def tokenize_documents(
     for name, value, least in (("seq_len", seq_len, 2), ("rows_per_shard", rows_per_shard, 1), ("seed", seed, 0)):
         if value < least:
             raise UserError(f"{name} must be at least {least}; it is {value}")
-    if seed >= 2**128:
-        raise UserError(f"seed must be below 2^128; it has {len(str(seed))} digits")
+    if seed >= INTEGER:
+        raise UserError(f"seed must be below 2^64; it is {shortened(str(seed), 40)}")
     if not 0 < eval_fraction < 1:
         raise UserError(f"eval_fraction must lie between 0 and 1, as a share of the text; it is {eval_fraction}")
     loaded = load_tokenizer(tokenizer)
@@ -175,9 +177,7 @@ class _RowWriter:
     def _write(self, ids: Int32[np.ndarray, "n"]) -> None:
         column = pa.FixedSizeListArray.from_arrays(pa.array(ids, pa.int32()), self._seq_len)
         file = self._folder / f"part-{self._meta.shards:05d}.parquet"
-        # A checksum of each page, so that a bit that turns over on a disk is noticed, and trains nothing.
-        settings = {"compression": "zstd", "row_group_size": ROWS_PER_GROUP, "write_page_checksum": True}
-        pq.write_table(pa.table({COLUMN: column}), file, **settings)
+        pq.write_table(pa.table({COLUMN: column}), file, compression="zstd", row_group_size=ROWS_PER_GROUP)
         self._counts += np.bincount(ids, minlength=len(self._counts))
         self._hash.update(ids.tobytes())
         rows = self._meta.rows + len(column)

@@ -11,14 +11,18 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer as HfTokenizer
 
-from param_decomp_lab.data.meta import LARGEST_VOCABULARY
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.files import read_text
 from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.printable import printable
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_BYTES = 1 << 28
+"""Largest tokenizer.json."""
+LARGEST_ID = (1 << 24) - 1
+"""Largest token id. Arrays have an entry for every id, and no network that can be loaded has a larger vocabulary."""
 # What a bare tokenizer.json calls the end (or, failing that, the beginning) of a document.
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|begin_of_text|>", "<s>", "<bos>")
 # Pieces of text are bounded (see tokenize.py), so that a batch of this many is a few MB.
@@ -77,32 +81,37 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _tokenizer(self) -> HfTokenizer:
-        if self.file.stat().st_size > LISTING_BYTES:
-            raise UserError(f"{self.file} has over {LISTING_BYTES:,} bytes, too many for a Hugging Face tokenizer file")
+        text = read_text(self.file, "the tokenizer", TOKENIZER_BYTES)
         try:
-            tokenizer = HfTokenizer.from_file(str(self.file))
+            tokenizer = HfTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{self.file} is not a Hugging Face tokenizer file: {error}") from error
+            why = printable(str(error), 1000)
+            raise UserError(f"{self.file} is not a Hugging Face tokenizer file: {why}") from error
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise UserError(f"{self.file}: its vocabulary is empty; give the tokenizer of a model")
+        last = max(ids, key=lambda token: ids[token])
+        if ids[last] > LARGEST_ID:
+            shown = printable(repr(last), 80)
+            raise UserError(f"{self.file}: the token {shown} has the id {ids[last]}; at most {LARGEST_ID} is possible")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if not 0 <= largest < LARGEST_VOCABULARY:
-            held = f"a token of number {largest:,}" if largest > 0 else "no token"
-            raise UserError(f"{self.file} has {held}; give a tokenizer with 1 to {LARGEST_VOCABULARY:,} tokens")
-        return 1 + largest
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def separator(self) -> int | None:
         config = self.file.with_name(TOKENIZER_CONFIG)
-        settings = read_json(config, "the settings of the tokenizer", dict, LISTING_BYTES) if config.is_file() else {}
+        settings = read_json(config, "the tokenizer's settings", dict, TOKENIZER_BYTES) if config.is_file() else {}
         for key in ("eos_token", "bos_token"):
             token = settings.get(key)
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (token_id := self._tokenizer.token_to_id(token)) is not None:
+            if token is not None and not isinstance(token, str):
+                raise UserError(f"{config}: {key} should be a text, not {printable(repr(token), 80)}")
+            if token is not None and (token_id := self._tokenizer.token_to_id(token)) is not None:
                 return int(token_id)
         ids = (self._tokenizer.token_to_id(token) for token in DOCUMENT_ENDS)
         return next((int(token_id) for token_id in ids if token_id is not None), None)

@@ -18,7 +18,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
 from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, map_tensor
 from param_decomp_lab.export.tensors import Piece, pieces
-from param_decomp_lab.folders import new_folder
+from param_decomp_lab.folders import DISK_ERRORS, new_folder
 from param_decomp_lab.opening.load import FoundCheckpoint, find_checkpoint
 from param_decomp_lab.run_folder.target_file import describe
 from param_decomp_lab.setup.programs import learned_shapes
@@ -55,6 +55,8 @@ def export_run(
             (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
             (partial / README_FILE).write_text(_readme(description, slots), encoding="utf-8")
         except OSError as error:
+            if error.errno in DISK_ERRORS:
+                raise  # `new_folder` knows them
             raise UserError(f"cannot write {out}: {error.strerror or error}") from error
     return slots
 

@@ -18,6 +18,9 @@ MAX_POINTS = 400
 SCALE = 1000.0
 """Side of the SVG's view box."""
 
+FARTHEST = 1e100
+"""Largest magnitude that is drawn as it is, and 1 / the smallest."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -72,7 +75,12 @@ def line_chart(
     linear (from 0 with ``from_zero``). With ``ramp`` the order of the lines is their legend. Points that are not finite
     break the line and are counted in the note.
     """
-    drawn = {name: values for name, values in series.items() if values.finite}
+    lost = sum(len(values.values) - len(values.finite) for values in series.values())
+    drawn = {
+        name: Series(values.steps, tuple(map(_drawable, values.values)))
+        for name, values in series.items()
+        if values.finite
+    }
     if not drawn:
         return None
     every = [value for values in drawn.values() for _, value in values.finite]
@@ -91,9 +99,8 @@ def line_chart(
     for i, (name, values) in enumerate(drawn.items()):
         points = thin(list(zip(values.steps, values.values, strict=True)), limit)
         color = colors[i % len(colors)]
-        lines.append(Line(name, color, _path(points, x_max, place), number(values.last), name in dashed))
+        lines.append(Line(name, color, _path(points, x_max, place), number(series[name].last), name in dashed))
         data.append({"n": name, "c": color, "p": [[step, float(f"{v:.4g}")] for step, v in points if isfinite(v)]})
-    lost = sum(len(values.values) - len(values.finite) for values in series.values())
     notes = [part for part in (note, f"{lost} not finite" if lost else "") if part]
     return Chart(
         title=title,
@@ -126,6 +133,13 @@ def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, flo
 def ramp_colors(n: int) -> list[str]:
     """``n`` CSS colours from the early to the late end of the page's sequential scale."""
     return [f"color-mix(in oklab, var(--late) {100 * i / max(n - 1, 1):.0f}%, var(--early))" for i in range(n)]
+
+
+def _drawable(value: float) -> float:
+    """The value, within what ratios and differences of two values can be computed of."""
+    if not isfinite(value):
+        return value
+    return 0.0 if abs(value) < 1 / FARTHEST else min(max(value, -FARTHEST), FARTHEST)
 
 
 def _domain(low: float, high: float, log: bool, from_zero: bool) -> tuple[float, float]:

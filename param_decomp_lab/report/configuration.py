@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from param_decomp_lab.config.site_patterns import matches_module
@@ -39,6 +40,9 @@ def loss_terms(config: Mapping[str, Any]) -> list[LossTerm]:
             key: value for key, value in entry.items() if key not in {"type", "coeff", "name"} and value is not None
         }
         coeff = entry.get("coeff")
+        if not _is_number(coeff):
+            rest |= {"coeff": coeff} if coeff is not None else {}
+            coeff = None
         terms.append(LossTerm(unique, kind, float(coeff) if coeff is not None else None, one_line(rest)))
     return terms
 
@@ -61,7 +65,7 @@ def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
         is_identity = name.endswith(".pre_identity") and not suffix
         for entry in identities if is_identity else patterns:
             pattern = str(entry.get("module_pattern", ""))
-            if matches_module(pattern, module.removeprefix("model.")) and "C" in entry:
+            if matches_module(pattern, module.removeprefix("model.")) and _is_number(entry.get("C")):
                 counts[name] = int(entry["C"])
                 break
     return counts
@@ -70,7 +74,7 @@ def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
 def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> list[tuple[str, str]]:
     """Label and value of what one wants to know first: model, sites, sizes, optimisers, layout."""
     patterns = _list(config, "pd", "decomposition_targets")
-    sites = ", ".join(f"{entry.get('module_pattern')} (C = {number(entry.get('C'))})" for entry in patterns)
+    sites = ", ".join(f"{entry.get('module_pattern')} (C = {_count(entry.get('C'))})" for entry in patterns)
     mode = get(config, "pd", "ci_config", "fn_type")
     transformer = get(config, "pd", "ci_config", "simple_transformer_ci_cfg")
     hidden = get(config, "pd", "ci_config", "hidden_dims")
@@ -78,7 +82,7 @@ def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> 
         str(part) for part in (mode, one_line(transformer or {}), f"hidden {hidden}" if hidden else "") if part
     )
     steps = get(config, "pd", "steps")
-    reached = f"{number(steps)}" + (f" (last logged step {last_step:,})" if last_step is not None else "")
+    reached = _count(steps) + (f" (last logged step {last_step:,})" if last_step is not None else "")
     evaluation = method_part(config).get("eval")
     rows: list[tuple[str, Any]] = [
         ("Model", _model(config)),
@@ -132,6 +136,15 @@ def one_line(value: Any) -> str:
             return exact(value)
         case _:
             return str(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _count(value: Any) -> str:
+    """A number, and whatever else stands in its place."""
+    return number(value) if value is None or _is_number(value) else one_line(value)
 
 
 def _model(config: Mapping[str, Any]) -> Any:

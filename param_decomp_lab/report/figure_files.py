@@ -1,10 +1,16 @@
 """The figures of a run, newest first, as data URIs."""
 
 import base64
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from param_decomp_lab.untrusted.files import read_bytes
+
+MAX_FIGURE_BYTES = 1 << 26
+"""Largest figure that is put into the page."""
 MAX_OLDER_BYTES = 8_000_000
 """Older figures are put into the page until they take this much together; the others are named."""
 
@@ -37,7 +43,9 @@ class Figure:
 
     @property
     def data_uri(self) -> str:
-        return "data:image/png;base64," + base64.b64encode(self.path.read_bytes()).decode("ascii")
+        return "data:image/png;base64," + base64.b64encode(read_bytes(self.path, "a figure", MAX_FIGURE_BYTES)).decode(
+            "ascii"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,14 @@ class FigureHistory:
 
 
 def read_figures(folder: Path) -> list[FigureHistory]:
-    """All ``<name>_<step>.png`` in ``folder`` by name, those with a known caption first."""
+    """All ``<name>_<step>.png`` in ``folder`` by name, those with a known caption first.
+
+    Only regular files of the run are put into the page: no link to a file elsewhere, no pipe, none too large.
+    """
     found: dict[str, list[Figure]] = {}
     for path in folder.glob("*.png") if folder.is_dir() else ():
-        match = re.fullmatch(r"(.+)_(\d+)", path.stem)
-        if match and not path.name.startswith("."):
+        match = re.fullmatch(r"(.+)_([0-9]{1,18})", path.stem)
+        if match and not path.name.startswith(".") and _may_be_shown(path, folder.parent):
             found.setdefault(match[1], []).append(Figure(match[1], int(match[2]), path))
     order = list(CAPTIONS)
     room = MAX_OLDER_BYTES
@@ -72,3 +83,18 @@ def read_figures(folder: Path) -> list[FigureHistory]:
                 left_out.append(f"{folder.name}/{figure.path.name}")
         histories.append(FigureHistory(newest, older, left_out))
     return histories
+
+
+def _may_be_shown(path: Path, run: Path) -> bool:
+    """Whether ``path`` is a readable regular file within the folder ``run``, of a size for the page."""
+    real = Path(os.path.realpath(path))
+    try:
+        found = real.stat()
+    except OSError:  # a link to nothing
+        return False
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_size <= MAX_FIGURE_BYTES
+        and real.is_relative_to(os.path.realpath(run))
+        and os.access(real, os.R_OK)
+    )

@@ -10,9 +10,13 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.printable import printable
 
 VISIBLE = 0.0005
 """A λ below this would read 0.000 and is not marked."""
+EXAMPLES_BYTES = 1 << 30
+"""Largest `examples.json`."""
 MAX_TOKENS = 400_000
 """Tokens of all snippets on one page; with many sites every component shows fewer of its snippets."""
 PREVIEW_BEFORE, PREVIEW_AFTER = 28, 60
@@ -50,13 +54,15 @@ def read_examples(path: Path) -> list[SiteExamples]:
     if not path.is_file():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Not `read_json`: a λ may be NaN, and a token half of a surrogate pair.
+        content = json.loads(read_text(path, "the examples", EXAMPLES_BYTES))
         return [
             SiteExamples(site, int(entry["C"]), tuple(_component(path, site, c) for c in entry["components"]))
             for site, entry in content["sites"].items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not in the format of examples.json ({type(error).__name__}: {error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        why = printable(f"{type(error).__name__}: {error}", 1000)
+        raise UserError(f"{path}: not in the format of examples.json ({why})") from error
 
 
 def snippets_per_component(sites: list[SiteExamples]) -> int:

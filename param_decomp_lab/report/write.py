@@ -1,15 +1,15 @@
 """Writes ``report.html``: a run as one self-contained page."""
 
-import json
+import errno
+import re
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from param_decomp_lab.display.numbers import duration, exact, number, percent
 from param_decomp_lab.display.templates import templates_beside
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.metrics.sinks import METRICS_FILE, read_metrics
 from param_decomp_lab.report import configuration
@@ -25,6 +25,9 @@ from param_decomp_lab.report.snippets import (
     snippets_per_component,
 )
 from param_decomp_lab.report.verdict import sentence, verdict
+from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 KL_COLORS = {
@@ -41,6 +44,8 @@ FOLDED = {
     "train/perf/": "Speed",
     "train/mem/": "Memory",
 }
+_SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
 FEW_SITES = 8
 """Up to so many sites share one L0 chart with a legend; more get a chart per kind."""
 
@@ -51,9 +56,15 @@ def write_report(run_folder: Path) -> Path:
     Needs ``config.yaml`` and ``metrics.jsonl``; uses ``figures/*.png``, ``environment.json`` and ``examples.json``
     where they are. Errors: ``UserError`` naming the file that is missing or broken.
     """
-    page = render_report(run_folder)
+    page = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", render_report(run_folder))
     target = run_folder / "report.html"
-    write_whole(target, page)
+    try:
+        write_whole(target, page)
+    except OSError as error:
+        why = f"cannot write {target}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise CannotWrite(f"{why}; free some space") from error
+        raise UserError(f"{why}; make the folder writable, or copy it and report on the copy") from error
     return target
 
 
@@ -87,11 +98,11 @@ def render_report(run_folder: Path) -> str:
     )
     return environment.get_template("page.html").render(
         run_id=config.get("run_id") or run_folder.name,
-        place=Path(config.get("out_dir") or "runs") / (config.get("run_id") or run_folder.name),
+        place=Path(str(config.get("out_dir") or "runs"), str(config.get("run_id") or run_folder.name)),
         run_name=config.get("run_name") or config.get("run_id") or run_folder.name,
         last_step=last_step,
         n_steps=n_steps if isinstance(n_steps, int) else None,
-        duration=duration(seconds) if seconds else None,
+        duration=duration(seconds) if seconds and isfinite(seconds) else None,
         sentence=sentence(series, l0),
         cards=verdict(series, config, l0),
         terms=terms,
@@ -225,11 +236,8 @@ def _most_snippets(examples: list[SiteExamples]) -> int:
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} does not exist: is {path.parent} the folder of a run?")
-    text = path.read_text(encoding="utf-8")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
+    text = read_text(path, "the configuration")
+    content = parse_yaml(text, str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of keys to values")
     wrapper = content.get("wrapper")
@@ -237,12 +245,7 @@ def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _read_environment(path: Path) -> Any:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    return read_json(path, "the environment", dict) if path.is_file() else {}
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

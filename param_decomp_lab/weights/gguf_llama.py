@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
+from param_decomp_jax.targets.architecture import UnsupportedConfig, check_sizes
 from param_decomp_jax.targets.llama import (
     DEFAULT_THETA,
     KINDS,
@@ -74,16 +75,20 @@ def read_architecture(file: GgufFile) -> LlamaConfig:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if (found := file.count(key, head_dim)) != head_dim:
             raise UserError(f"{file.source}: {key} is {found}; only the width of a head, {head_dim}, is supported")
-    layers = file.count("llama.block_count")
-    if layers > len(file.shapes):  # before anything is made for each of them
-        raise UserError(
-            f"{file.source}: llama.block_count is {layers:,}, and there are {len(file.shapes)} tensors in all; "
-            "the file is damaged"
-        )
-    config = LlamaConfig(
+    try:
+        config = _config(file, heads, kv_heads, head_dim)
+        check_sizes(config)  # before a name is made for every tensor of every layer
+        _expect_tensors(file, config)
+        return replace(config, rope_scaling=_rope_scaling(file, config))
+    except UnsupportedConfig as error:
+        raise UserError(f"{file.source}: {error}") from error
+
+
+def _config(file: GgufFile, heads: int, kv_heads: int, head_dim: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=file.shapes.get(EMBEDDING, (0,))[0],
-        d_model=width,
-        n_layers=layers,
+        d_model=file.count("llama.embedding_length"),
+        n_layers=file.count("llama.block_count"),
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -92,8 +97,6 @@ def read_architecture(file: GgufFile) -> LlamaConfig:
         rope_theta=file.number("llama.rope.freq_base", DEFAULT_THETA),
         tied=HEAD not in file.shapes,
     )
-    _expect_tensors(file, config)
-    return replace(config, rope_scaling=_rope_scaling(file, config))
 
 
 def stored_tensors(config: LlamaConfig) -> Iterator[Stored]:

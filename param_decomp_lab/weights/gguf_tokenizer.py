@@ -42,11 +42,10 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
     """``tokenizer.json`` and ``tokenizer_config.json`` of ``file`` into ``folder``.
 
     Raises UserError: another kind of tokenizer than byte-level BPE, a rule for cutting text that is not known, tokens
-    that are missing, repeated or more than the ``vocab_size`` rows of the embedding. OSError where they cannot be
-    written.
+    that are missing, repeated or more than the ``vocab_size`` rows of the embedding.
     """
     tokenizer, roles = build_tokenizer(file, vocab_size)
-    # Not by the library, which raises a bare Exception where a file cannot be written.
+    # Not `save`, which raises bare Exception when the disk is full.
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings: dict[str, Any] = {
         # Takes tokenizer.json as it is; the class of a family would put its own rule for cutting text in its place.
@@ -55,7 +54,8 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
         "model_max_length": file.count("llama.context_length"),
         **roles,
     }
-    if template := file.metadata.get("tokenizer.chat_template"):
+    template = file.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str) and template:
         settings["chat_template"] = template
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
@@ -87,12 +87,10 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
         raise UserError(f"{file.source}: merges and tokens do not fit ({error}); {WITHOUT}") from error
     tokenizer.pre_tokenizer = _pre_tokenizer(cut, bool(file.metadata.get("tokenizer.ggml.add_space_prefix", False)))
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = file.metadata.get("tokenizer.ggml.token_type") or []
-    if not isinstance(kinds, list) or (kinds and len(kinds) != len(tokens)):
-        raise UserError(f"{file.source}: tokenizer.ggml.token_type should be a list of {len(tokens)} kinds; {WITHOUT}")
+    kinds = file.integers("tokenizer.ggml.token_type")
     tokenizer.add_tokens([
         AddedToken(token, special=kind == Kind.CONTROL, normalized=False)
-        for token, kind in zip(tokens, kinds or [0] * len(tokens), strict=True)
+        for token, kind in zip(tokens, kinds, strict=False)
         if kind in (Kind.CONTROL, Kind.USER_DEFINED)
     ])  # fmt: skip
     roles = _roles(file, tokens)

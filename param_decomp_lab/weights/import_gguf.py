@@ -12,7 +12,6 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.gguf_file import GgufFile, open_gguf
@@ -58,33 +57,23 @@ def import_gguf(
     refuse_existing(out, marker=SOURCE_FILE, overwrite=overwrite)  # before any work is done
     with open_gguf(path) as file:
         config = read_architecture(file)
-        try:
-            with new_folder(out, marker=SOURCE_FILE, overwrite=overwrite) as folder:
-                imported = _write(file, path, folder, config, dtype, tokenizer, shard_bytes)
-        except OSError as error:
-            raise UserError(f"cannot write the weights to {out}: {error.strerror or error}") from error
-    return imported
-
-
-def _write(
-    file: GgufFile, path: Path, folder: Path, config: LlamaConfig, dtype: Dtype, tokenizer: bool, shard_bytes: int
-) -> Imported:
-    """Fills ``folder``. Raises OSError where it cannot be written, and as ``write_tokenizer``."""
-    if tokenizer:
-        write_tokenizer(file, folder, config.vocab_size)
-    bos, eos = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
-    longest = file.count("llama.context_length")
-    settings = replace(config, max_positions=longest).to_config(dtype, eos)
-    settings["bos_token_id"] = bos
-    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-    tensors = tuple(stored_tensors(config))
-    _write_weights(file, tensors, folder, DTYPES[dtype], shard_bytes)
-    imported = Imported(
-        config=config,
-        parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
-        storage=dict(Counter(file.storage[tensor.stored] for tensor in tensors).most_common()),
-    )
-    (folder / SOURCE_FILE).write_text(json.dumps(_origin(path, file, imported, dtype), indent=2) + "\n")
+        with new_folder(out, marker=SOURCE_FILE, overwrite=overwrite) as folder:
+            if tokenizer:
+                write_tokenizer(file, folder, config.vocab_size)
+            roles = (f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos"))
+            bos, eos = (file.count(key, least=0) if key in file.metadata else None for key in roles)
+            longest = file.count("llama.context_length")
+            settings = replace(config, max_positions=longest).to_config(dtype, eos)
+            settings["bos_token_id"] = bos
+            (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            tensors = tuple(stored_tensors(config))
+            _write_weights(file, tensors, folder, DTYPES[dtype], shard_bytes)
+            imported = Imported(
+                config=config,
+                parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
+                storage=dict(Counter(file.storage[tensor.stored] for tensor in tensors).most_common()),
+            )
+            (folder / SOURCE_FILE).write_text(json.dumps(_origin(path, file, imported, dtype), indent=2) + "\n")
     return imported
 
 

@@ -1,8 +1,7 @@
 """Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for; and
 writing them."""
 
-import os
-import re
+import errno
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,11 +16,10 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.files import LISTING_BYTES
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.paths import path_within
+from param_decomp_lab.untrusted.printable import first_few
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors files name them; others, such as quantised ones, are none by themselves."""
 
 
 class SafetensorsFolder:
@@ -56,21 +54,23 @@ class SafetensorsFolder:
         return frozenset(self._handles)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises UserError unless there is a tensor ``name`` of this shape."""
+        """Raises UserError unless there is a tensor ``name`` of this shape, of floating-point numbers."""
         if name not in self._handles:
             raise UserError(
                 f"{self._folder}: no tensor {name}, which config.json implies (shape {list(shape)}); "
                 "the weights and config.json do not belong together, or a file is missing"
             )
         file, handle = self._handles[name]
-        found = tuple(handle.get_slice(name).get_shape())
+        tensor = handle.get_slice(name)
+        found, stored = tuple(tensor.get_shape()), str(tensor.get_dtype())
         if found != shape:
             raise UserError(
                 f"{file}: {name} has shape {list(found)}, config.json implies {list(shape)}; "
                 "the weights and config.json do not belong together"
             )
-        if (kind := handle.get_slice(name).get_dtype()) not in FLOATS:
-            raise UserError(f"{file}: {name} holds numbers of type {kind}; weights should be {', '.join(FLOATS)}")
+        # Quantised weights are integers that mean other numbers.
+        if not stored.startswith(("F", "BF")):
+            raise UserError(f"{file}: {name} is stored as {stored}; weights must be floating-point numbers")
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype that ``name`` is stored in."""
@@ -94,17 +94,16 @@ class SafetensorsFolder:
             raise UserError(
                 f"{self._folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a local Hugging Face folder"
             )
-        weight_map = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index} is not an index of safetensors files: it has no weight_map; download it again")
-        # The local cache of Hugging Face consists of links.
-        files = {str(name): path_within(self._folder, name, str(index), links=True) for name in weight_map.values()}
-        missing = [name for name in sorted(files) if not files[name].is_file()]
+        places = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
+        if not isinstance(places, dict):
+            raise UserError(f"{index} is not an index of safetensors files (no weight_map): download it again")
+        # Links may lead out of the folder: the cache of Hugging Face is made of them.
+        files = sorted({path_within(self._folder, name, f"{index}: weight_map.{key}") for key, name in places.items()})
+        missing = [str(file.relative_to(self._folder)) for file in files if not file.is_file()]
         if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            lacks = f"{', '.join(missing[:5])}{more}"
-            raise UserError(f"{self._folder} lacks {lacks}, which {INDEX_FILE} lists: download the rest")
-        return [files[name] for name in sorted(files)]
+            names = ", ".join(first_few(missing))
+            raise UserError(f"{self._folder} lacks {names}, which {INDEX_FILE} lists: download the rest")
+        return files
 
 
 def _open(file: Path) -> Any:
@@ -120,16 +119,14 @@ def _open(file: Path) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file with the permissions of any new file: the library's own are for the user alone. Raises
-    OSError where it cannot be written."""
+    """A safetensors file with the permissions of any new file: the library's own are for the user alone.
+
+    Raises OSError if it cannot be written."""
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata)
-    except SafetensorError as error:
-        # The library tells of a full disk in words alone: "I/O error: No space left on device (os error 28)".
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    except SafetensorError as error:  # of the operating system's errors, the library keeps the text alone
+        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+        raise OSError(code, str(error), str(path)) from error
     path.chmod(mode)

@@ -22,6 +22,7 @@ from param_decomp_jax.targets.architecture import Architecture, Tensors, Unsuppo
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
 
@@ -50,7 +51,7 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
             "`pd pretrain` made"
         )
-    return read_json(file, "the configuration of the model", dict)
+    return read_json(file, "the target's configuration", dict)
 
 
 def weight_shardings(mesh: Mesh, architecture: Architecture) -> Any:
@@ -103,9 +104,11 @@ def stored_dtype(folder: Path) -> np.dtype[Any]:
         raw = _read_json(folder / CONFIG_FILE)
         name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         try:
-            return np.dtype(name if isinstance(name, str) else "")
+            return np.dtype(name)
         except TypeError as error:
-            raise UserError(f"{folder / CONFIG_FILE}: dtype {name!r:.60} is not known") from error
+            raise UserError(
+                f"{folder / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, no kind of number"
+            ) from error
 
 
 def save_target(

@@ -89,7 +89,8 @@ RUNS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_bad_run_among_good_ones(tmp_path: Path, kind: str) -> None:
+def test_a_bad_run_among_good_ones(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # whole paths
     act, says = RUNS[kind]
     for number in (1, 2):
         run = tmp_path / f"p-0000000{number}"

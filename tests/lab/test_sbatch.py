@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from param_decomp_lab.config.overrides import parse_overrides
 from param_decomp_lab.launch.job import Job, script_text
 from param_decomp_lab.launch.layout import Layout
 from tests.lab.test_launch import HOSTILE
@@ -33,7 +34,9 @@ STUBS = {
         if [ "$1" = launch ]; then
             [ "${LAUNCH_STATUS:-0}" = 0 ] || exit "$LAUNCH_STATUS"
             run=$2
-            for word in "$@"; do case $word in run_id=*) id=${word#*=};; out_dir=*) run=${word#*=}/$id;; esac; done
+            for word in "$@"; do case $word in run_id=*) id=${word#*=};; out_dir=*) out=${word#*=};; esac; done
+            if [ -n "${out:-}" ]; then out=${out#?}; out=${out%?}; run=${OUT_DIR:-$out}/$id; fi
+            printf '%s\\0' "$@" > "$LOG.launch"
             mkdir -p "$run/code" && cp -R "$SLURM_FILES" "$run/code/slurm" && touch "$run/config.yaml"
             exit
         fi
@@ -98,8 +101,8 @@ def test_first_start(cluster: Cluster) -> None:
     done = cluster.run("configs/a.yaml", "--set", "pd.steps=3")
     assert done.returncode == 0, done.stderr
     out = cluster.folder / "checkout" / "runs"
-    made = f"pd launch configs/a.yaml --set run_id={RUN} --set out_dir={out} --set pd.steps=3 --prepare --with-changes"
-    assert cluster.log.startswith(f"{made}\n")
+    made = f'pd launch configs/a.yaml --set run_id={RUN} --set out_dir="{out}" --set pd.steps=3'
+    assert cluster.log.startswith(f"{made} --prepare --with-changes\n")
     assert f"pd train --resume {out}/{RUN}\n" in cluster.log
     assert "--nodes=8 --ntasks-per-node=8 --cpus-per-task=12 --mem=0 --kill-on-bad-exit=1" in cluster.log
     of_tasks = cluster.log.rpartition("pd train")[2]
@@ -187,13 +190,16 @@ def test_preempted_where_requeueing_is_off(cluster: Cluster) -> None:
     assert f"sbatch --nodes=8 slurm/train.sbatch configs/a.yaml {RUN}" in done.stderr
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE, "a: b", "x #y"])
 def test_names_by_hand(cluster: Cluster, name: str) -> None:
     """Of the folder of the runs and of the configuration; what is printed for later is a command that a shell takes."""
     runs, config = cluster.folder / "out" / name, f"configs/{name}.yaml"
     done = cluster.run(config, PD_STATUS="75", SCONTROL_STATUS="1", OUT_DIR=str(runs), CDPATH=str(cluster.folder))
     assert done.returncode == 75, done.stderr
     assert f"pd train --resume {runs}/{RUN}\n" in cluster.log
+    words = (cluster.folder / "log.launch").read_text().split("\0")
+    (given,) = parse_overrides(word for word in words if word.startswith("out_dir="))
+    assert given.value == str(runs)
     again = done.stderr.partition("go on with: ")[2]
     told = subprocess.run(
         ["bash", "-c", f"sbatch() {{ printf '%s\\0' \"$@\"; }}; {again}"], capture_output=True, text=True
