@@ -2,7 +2,6 @@
 
 from param_decomp_lab.cli.options import RunFolder
 from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.errors import CannotWrite
 
 
 def report(run: RunFolder) -> None:
@@ -14,9 +13,4 @@ def report(run: RunFolder) -> None:
     """
     from param_decomp_lab.report import write_report
 
-    try:
-        written = write_report(run)
-    except OSError as error:
-        about = "" if error.filename is None else f"{error.filename}: "
-        raise CannotWrite(f"the report of {run} cannot be made: {about}{error.strerror or error}") from error
-    PlainConsole().print(str(written), soft_wrap=True)
+    PlainConsole().print(str(write_report(run)), soft_wrap=True)

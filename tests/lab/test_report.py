@@ -3,7 +3,6 @@
 import json
 import math
 import pydoc_data.topics
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from param_decomp_lab.report.charts import line_chart, thin
 from param_decomp_lab.report.configuration import component_counts, loss_terms
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
-from tests.lab.tiny_run import ROOT, pd_here
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 STEPS = 2000
@@ -532,14 +530,3 @@ def test_numbers() -> None:
         "0.12\u00a0%",
     ]
     assert [duration(s) for s in (4.2, 42, 185, 26_000)] == ["4.2 s", "42 s", "3 min 05 s", "7 h 13 min"]
-
-
-def test_a_report_that_the_system_refuses(tmp_path: Path) -> None:
-    """Status 1 and one message; the page that is there stays."""
-    run = tmp_path / "p-00000002"
-    shutil.copytree(ROOT / "tests" / "lab" / "old_run" / "toy" / run.name, run)
-    (run / "report.html").mkdir()
-    outcome = pd_here("report", run)
-    assert (outcome.status, outcome.out) == (1, "")
-    assert outcome.err.startswith(f"error: the report of {run} cannot be made: ")
-    assert outcome.err.endswith(": Is a directory\n")
