@@ -65,6 +65,8 @@ def page(cases: Sequence[fuzz.Result], of_races: Sequence[races.Result]) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     parts = [HEAD.format(machine=machine, seed=", ".join(map(str, sorted({case.seed for case in cases}))))]
     parts += [fuzz.table(cases), "\n", sentence(sum(bool(case.wrong) for case in cases), len(cases), "cases")]
+    left = [f"- {shown(kind, 120)} ({count}): {shown(first.fault, 80)}" for kind, count, first in fuzz.kinds(cases)]
+    parts.append("".join(f"\n{line}" for line in ["", *left]) if left else "")
     parts.append(
         "\n\n### What the user sees\n\n| format | what was done | status | what the user sees |\n|---|---|---|---|\n"
     )

@@ -39,7 +39,15 @@ def write_whole(file: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # of the folder, which may be gone; that of the writing is the one to raise
+            unfinished.unlink()
+
+
+def _explained(error: OSError, folder: Path) -> Exception:
+    """``error``, or CannotWrite if ``folder``, which was there when writing to it began, is not any more."""
+    if folder.is_dir():
+        return error
+    return CannotWrite(f"{folder.parent} was renamed, removed or replaced while something was written there")
 
 
 def is_irregular(file: Path) -> bool:
@@ -109,8 +117,11 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror} ({error.filename})") from error
     try:
-        with _cannot_write(out):
-            yield partial
+        try:
+            with _cannot_write(out):
+                yield partial
+        except OSError as error:
+            raise _explained(error, partial) from error
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

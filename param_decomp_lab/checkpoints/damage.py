@@ -44,7 +44,9 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
     A checkpoint without recorded sizes (the save was killed just before) is checked only on restoring.
     """
     if not os.path.lexists(checkpoint / FILES):
-        return ""
+        odd = next((path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None)
+        # Reading a pipe would wait for ever.
+        return "" if odd is None else f"{odd.relative_to(checkpoint)} is not a regular file"
     try:
         sizes = read_json(checkpoint / FILES, "the sizes of the files", dict, LISTING_BYTES)
     except UserError as error:

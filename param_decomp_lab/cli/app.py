@@ -117,7 +117,7 @@ def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
     name = f": {error.filename}" if error.filename is not None else ""
     if error.errno == errno.ENAMETOOLONG:
         return f"the name is too long for a file{shortened(name, 300)}; choose a shorter one", 2
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return f"nothing more can be written{name} ({error.strerror}); free some space and start again", 1
     try:
         os.getcwd()

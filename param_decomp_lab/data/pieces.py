@@ -64,7 +64,10 @@ def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
         else:
             root = Path(path.anchor) if path.is_absolute() else Path()
             pattern = str(path.relative_to(root)) if path.is_absolute() else given
-            found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
+            try:
+                found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
+            except ValueError as error:  # such as a**b
+                raise UserError(f"{given} is no glob ({error}); write for instance 'corpus/**/*.txt'") from error
         if not found:
             raise UserError(f"{given}: no such text file, no folder with files, and no glob that matches one")
         files |= dict.fromkeys(str(file) for file in sorted(found))

@@ -90,17 +90,21 @@ class TokenData:
 
     def _within(self, number: int, vocab_size: int) -> bool:
         """Whether the statistics of a group show that its ids are in the vocabulary."""
+        known = self._range(number)
+        return known is not None and known[0] >= 0 and known[1] < vocab_size
+
+    def _range(self, number: int) -> tuple[int, int] | None:
+        """The smallest and the largest id of a group by its statistics; None without them."""
         file, group = self._groups[number]
         metadata = self._files[file][1]
         statistics = metadata.row_group(group).column(_leaf(metadata)).statistics
-        known = statistics is not None and statistics.has_min_max
-        return known and statistics.min >= 0 and statistics.max < vocab_size
+        return None if statistics is None or not statistics.has_min_max else (statistics.min, statistics.max)
 
     def _decode(self, number: int, seq_len: int | None) -> Int32[np.ndarray, "rows T"]:
         file, group = self._groups[number]
         path, shard = self._files[file]
         try:
-            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True)
+            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True, page_checksum_verification=True)
             column = parquet.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks()
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
@@ -121,6 +125,13 @@ class TokenData:
         if flat.null_count:
             raise UserError(f"{path}, row group {group}: holds missing tokens (nulls); tokenize the text again")
         ids = flat.to_numpy(zero_copy_only=False)
+        known = self._range(number)
+        # `check` believes the statistics, so that what is read must agree with them: files of others have no checksums.
+        if known is not None and ids.size and (ids.min() < known[0] or ids.max() > known[1]):
+            raise UserError(
+                f"{path}, row group {group}: holds token ids {ids.min()} to {ids.max()}, and {known[0]} to {known[1]} "
+                "were written: it is damaged; copy or tokenize it again"
+            )
         # Ids past int32 would wrap around into valid ones.
         return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32).reshape(n_rows, width)
 

@@ -177,7 +177,9 @@ class _RowWriter:
     def _write(self, ids: Int32[np.ndarray, "n"]) -> None:
         column = pa.FixedSizeListArray.from_arrays(pa.array(ids, pa.int32()), self._seq_len)
         file = self._folder / f"part-{self._meta.shards:05d}.parquet"
-        pq.write_table(pa.table({COLUMN: column}), file, compression="zstd", row_group_size=ROWS_PER_GROUP)
+        # A checksum of each page, so that a bit that turns over on a disk is noticed, and trains nothing.
+        settings = {"compression": "zstd", "row_group_size": ROWS_PER_GROUP, "write_page_checksum": True}
+        pq.write_table(pa.table({COLUMN: column}), file, **settings)
         self._counts += np.bincount(ids, minlength=len(self._counts))
         self._hash.update(ids.tobytes())
         rows = self._meta.rows + len(column)

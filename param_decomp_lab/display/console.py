@@ -1,19 +1,27 @@
 """The console that every command prints with."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from param_decomp_lab.untrusted.printable import printable
 
 
 class PlainConsole(Console):
-    """Prints strings as they are: paths and names are no markup and no emoji codes, and their control characters become
-    visible. Styles are given as `rich.text.Text`."""
+    """Prints what it is given as it is: paths and names are no markup and no emoji codes, and their control characters
+    become visible. Give a ``style``, or a `rich.text.Text`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, len(text)), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is given as a `Text`, too. What rich itself sends to the terminal stays."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            yield segment if segment.control else Segment(printable(text, len(text)), segment.style)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.eval.request import EvaluationRequest
 from param_decomp_lab.eval.run_evaluation import Evaluated, as_json, evaluate_run
 from param_decomp_lab.folders import is_irregular, write_whole
@@ -28,7 +28,7 @@ def evaluate(
 ) -> None:
     """Evaluates a run and writes ``out``, a JSON file (None: a new file in the run folder); figures go next to it.
 
-    UserError before the work if it cannot be written, or belongs to a run."""
+    UserError before the work if it cannot be written, or belongs to a run; CannotWrite if it cannot be afterwards."""
     file = out or run / EVALUATIONS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
     check_output_file(file, "--out")
     figures = _figures_beside(file)
@@ -39,7 +39,8 @@ def evaluate(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(as_json(found, run), indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
+        _show(found, console)  # so that it is not lost
+        raise CannotWrite(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
     _show(found, console)
     for path in (file, *found.figures.values()):
         console.print(str(path), soft_wrap=True)

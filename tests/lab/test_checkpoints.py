@@ -240,6 +240,11 @@ def replace_text(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
+def pipe_in_place(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 def unlisted(damage: Callable[[Path], None]) -> Callable[[Path], None]:
     """Where there is no list of the files, and only reading the arrays can tell."""
 
@@ -258,6 +263,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit": (lambda at: flip(largest(at, "learned")), "cannot be read"),
     "an item missing": (lambda at: shutil.rmtree(at / "training"), "No such file"),
     "its manifest missing, not listed": (unlisted(lambda at: (at / "learned/manifest.ocdbt").unlink()), "cannot be r"),
+    "a pipe, not listed": (unlisted(lambda at: pipe_in_place(at / "learned/_METADATA")), "is not a regular file"),
     "the description missing": (lambda at: (at / "_CHECKPOINT_METADATA").unlink(), "No such file"),
     "the description cut off": (unlisted(lambda at: halve(at / "_CHECKPOINT_METADATA")), "_CHECKPOINT_METADATA cannot"),
     "another configuration": (

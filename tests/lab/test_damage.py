@@ -1,5 +1,6 @@
 """Every kind of damage to a run folder, with real processes; and the page that tells what comes of it."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from experiments.damage_cases import CASES, Rig, make_whole
 from experiments.damage_table import unlike
+from param_decomp_lab.run_folder.unwritable import why_not_written
 from tests.lab.tiny_run import ROOT
 
 
@@ -28,3 +30,12 @@ def test_what_comes_of_it(whole: Path, tmp_path: Path, name: str) -> None:
 def test_the_page_has_every_case() -> None:
     rows = (ROOT / "docs" / "measurements" / "damage.md").read_text()
     assert [case.what for case in CASES.values() if f"| {case.what} |" not in rows] == []
+
+
+def test_a_file_removed_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """As `rm -r` does, of which the folder itself is left where it is still being written."""
+    (tmp_path / "ckpts").mkdir()
+    lost = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "ckpts" / "6" / "_METADATA"))
+    assert why_not_written(lost, tmp_path / "ckpts") == f"{lost.filename} was removed meanwhile"
+    assert why_not_written(lost, tmp_path / "other") == f"{tmp_path / 'other'} is gone"
+    assert why_not_written(FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere"), tmp_path) is None

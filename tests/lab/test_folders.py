@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab import folders
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import new_folder
 from tests.lab.tiny_run import ROOT
 
@@ -46,6 +46,20 @@ def test_what_appears_meanwhile_stays(tmp_path: Path, late: bool, monkeypatch: p
     with pytest.raises(UserError, match=r"out appeared meanwhile; it stays as it is, and what this .* is discarded"):
         make(out, "mine", meanwhile=meanwhile)
     assert contents(tmp_path) == {f"out/{MARKER}": "theirs"}
+
+
+def test_a_place_that_is_taken_away_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+
+    def meanwhile() -> None:
+        place.rename(tmp_path / "moved")
+        (place / "out" / "rows").write_text("1")
+
+    place.mkdir()
+    with pytest.raises(CannotWrite, match="place was renamed, removed or replaced while something was written there"):
+        make(place / "out", "mine", meanwhile=meanwhile)
+    with pytest.raises(FileNotFoundError):  # the user's file, not the place
+        make(tmp_path / "out", "mine", meanwhile=(tmp_path / "no such text").read_text)
 
 
 def test_a_file_that_appears_stays(tmp_path: Path) -> None:

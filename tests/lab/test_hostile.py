@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from rich.text import Text
 from safetensors.numpy import load_file, save_file
 
 from param_decomp_jax.targets.architecture import LARGEST, WIDEST, UnsupportedConfig
@@ -135,7 +136,7 @@ SIZES = {
     "a fraction": ({**LLAMA, "num_hidden_layers": 1.5}, "num_hidden_layers: should be a whole number, not 1.5"),
     "a list": ({**LLAMA, "num_key_value_heads": []}, r"num_key_value_heads: should be a whole number, not \[\]"),
     "a switch": ({**LLAMA, "vocab_size": True}, "vocab_size: should be a whole number, not True"),
-    "theta": ({**LLAMA, "rope_theta": float("inf")}, "rope_theta: should be a finite number"),
+    "theta": ({**LLAMA, "rope_theta": float("inf")}, "rope_theta: should be a positive number"),
     "toy": ({"model_type": "tms", "n_features": 5, "n_hidden": 2, "n_hidden_layers": 10**9}, "n_hidden_layers: should"),
     "type": ({"model_type": ["llama"]}, "model_type is"),
 }  # fmt: skip
@@ -413,3 +414,9 @@ def test_no_picture_beside_a_device(tmp_path: Path) -> None:
     with mock.patch.multiple(pages, **dict.fromkeys(names, mock.MagicMock())):
         assert pages.write_pages(mock.MagicMock(), Path("/dev/null")) == (Path("/dev/null"), None)
         assert pages.write_pages(mock.MagicMock(), tmp_path / "a.html") == (tmp_path / "a.html", tmp_path / "a.png")
+
+
+def test_control_characters_in_a_styled_text() -> None:
+    stream = io.StringIO()
+    PlainConsole(file=stream, width=80).print(Text("a\x1b[2Jb\u202ec", style="bold"), Text("[/]"))
+    assert stream.getvalue() == "a\\x1b[2Jb\\u202ec [/]\n"

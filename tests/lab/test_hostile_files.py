@@ -305,6 +305,11 @@ def test_an_empty_input_is_not_the_working_directory(
     assert [document.source for document in find_documents(["."])] == ["secret.txt"]
 
 
+def test_a_glob_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no glob|no such text file"):  # Python 3.13 takes ** as *
+        find_documents([str(tmp_path / "a**b")])
+
+
 def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import struct
 import subprocess
 import sys
 import zipfile
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, rotary_frequencies
 from param_decomp_lab.data.tokenizers import load_tokenizer
 from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.weights import gguf_file
 from param_decomp_lab.weights import import_gguf as importing
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.target_folder import load_target, read_architecture
@@ -233,7 +235,10 @@ METADATA: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no epsilon": ({"llama__attention__layer_norm_rms_epsilon": None}, ["lacks the metadata", "layer_norm_rms_eps"]),
     "not a number": ({"llama__block_count": "two"}, ["llama.block_count", "'two'"]),
     "too many layers": ({"llama__block_count": 3}, ["no tensor blk.2.attn_norm.weight"]),
-    "layers without end": ({"llama__block_count": 40_000}, ["llama.block_count is 40,000", "tensors in all"]),
+    "layers without end": (
+        {"llama__block_count": 40_000},
+        ["n_layers: should be a whole number from 1 to 4,096, not 40,000"],
+    ),
     "too few layers": ({"llama__block_count": 1}, ["blk.1.attn_k.weight (9 such) has no place"]),
     "another width": ({"llama__embedding_length": 64, "llama__attention__key_length": 8}, ["has shape", "implies"]),
     "no heads": ({"llama__attention__head_count": 0}, ["llama.attention.head_count is 0; it should be at least 1"]),
@@ -376,11 +381,30 @@ def test_a_file_that_cannot_be_written_to_its_end(tmp_path: Path, room: int) -> 
         outcome = pd_here("weights", "import-gguf", file, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert outcome.status == 2
-    assert outcome.err == f"error: cannot write the weights to {tmp_path / 'out'}: File too large\n"
+    assert outcome.status == 1
+    assert outcome.err.startswith(f"error: cannot write {tmp_path / 'out'}: File too large. Nothing was made")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_gguf_is_imported_when_it_is_needed() -> None:
     code = "import sys, param_decomp_lab.weights.import_gguf; sys.exit('gguf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(struct.pack("<IIQ", 9, 0, 1 << 22), id="longer than its file"),  # read for ever by the library
+        pytest.param(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000, id="lists of lists"),
+    ],
+)
+def test_a_list_without_end(tmp_path: Path, value: bytes) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + value)
+    assert_refused(tmp_path, file, "not a whole GGUF file")
+
+
+def test_more_values_than_a_vocabulary_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = gguf(tmp_path)
+    monkeypatch.setattr(gguf_file, "MOST_VALUES", 500)
+    assert_refused(tmp_path, file, "more than 500 values")
