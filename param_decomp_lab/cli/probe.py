@@ -64,19 +64,7 @@ def probe(
     pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
-        answer = ask(
-            config,
-            overrides or (),
-            batch,
-            seq,
-            gpu,
-            nodes,
-            gpus_per_node,
-            pool,
-            folder,
-            console,
-            quick,
-        )
+        answer = ask(config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, console, quick)
     except CannotTell as error:
         if json_file is not None:
             write_json({"verdict": "unknown", "why": str(error)}, json_file)

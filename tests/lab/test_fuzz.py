@@ -1,8 +1,5 @@
 """Damaged files of every format, at random from a seed: what the program makes of them (`experiments/fuzz.py`)."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -11,18 +8,13 @@ import pytest
 from experiments import fuzz, fuzz_faults
 from experiments.forked import Ended
 from experiments.fuzz_formats import FORMATS, Command, Format, WrongNumbers
-from tests.lab.tiny_run import ROOT
+from tests.lab.forking import run_experiment
 
 SEED = 1
 
 
 def results(out: Path, cases: int, workers: int) -> list[fuzz.Result]:
-    """In a process of its own: this one may have started a backend of JAX, which forked ones could not use."""
-    command = [sys.executable, "-m", "experiments.fuzz", "--seed", str(SEED), "--cases", str(cases)]
-    command += ["--workers", str(workers), "--out", str(out)]
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    run_experiment("fuzz", "--seed", SEED, "--cases", cases, "--workers", workers, "--out", out)
     return fuzz.read(out)
 
 

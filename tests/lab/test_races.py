@@ -1,27 +1,20 @@
 """Commands that write to one place at once, lose their folder, or fill a disk: races of `experiments/races.py`."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from experiments import races
 from experiments.forked import BROKEN, Ended
-from tests.lab.tiny_run import ROOT
+from tests.lab.forking import run_experiment
 
 QUICK = ("tokenize", "import", "report")
 FEW = 1
 
 
 def results(out: Path, commands: tuple[str, ...], count: int) -> list[races.Result]:
-    """In a process of its own: this one may have started a backend of JAX, which forked ones could not use."""
-    command = [sys.executable, "-m", "experiments.races", "--races", str(count), "--out", str(out)]
-    command += [word for name in commands for word in ("--command", name)]
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    chosen = [word for name in commands for word in ("--command", name)]
+    run_experiment("races", "--races", count, "--out", out, *chosen)
     return races.read(out)
 
 
