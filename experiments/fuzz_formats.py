@@ -248,7 +248,8 @@ def _sizes_are_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
         if raw.get(key) is None or name not in found or raw.get("model_type") != "llama":
             continue
         given = float(raw[key]) if isinstance(raw[key], str) or isinstance(found[name], float) else raw[key]
-        if given != found[name] or not (math.isfinite(found[name]) and found[name] > 0):
+        least_allowed = found[name] >= 0 if name == "rms_norm_eps" else found[name] > 0
+        if given != found[name] or not (math.isfinite(found[name]) and least_allowed):
             raise WrongNumbers(f"config.json: {key} is {raw[key]!r:.60}, {found[name]!r:.60} was read")
     numbers = [found.get("rope_theta", 1.0), *(found.get("rope_scaling") or {}).values()]
     if any(not (math.isfinite(number) and number > 0) for number in numbers):

@@ -16,8 +16,16 @@ from typing import TextIO
 
 from param_decomp_lab.errors import CannotWrite, UserError
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_ERRORS = (*FULL_ERRORS, errno.EROFS, errno.EIO)
 """What a full, failing or read-only disk answers: a failure of the machine, not the user's mistake."""
+
+
+def not_written(path: Path, error: OSError, advice: str) -> CannotWrite | UserError:
+    """What to raise where ``path`` could not be written. ``advice``: what to do unless the disk is full."""
+    kind = CannotWrite if error.errno in DISK_ERRORS else UserError
+    then = "free some space" if error.errno in FULL_ERRORS else advice
+    return kind(f"cannot write {path}: {error.strerror or error}; {then}")
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -81,9 +89,7 @@ def refuse_unwritable(folder: Path, option: str) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UserError(
-            f"{option}: cannot write to {folder}: {error.strerror or error}; choose another place"
-        ) from error
+        raise not_written(folder, error, f"choose another place with {option}") from error
 
 
 def refuse_existing(out: Path, *, marker: str, overwrite: bool) -> None:
@@ -115,7 +121,7 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror} ({error.filename})") from error
+        raise not_written(out, error, "choose another place") from error
     try:
         try:
             with _cannot_write(out):
@@ -135,8 +141,7 @@ def _cannot_write(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        why = os.strerror(error.errno)
-        raise CannotWrite(f"cannot write {out}: {why}. Nothing was made; free some space, or choose another") from error
+        raise not_written(out, error, "nothing was made; choose another place") from error
 
 
 def _put_in_place(partial: Path, out: Path, old: Path, *, marker: str, overwrite: bool) -> None:

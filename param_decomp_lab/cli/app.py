@@ -29,6 +29,7 @@ from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.folders import FULL_ERRORS
 from param_decomp_lab.untrusted.paths import path_mistake
 from param_decomp_lab.untrusted.printable import printable, shortened
 
@@ -117,8 +118,9 @@ def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
     name = f": {error.filename}" if error.filename is not None else ""
     if error.errno == errno.ENAMETOOLONG:
         return f"the name is too long for a file{shortened(name, 300)}; choose a shorter one", 2
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-        return f"nothing more can be written{name} ({error.strerror}); free some space and start again", 1
+    if error.errno in (*FULL_ERRORS, errno.EROFS):
+        then = "free some space and start again" if error.errno in FULL_ERRORS else "start again where it can be"
+        return f"nothing more can be written{name} ({error.strerror}); {then}", 1
     try:
         os.getcwd()
     except OSError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.folders import write_whole
+from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 FOLDER = Path(str(files("param_decomp_lab"))) / "configs"
@@ -71,7 +71,7 @@ def write_copies(chosen: Sequence[Shipped], out: Path, *, overwrite: bool = Fals
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, texts[path])
             except OSError as error:
-                raise UserError(f"{path} cannot be written ({error.strerror})") from error
+                raise not_written(path, error, "choose another folder with --out") from error
     return new
 
 

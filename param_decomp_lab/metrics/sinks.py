@@ -26,14 +26,14 @@ from param_decomp_lab.folders import write_whole
 from param_decomp_lab.run_folder.folder import resume_command
 from param_decomp_lab.run_folder.identity import Displaced, what_became_of
 from param_decomp_lab.run_folder.unwritable import why_not_written
-from param_decomp_lab.untrusted.files import read_text
+from param_decomp_lab.untrusted.files import read_lines
 from param_decomp_lab.untrusted.json_text import BadNumber, bounded_int
 from param_decomp_lab.untrusted.printable import shortened
 
 Row = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
-METRICS_BYTES = 1 << 32
-"""Largest `metrics.jsonl` that is read whole: far more than the longest runs write."""
+ROW_BYTES = 1 << 20
+"""Longest line of a `metrics.jsonl` that is read: a row of a thousand sites takes a tenth of it."""
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -45,17 +45,16 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    lines = read_text(path, "the metrics", METRICS_BYTES).split("\n")
-    if not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
+    broken: UserError | None = None
+    for number, line in enumerate(read_lines(path, "the metrics", ROW_BYTES), start=1):
+        if broken is not None:  # and this line shows that it was not the last
+            raise broken
         try:
-            row = parse_row(line)
+            rows.append(parse_row(line.decode()))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: cannot read the metrics: not UTF-8 text ({error.reason})") from error
         except ValueError as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}:{number}: {error}") from error
-        rows.append(row)
+            broken = UserError(f"{path}:{number}: {error}")
     return rows
 
 

@@ -1,6 +1,5 @@
 """Writes ``report.html``: a run as one self-contained page."""
 
-import errno
 import re
 from collections.abc import Mapping
 from math import isfinite
@@ -9,8 +8,8 @@ from typing import Any
 
 from param_decomp_lab.display.numbers import duration, exact, number, percent
 from param_decomp_lab.display.templates import templates_beside
-from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.folders import write_whole
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.metrics.sinks import METRICS_FILE, read_metrics
 from param_decomp_lab.report import configuration
 from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
@@ -61,10 +60,7 @@ def write_report(run_folder: Path) -> Path:
     try:
         write_whole(target, page)
     except OSError as error:
-        why = f"cannot write {target}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise CannotWrite(f"{why}; free some space") from error
-        raise UserError(f"{why}; make the folder writable, or copy it and report on the copy") from error
+        raise not_written(target, error, "make the folder writable, or copy it and report on the copy") from error
     return target
 
 

@@ -1,8 +1,12 @@
 """Reads files from outside: regular files only, of limited size."""
 
+import itertools
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from param_decomp_lab.errors import UserError
 
@@ -15,9 +19,33 @@ LISTING_BYTES = 1 << 26
 def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
     """The content of a regular file. ``what``: description of the file, for errors. ``limit``: in bytes.
 
-    Raises UserError for a file that is missing, unreadable, too large, or no regular file: a pipe would be waited for,
-    and a device may never end.
+    Raises UserError for a file that is missing, unreadable, too large, or no regular file.
     """
+    with _opened(path, what) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{path}: cannot read {what}: larger than {limit:,} bytes, the most that such a file may have")
+    return content
+
+
+def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
+    """The lines of a regular file with their line ends, one after the other; the last may have none.
+
+    Raises UserError as `read_bytes` does; ``limit`` is that of a line, in bytes.
+    """
+    with _opened(path, what) as file:
+        for number in itertools.count(1):
+            line = file.readline(limit + 1)
+            if not line:
+                return
+            if len(line) > limit:
+                raise UserError(f"{path}:{number}: cannot read {what}: a line of more than {limit:,} bytes")
+            yield line
+
+
+@contextmanager
+def _opened(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A regular file, nothing else: a pipe would be waited for, and a device may never end. Raises UserError."""
     try:
         # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -29,14 +57,11 @@ def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
             found = "it is a folder" if stat.S_ISDIR(mode) else "not a regular file"
             raise UserError(f"{path}: cannot read {what}: {found}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(limit + 1)
+            yield file
     except OSError as error:
         raise UserError(f"{path}: cannot read {what}: {error.strerror or error}") from error
     finally:
         os.close(descriptor)
-    if len(content) > limit:
-        raise UserError(f"{path}: cannot read {what}: larger than {limit:,} bytes, the most that such a file may have")
-    return content
 
 
 def read_text(path: Path, what: str, limit: int = SETTINGS_BYTES) -> str:

@@ -119,7 +119,7 @@ def test_other_data(run: Path, tiny: Tiny, tmp_path: Path) -> None:
         (["--batch-size", "12", "--devices", "8"], "eval.batch_size is 12; it must be a multiple of 8"),
         (["--set", "pd.sigmoid_type=normal"], "an evaluation cannot change the run"),
         (["--set", "mesh.fsdp=2"], "keys that can be set begin with eval, data, memory"),
-        (["--out", "/proc/nothing/here.json"], "cannot write to /proc/nothing"),
+        (["--out", "/proc/nothing/here.json"], "cannot write /proc/nothing"),
     ],
 )
 def test_what_is_refused(run: Path, arguments: list[str], message: str) -> None:
@@ -190,7 +190,7 @@ def test_results_go_into_a_device_or_a_pipe(measuring: Measuring, tmp_path: Path
         ("renamed/evals/../lock", "lies in the folder of the run"),
         ("renamed.json", "its figures would go into"),
         ("renamed", "is a folder; give the file to write"),
-        ("a file/found.json", "cannot write to"),
+        ("a file/found.json", "cannot write"),
     ],
 )
 def test_out_that_is_refused_before_the_work(measuring: Measuring, tmp_path: Path, out: str, says: str) -> None:

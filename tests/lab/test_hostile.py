@@ -206,7 +206,10 @@ def test_steps_of_metrics(tmp_path: Path, step: str) -> None:
 
 def test_metrics_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "a": "\xff"}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl: cannot read the metrics: not UTF-8"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:\d+: cannot read the metrics: not UTF-8"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + b"\0" * (1 << 21))
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: cannot read the metrics: a line of more than 1,048,576"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + "[" * 10**5 + '\n{"step": 1}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl:2: nested too deep"):

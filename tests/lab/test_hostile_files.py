@@ -273,19 +273,22 @@ def test_counts_of_a_footer_are_not_believed(tmp_path: Path, says: dict[str, int
 
 
 def test_a_flipped_bit_in_the_footer(tmp_path: Path) -> None:
-    """The data are refused, or read as they are."""
-    file = shard(tmp_path, pa.table({"input_ids": rows([[1, 2], [3, 4]])})) / "a.parquet"
+    """The data are refused, or read as they are; pyarrow itself ends the process in some of these cases."""
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"input_ids": rows([[1, 2], [3, 4]])}), file, row_group_size=1)
     whole = file.read_bytes()
     length = int.from_bytes(whole[-8:-4], "little")
-    for at in range(len(whole) - 8 - length, len(whole) - 8, 4):
+    for at in range(len(whole) - 8 - length, len(whole) - 8):
         content = bytearray(whole)
-        content[at] ^= 0x80
+        content[at] ^= 1 << at % 8
         file.write_bytes(content)
         try:
             data = TokenData(tmp_path)
+            data.check(10)
+            found = data.rows(range(len(data))).tolist()
         except UserError:
             continue
-        assert data.rows(range(len(data))).tolist() == [[1, 2], [3, 4]]
+        assert found == [[1, 2], [3, 4]]
 
 
 def test_a_pipe_among_the_shards(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_only_files_of_the_run_are_figures(run: Path, make: Callable[[Path], Non
     assert images == ["data:image/png;base64," + base64.b64encode(PNG).decode()]
 
 
-@pytest.mark.parametrize(("number", "kind"), [(30, UserError), (28, CannotWrite)])
+@pytest.mark.parametrize(("number", "kind"), [(13, UserError), (28, CannotWrite), (30, CannotWrite)])
 def test_a_page_that_cannot_be_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
 ) -> None:

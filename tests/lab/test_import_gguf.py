@@ -354,7 +354,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     file = gguf(tmp_path)
     outcome = pd_here("weights", "import-gguf", file, file / "below" / "out")
     assert outcome.status == 2
-    assert "cannot write to" in outcome.err
+    assert "cannot write" in outcome.err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -382,7 +382,7 @@ def test_a_file_that_cannot_be_written_to_its_end(tmp_path: Path, room: int) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert outcome.status == 1
-    assert outcome.err.startswith(f"error: cannot write {tmp_path / 'out'}: File too large. Nothing was made")
+    assert outcome.err.startswith(f"error: cannot write {tmp_path / 'out'}: File too large; free some space")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
