@@ -14,7 +14,7 @@ from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.folders import write_whole
+from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.probe.answer import Answer, OnProgress, compile_parts
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.compiler import refuse_another_version
@@ -104,4 +104,4 @@ def write_json(answer: Mapping[str, Any], file: Path) -> None:
     try:
         write_whole(file, json.dumps(answer, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"--json {file}: cannot be written ({error.strerror})") from error
+        raise not_written(file, error, "choose another place with --json") from error

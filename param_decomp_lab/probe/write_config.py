@@ -8,6 +8,7 @@ from typing import Any
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
 
 WRITTEN_BY = "# Written by pd fit"
@@ -47,10 +48,10 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
     comment = "\n".join([first, *(f"# {line}".rstrip() for line in header)])
     try:
         schema_path(out).parent.mkdir(parents=True, exist_ok=True)
-        schema_path(out).write_text(f"{first}\n{dump_yaml(method)}")
-        out.write_text(f"{comment}\n{dump_yaml(wrapper)}")
+        write_whole(schema_path(out), f"{first}\n{dump_yaml(method)}")
+        write_whole(out, f"{comment}\n{dump_yaml(wrapper)}")  # last: it names the schema file
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error
+        raise not_written(out, error, "choose another place with --out") from error
     load_config(out)
 
 
