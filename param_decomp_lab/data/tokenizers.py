@@ -84,7 +84,9 @@ class HuggingFaceTokenizer:
         text = read_text(self.file, "the tokenizer", TOKENIZER_BYTES)
         try:
             tokenizer = HfTokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and one that is not even that for a panic
+            if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+                raise
             why = printable(str(error), 1000)
             raise UserError(f"{self.file} is not a Hugging Face tokenizer file: {why}") from error
         ids = tokenizer.get_vocab(with_added_tokens=True)

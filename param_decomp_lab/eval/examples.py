@@ -20,8 +20,7 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.eval.statistics import Statistics
-
-EXAMPLES_FILE = "examples.json"
+from param_decomp_lab.run_folder.folder import EXAMPLES_FILE
 
 
 class Examples(NamedTuple):

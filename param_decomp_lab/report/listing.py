@@ -90,7 +90,10 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 def _looks_like_a_run(folder: Path) -> bool:
     """By its files or by its name."""
-    has_files = (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir()
+    try:
+        has_files = (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir()
+    except OSError:  # somebody else's folder
+        return False
     return has_files or re.fullmatch(RUN_ID, folder.name) is not None
 
 

@@ -24,8 +24,10 @@ from param_decomp_lab.report.snippets import (
     snippets_per_component,
 )
 from param_decomp_lab.report.verdict import sentence, verdict
+from param_decomp_lab.run_folder.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE
 from param_decomp_lab.untrusted.files import read_text
 from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.untrusted.paths import path_within
 from param_decomp_lab.untrusted.yaml_text import parse_yaml
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
@@ -65,12 +67,14 @@ def write_report(run_folder: Path) -> Path:
 
 
 def render_report(run_folder: Path) -> str:
-    """The page as a string."""
-    config_text, config = _read_config(run_folder / "config.yaml")
+    """The page as a string. Raises UserError as `write_report` does, and for files that are links out of the folder."""
+    for name in (CONFIG_FILE, METRICS_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE):
+        path_within(run_folder, name, str(run_folder), links=False)
+    config_text, config = _read_config(run_folder / CONFIG_FILE)
     if not (run_folder / METRICS_FILE).is_file():
         raise UserError(f"{run_folder / METRICS_FILE} does not exist: a report needs the metrics of a run")
     rows = read_metrics(run_folder)
-    examples = read_examples(run_folder / "examples.json")
+    examples = read_examples(run_folder / EXAMPLES_FILE)
     series = series_by_key(rows)
     last_step = max((int(row["step"]) for row in rows), default=None)
     n_steps = configuration.get(config, "pd", "steps")
@@ -120,7 +124,7 @@ def render_report(run_folder: Path) -> str:
         n_snippets_available=_most_snippets(examples),
         overview=configuration.overview(config, len(l0.sites) if l0 else len(sites), last_step),
         config_text=config_text,
-        environment=_flat(_read_environment(run_folder / "environment.json")),
+        environment=_flat(_read_environment(run_folder / ENVIRONMENT_FILE)),
     )
 
 

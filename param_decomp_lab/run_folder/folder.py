@@ -24,6 +24,7 @@ EVALUATIONS = "evals"
 HISTORY_FILE = "history.jsonl"
 """One line per start: time, host, first step, versions, and configuration changes."""
 ENVIRONMENT_FILE = "environment.json"
+EXAMPLES_FILE = "examples.json"
 COMMIT_FILE = "COMMIT"
 """In a code copy made by `pd launch`, next to the packages: the commit, and the changes since."""
 

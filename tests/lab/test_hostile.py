@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -108,6 +109,24 @@ def test_a_bad_run_among_good_ones(tmp_path: Path, kind: str, monkeypatch: pytes
     assert len(outcome.out) < 10_000
     as_json = pd_here("runs", tmp_path, "--json")
     assert len(json.loads(as_json.out)) == 2
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of processes in /proc, which refuse even root."""
+    (tmp_path / "p-00000001").mkdir()
+    (tmp_path / "p-00000001" / "config.yaml").write_text(config_text())
+    (tmp_path / "closed").mkdir()
+    is_file = Path.is_file
+
+    def refused(path: Path, **options: Any) -> bool:
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path, **options)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    outcome = pd_here("runs", tmp_path)
+    assert outcome.status == 0, outcome
+    assert "p-00000001" in outcome.out
 
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:

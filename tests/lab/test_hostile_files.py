@@ -170,6 +170,18 @@ def tokenizer(folder: Path, vocab: dict[str, int], settings: str | None = None) 
     return folder
 
 
+def test_a_tokenizer_that_its_library_panics_at(tmp_path: Path) -> None:
+    model = {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": [["a", "b"]],
+        "continuing_subword_prefix": "x" * 9,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(UserError, match="is not a Hugging Face tokenizer file"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("vocab", "message"),
     [

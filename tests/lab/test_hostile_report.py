@@ -133,3 +133,13 @@ def test_a_page_that_cannot_be_written(
     with pytest.raises(kind, match=r"cannot write .*report\.html"):
         write_report(run)
     assert (run / "report.html").read_text() == "the old one"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "environment.json", "examples.json"])
+def test_only_files_of_the_run_are_read(run: Path, name: str) -> None:
+    """A link out of the folder would put somebody's file into a page that is passed on."""
+    (run.parent / "secret").write_text("private: key")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to("../secret")
+    with pytest.raises(UserError, match=f"{name} is a link to a file outside"):
+        write_report(run)
