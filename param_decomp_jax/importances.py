@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ImportanceReader, Logits, squashings
 from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import V_AXES, Components, with_views
+from param_decomp_jax.components import U_AXES, V_AXES, Components, with_views
+from param_decomp_jax.memory import Intermediate
 from param_decomp_jax.mesh import Axes, gather_tree, is_axes
+from param_decomp_jax.numerics import matmul_wide, wide
 from param_decomp_jax.sites import Stack
 from param_decomp_jax.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.targets.base import Weights
@@ -49,9 +51,15 @@ def site_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
     """`importance_logits` of some sites, by name; nothing is made of the others."""
-    target = problem.target
-    components = with_views(components, target.sites)
+    components = with_views(components, problem.target.sites)
     _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
+    return _logits_by_name(problem, reader, components, names)
+
+
+def _logits_by_name(
+    problem: Problem, reader: ImportanceReader, components: Components, names: Collection[str]
+) -> dict[str, Float[Array, "*n C"]]:
+    """Logits of some sites from a lazy ``reader``; ``components``: of every stack."""
 
     def logits_of_one(stack: Stack, row: int) -> Array:
         of_layer = (reader.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
@@ -59,14 +67,46 @@ def site_logits(
         head, V = gather_tree(jax.tree.map(lambda x: x[0], of_layer), axes, problem.compute_dtype)
         return reader.logits(head, V)
 
-    places = zip(target.sites.all, target.sites.stack_rows, strict=True)
+    sites = problem.target.sites
+    places = zip(sites.all, sites.stack_rows, strict=True)
     return {site.name: logits_of_one(stack, row) for site, (stack, row) in places if site.name in names}
 
 
-def _lazily(problem: Problem) -> Problem:
-    """The same, with logits made where they are read."""
+class SiteReading(NamedTuple):
+    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32."""
+
+    importance: Float[Array, "*n C"]
+    activation: Float[Array, "*n C"]
+
+
+def read_sites(
+    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
+) -> tuple[CleanPass, dict[str, SiteReading]]:
+    """The clean pass of a batch, and what some sites' components do in it, by name."""
+    sites = problem.target.sites
+    components = with_views(components, sites)
+    clean_pass, reader = read_batch(_lazily(problem, {"site_inputs"}), components, ci, weights, inputs)
+    logits = _logits_by_name(problem, reader, components, names)
+
+    def activations(stack: Stack, row: int) -> Array:
+        of_layer = components[stack.name].V[row], components[stack.name].U[row]
+        V, U = gather_tree(of_layer, (V_AXES, U_AXES), problem.compute_dtype)
+        x = clean_pass.site_inputs[stack.name][row].astype(problem.compute_dtype)
+        # On V, where it costs least: there are more positions than dimensions.
+        return matmul_wide(x, (wide(V) * jnp.linalg.norm(wide(U), axis=1)).astype(V.dtype))
+
+    places = zip(sites.all, sites.stack_rows, strict=True)
+    return clean_pass, {
+        site.name: SiteReading(wide(reader.squash(logits[site.name])), activations(stack, row))
+        for site, (stack, row) in places
+        if site.name in names
+    }
+
+
+def _lazily(problem: Problem, kept: Collection[Intermediate] = ()) -> Problem:
+    """The same, with logits made where they are read. ``kept``: what is not recomputed."""
     target = problem.target
-    memory = replace(target.memory, save=target.memory.save - {"logits"})
+    memory = replace(target.memory, save=target.memory.save - {"logits"} | set(kept))
     return replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
 
 

@@ -7,7 +7,7 @@ the error, which may then take it in blocks of tokens.
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.fused_kl import Head, fused_kl
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather
-from param_decomp_jax.numerics import kl_divergence
+from param_decomp_jax.numerics import kl_divergence, matmul_wide
 from param_decomp_jax.remat import token_blocks
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.base import (
@@ -36,6 +36,9 @@ class Decoder:
     ``architecture``: has ``n_layers`` and what the family's own methods read. ``compute_dtype``: of activations and of
     the inputs of products (N1). The weights have ``layers``: of all layers, each array with a leading layer axis.
     """
+
+    writes_residual: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of the matrices whose output is added to the residual stream."""
 
     architecture: Any
     sites: Sites
@@ -89,6 +92,12 @@ class Decoder:
     def logits(self, weights: Weights, hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
         """Next-token logits in fp32 (at least) from the forward's output."""
         return self.head(weights, hidden.dtype)(hidden)
+
+    def lens(self, weights: Weights, directions: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
+        """What directions of the residual stream add to the logits, as far as that is linear: through the scales of the
+        final norm and the unembedding, without the norm's division (the logit lens; nostalgebraist, 2020)."""
+        matrix = self.head(weights, directions.dtype).args[0]
+        return matmul_wide((directions * weights["norm"]).astype(directions.dtype), matrix)
 
     def errors(
         self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]

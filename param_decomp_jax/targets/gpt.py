@@ -227,6 +227,8 @@ def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Fl
 class GPT(Decoder):
     """A GPT as a target; nothing is dropped."""
 
+    writes_residual = frozenset({"o_proj", "mlp_out"})
+
     architecture: GPTConfig
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:

@@ -284,6 +284,8 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 class Llama(Decoder):
     """A Llama as a target."""
 
+    writes_residual = frozenset({"o_proj", "down_proj"})
+
     architecture: LlamaConfig
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:

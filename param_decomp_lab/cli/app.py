@@ -19,6 +19,7 @@ from param_decomp_lab.cli.demo import demo
 from param_decomp_lab.cli.eval import evaluate
 from param_decomp_lab.cli.export import export
 from param_decomp_lab.cli.fit import fit
+from param_decomp_lab.cli.harvest import harvest
 from param_decomp_lab.cli.launch import launch
 from param_decomp_lab.cli.pretrain import pretrain
 from param_decomp_lab.cli.probe import probe
@@ -53,6 +54,7 @@ app.command("wandb")(send)
 app.command()(runs)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(harvest)
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:

@@ -24,6 +24,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
@@ -119,6 +120,14 @@ class Run:
             return None
         return find_tokenizer(self.config, weights_folder(self.config))
 
+    @cached_property
+    def harvest(self) -> Harvest:
+        """What the components do on much text: the newest harvest of this step, read as it is asked for.
+
+        Raises UserError if there is none (`pd harvest` makes it).
+        """
+        return harvest_of(self.folder, self.step)
+
     # --- components ---
 
     def component(self, site: str, number: int) -> Component:
@@ -133,6 +142,11 @@ class Run:
         """V and U of a site, as NumPy arrays."""
         V, U = self._factors(self._site(site))
         return np.asarray(V), np.asarray(U)
+
+    def factors_of(self, site: str, numbers: slice) -> tuple[Float[np.ndarray, "d_in n"], Float[np.ndarray, "n d_out"]]:
+        """V and U of some consecutive components of a site, as NumPy arrays."""
+        V, U = self._factors(self._site(site))
+        return np.asarray(V[:, numbers]), np.asarray(U[numbers])
 
     def matrix(self, site: str) -> Float[np.ndarray, "d_in d_out"]:
         """The target's matrix W at a site, applied as ``x @ W``. The components leave out Δ = W - V @ U."""
@@ -239,6 +253,20 @@ class Run:
     # --- inputs ---
 
     @property
+    def n_outputs(self) -> int:
+        """Predictions at a position: tokens of the vocabulary, or a toy's features."""
+        reads = self.architecture.inputs
+        return reads.vocab_size if isinstance(reads, TokenInputs) else reads.n_features
+
+    @property
+    def longest_row(self) -> int | None:
+        """Most tokens that the target and the CI function take in a row; None without a limit, and for a toy."""
+        reads, ci = self.architecture.inputs, self.problem.decomposition.ci
+        limits = [ci.max_len] if isinstance(ci, GlobalTransformer) else []
+        limits += [reads.longest] if isinstance(reads, TokenInputs) and reads.longest is not None else []
+        return min(limits, default=None)
+
+    @property
     def _is_language_model(self) -> bool:
         return isinstance(self.architecture.inputs, TokenInputs)
 
@@ -268,9 +296,9 @@ class Run:
             raise UserError(f"token ids go from 0 to {vocabulary - 1}; the inputs have {rows.min()} to {rows.max()}")
         if reads.longest is not None and rows.shape[-1] > reads.longest:
             raise UserError(f"the target takes up to {reads.longest} tokens; the inputs have {rows.shape[-1]}")
-        ci = self.problem.decomposition.ci
-        if isinstance(ci, GlobalTransformer) and rows.shape[-1] > ci.max_len:
-            raise UserError(f"the CI function takes up to {ci.max_len} tokens; the inputs have {rows.shape[-1]}")
+        longest = self.longest_row
+        if longest is not None and rows.shape[-1] > longest:
+            raise UserError(f"the CI function takes up to {longest} tokens; the inputs have {rows.shape[-1]}")
         return rows.astype(np.int32)
 
     def _features(self, inputs: Inputs) -> Float[np.ndarray, "*B n"]:

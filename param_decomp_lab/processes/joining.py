@@ -46,7 +46,7 @@ def find_place(
     if coordinator is None and count is None and number is None:
         if not all(name in environment for name in SLURM) or int(environment["SLURM_NTASKS"]) == 1:
             return None
-        return BySlurm(_task_devices(environment))
+        return BySlurm(task_devices(environment))
     if coordinator is None or count is None or number is None:
         given = {"--coordinator": coordinator, "--processes": count, "--process-id": number}
         missing = ", ".join(name for name, value in given.items() if value is None)
@@ -62,7 +62,7 @@ def find_place(
     return ByAddress(coordinator, count, number)
 
 
-def _task_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+def task_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """The GPUs of a task, numbered as it sees them: an equal share of a node's, or all that it was given for itself.
 
     JAX by itself would take one per task, the one with the task's number on its node: wrong for one task with a node

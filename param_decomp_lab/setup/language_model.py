@@ -88,6 +88,11 @@ def held_out_rows(config: RunConfig) -> TokenRows:
     return held_out
 
 
+def training_rows(config: RunConfig) -> TokenRows:
+    """What a run is trained on."""
+    return TokenData(config.wrapper.data.train) if config.wrapper.data is not None else _data(config)[0]
+
+
 def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)

@@ -17,8 +17,8 @@ from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
-TRAIN, EVAL = 0, 1
-"""Purposes of drawn batches: the two never share a draw."""
+TRAIN, EVAL, HARVEST = 0, 1, 2
+"""Purposes of drawn batches: no two share a draw."""
 
 
 def set_up_toy(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:

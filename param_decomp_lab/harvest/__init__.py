@@ -1,0 +1,1 @@
+"""Harvesting: collecting what every component of a run does on much text."""

@@ -1,0 +1,71 @@
+"""What the devices compute of a batch: importances and activations of the sites, and the target's predictions."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.importances import SiteReading, read_sites
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.architecture import TokenInputs
+from param_decomp_jax.targets.base import Weights
+
+
+class SiteValues(NamedTuple):
+    """Of one site, for each of ``blocks`` blocks of n positions.
+
+    ``importance``: λ. ``activation``: ``‖U_c‖ · (x · V_c)``. Both are 0 at positions of rows that only fill up the last
+    block. The rest sums up all positions of a block, whether a component fires there or not.
+    """
+
+    importance: Float[Array, "blocks n C"]
+    activation: Float[Array, "blocks n C"]
+    importance_sum: Float[Array, "blocks C"]
+    activation_sum: Float[Array, "blocks C"]
+    activation_max: Float[Array, "blocks C"]
+
+
+class BatchValues(NamedTuple):
+    """``sites``: by name. ``outputs``: the largest predictions at the chosen positions, and which outputs these are."""
+
+    sites: dict[str, SiteValues]
+    outputs: tuple[Float[Array, "blocks s k"], Int[Array, "blocks s k"]]
+
+
+def batch_values(
+    problem: Problem,
+    components: Any,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    valid: Int[Array, " blocks"],
+    sampled: Int[Array, "blocks s"],
+    names: Sequence[str],
+    n_outputs: int,
+) -> BatchValues:
+    """One clean pass. ``inputs``: ``blocks`` times as many rows as a block has; ``valid``: how many rows of each block
+    count. ``sampled``: numbers of the positions, within each block, whose predictions are wanted; ``n_outputs`` of the
+    largest: next-token probabilities, or a toy's outputs."""
+    target, blocks, rows = problem.target, len(valid), len(inputs) // len(valid)
+    clean, readings = read_sites(problem, components, ci, weights, inputs, names)
+
+    def by_block(x: Float[Array, "*n d"]) -> Float[Array, "blocks n d"]:
+        return x.reshape(blocks, -1, x.shape[-1])
+
+    n = by_block(clean.forward.output).shape[1]
+    counts = (jnp.arange(n) // (n // rows) < valid[:, None])[..., None]
+
+    def values(reading: SiteReading) -> SiteValues:
+        importance, activation = (jnp.where(counts, by_block(x), 0) for x in reading)
+        size = jnp.abs(activation)
+        return SiteValues(importance, activation, importance.sum(1), size.sum(1), size.max(1))
+
+    hidden = jnp.take_along_axis(by_block(clean.forward.output), sampled[..., None], axis=1)
+    predictions = target.predictions(weights, hidden.reshape(-1, hidden.shape[-1])).reshape(*sampled.shape, -1)
+    if isinstance(target.architecture.inputs, TokenInputs):
+        predictions = jax.nn.softmax(predictions, axis=-1)
+    found = {name: values(reading) for name, reading in readings.items()}
+    largest, which = jax.lax.top_k(predictions, n_outputs)
+    return BatchValues(found, (largest, which))

@@ -1,0 +1,279 @@
+"""Harvesting a run: what each of its components does on much text, counted over any number of devices and processes.
+
+The data are cut into blocks of rows, and block b belongs to process b mod n. Processes share nothing but the folder:
+each saves what it has counted, and the first one merges all of it when every block is done. Each device works on whole
+blocks, so that the numbers do not depend on how many there are.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from param_decomp_jax.placement import batch_sharding, from_host
+from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.folders import DISK_ERRORS, not_written
+from param_decomp_lab.harvest import keys
+from param_decomp_lab.harvest.device import BatchValues, SiteValues, batch_values
+from param_decomp_lab.harvest.firings import find_firings
+from param_decomp_lab.harvest.plan import HarvestRequest, Source, as_inputs, make_plan
+from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
+from param_decomp_lab.harvest.publish import publish
+from param_decomp_lab.harvest.share import Share
+from param_decomp_lab.harvest.state import HarvestState, blocks_done, last_save
+from param_decomp_lab.harvest_files.plan import HARVESTS, Plan
+from param_decomp_lab.harvest_files.tables import PLAN_FILE
+from param_decomp_lab.opening import Run
+from param_decomp_lab.run_folder.lock import only_job
+
+SAVE_EVERY_S = 60.0
+SHARE_FOR_SAVING = 0.05
+POLL_S = 2.0
+SILENCE_S = 900.0
+"""After so long without a save, another process is taken to have ended."""
+
+
+def harvest(
+    run: Run,
+    request: HarvestRequest | None = None,
+    share: Share | None = None,
+    console: Console | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path | None:
+    """Harvests an opened run; returns the folder of the harvest, in the run's.
+
+    Blocks that an interrupted harvest of the same kind has done are not done again. None where ``stop`` said to stop,
+    and everything is saved then; and in every process but the first. A harvest that is there already stays.
+
+    Raises UserError for what cannot be harvested, and CannotWrite.
+    """
+    request, share, console = request or HarvestRequest(), share or Share(), console or Console(quiet=True)
+    source = Source(run, request)
+    plan = make_plan(run, request, source)
+    out = run.folder / HARVESTS / plan.name
+    if (out / PLAN_FILE).is_file():
+        return out if share.number == 0 else None
+    work = out.with_name(f".{plan.name}.work")
+    mine = work / f"process-{share.number}"
+    try:
+        mine.mkdir(parents=True, exist_ok=True)
+        with only_job(mine, console):
+            sizes = [site.C for site in plan.sites], plan.examples, plan.around
+            state = HarvestState.restore(mine / "state", *sizes)
+            state.sweep()
+            harvester = Harvester(run, plan, source, state)
+            with _progress(console, plan, share) as report:
+                if not harvester.run(share, work, report, stop):
+                    return None
+                if share.number > 0:
+                    return None
+                if not _wait_for_others(plan, work, report, stop):
+                    return None
+            token_files = state.tokens.paths
+            for folder in _process_folders(work):
+                if folder != mine:
+                    other = HarvestState.restore(folder / "state", *sizes)
+                    state.merge(other)
+                    token_files += other.tokens.paths
+            console.print("writing the harvest …", highlight=False)
+            publish(run, plan, source, state, token_files, out)
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise not_written(work, error, "the harvest so far is kept") from error
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+class Harvester:
+    """Runs the blocks of one process."""
+
+    def __init__(self, run: Run, plan: Plan, source: Source, state: HarvestState) -> None:
+        self._run, self._plan, self._source, self._state = run, plan, source, state
+        self._names = tuple(site.name for site in plan.sites)
+        by_block = batch_sharding(run.mesh, (run.mesh.size,))
+        self._program = jax.jit(partial(batch_values, run.problem), static_argnums=(6, 7), out_shardings=by_block)
+        self._streams = [keys.stream(plan.seed, purpose) for purpose in (keys.POSITIONS, keys.FIRINGS)]
+        self._component_keys = [
+            keys.keys(keys.stream(plan.seed, keys.FIRINGS, site.number), np.arange(site.C)) for site in plan.sites
+        ]
+        self._devices = run.mesh.size
+
+    def run(self, share: Share, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+        """Does what is left of this process's share and saves; False where it was stopped before the end."""
+        done = set().union(*(blocks_done(folder / "state") for folder in _process_folders(work)))
+        todo = [block for block in range(share.number, self._plan.n_blocks, share.count) if block not in done]
+        report(len(self._state.done))
+        batches = [todo[first : first + self._devices] for first in range(0, len(todo), self._devices)]
+        saved_at, save_took, stopped = time.monotonic(), 0.0, False
+        with (
+            ThreadPoolExecutor(max(1, min(len(self._names), os.cpu_count() or 1))) as pool,
+            jax.set_mesh(self._run.mesh),
+        ):
+            # The devices work on one batch while the host counts the one before.
+            ahead: tuple[list[int], np.ndarray, BatchValues] | None = None
+            for batch in [*batches, []]:
+                next_one = self._start(batch) if batch else None
+                if ahead is not None:
+                    self._count(*ahead, pool)
+                    report(len(self._state.done))
+                ahead = next_one
+                stopped = stop()
+                due = max(SAVE_EVERY_S, save_took / SHARE_FOR_SAVING)
+                if stopped:
+                    break
+                if time.monotonic() - saved_at > due:
+                    began = time.monotonic()
+                    self._state.save()
+                    saved_at = time.monotonic()
+                    save_took = saved_at - began
+        self._state.save()
+        return not stopped
+
+    def _start(self, blocks: list[int]) -> tuple[list[int], np.ndarray, BatchValues]:
+        """Starts the devices on some blocks, one each; those without one get the first again."""
+        plan = self._plan
+        filled = blocks + [blocks[0]] * (self._devices - len(blocks))
+        inputs = np.concatenate([self._source.block(plan, block) for block in filled])
+        valid = np.asarray([len(plan.rows_of_block(block)) for block in filled], np.int32)
+        sampled = np.stack([self._sampled(block) for block in filled]).astype(np.int32)
+        run = self._run
+        placed = [from_host(x, batch_sharding(run.mesh, x.shape)) for x in (inputs, valid, sampled)]
+        learned = run.learned
+        values = self._program(learned.components, learned.ci, run.weights, *placed, self._names, plan.outputs)
+        return blocks, inputs, values
+
+    def _sampled(self, block: int) -> np.ndarray:
+        plan = self._plan
+        n, first = plan.block_rows * plan.length, block * plan.block_rows * plan.length
+        n_valid = len(plan.rows_of_block(block)) * plan.length
+        return choose_positions(self._streams[0], first, n, n_valid, plan.sampled)
+
+    def _count(self, blocks: list[int], inputs: np.ndarray, values: BatchValues, pool: ThreadPoolExecutor) -> None:
+        outputs, sizes = (np.asarray(x) for x in (values.outputs[1], values.outputs[0]))
+        rows = self._plan.block_rows
+        for n, block in enumerate(blocks):
+            self.add_block(
+                block,
+                inputs[n * rows : (n + 1) * rows],
+                (outputs[n], sizes[n]),
+                [_of_block(values.sites[name], n) for name in self._names],
+                pool,
+            )
+
+    def add_block(
+        self,
+        block: int,
+        inputs: np.ndarray,
+        outputs: tuple[np.ndarray, np.ndarray],
+        sites: Sequence[SiteValues],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Counts one block from what the devices made of it."""
+        plan, state = self._plan, self._state
+        rows = plan.rows_of_block(block)
+        counted = as_inputs(plan, inputs)
+        n_valid = len(rows) * plan.length
+        sampled = self._sampled(block)
+        kept = sampled < n_valid
+        chosen = BlockPositions(
+            rows.start * plan.length + sampled[kept],
+            outputs[0][kept].astype(np.int32),
+            outputs[1][kept].astype(np.float16),
+        )
+
+        position_keys = keys.keys(self._streams[1], rows.start * plan.length + np.arange(plan.block_rows * plan.length))
+
+        def count_site(number: int) -> None:
+            values, site = sites[number], state.sites[number]
+            found = find_firings(values.importance, values.activation, plan.threshold)
+            # For one component these are independent draws, which is what its sample needs; sums cost less than hashes.
+            drawn = position_keys[found.position] + self._component_keys[number][found.component]
+            sums = (np.asarray(x)[0] for x in (values.importance_sum, values.activation_sum, values.activation_max))
+            site.totals.add(found, *sums)
+            site.top.add("top", found, drawn, rows.start, plan.length)
+            site.uniform.add("uniform", found, drawn, rows.start, plan.length)
+            state.tokens.add(number, plan.sites[number].C, found, counted)
+            chosen.add(number, found, sampled[kept])
+
+        list(pool.map(count_site, range(len(plan.sites))))
+        state.tokens.spill(f"tokens-block-{block}")
+        state.positions[block] = chosen
+        state.done.add(block)
+
+
+def _of_block(values: SiteValues, n: int) -> SiteValues:
+    """The part of one device, which is one block: arrays ``[1, …]``."""
+
+    def part(x: Any) -> Any:
+        shards = {(shard.index[0].start or 0): shard.data for shard in x.addressable_shards}
+        return shards[n]
+
+    return SiteValues(*(part(x) for x in values))
+
+
+def _process_folders(work: Path) -> list[Path]:
+    return sorted(work.glob("process-*"))
+
+
+def _wait_for_others(plan: Plan, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+    """Waits until all blocks are done; False where it was stopped. Raises CannotWrite where another process ended."""
+    while True:
+        folders = _process_folders(work)
+        done = set().union(*(blocks_done(folder / "state") for folder in folders))
+        report(len(done))
+        if len(done) == plan.n_blocks:
+            return True
+        newest = max((saved.stat().st_mtime for folder in folders if (saved := last_save(folder / "state"))), default=0)
+        if time.time() - newest > SILENCE_S:
+            raise CannotWrite(
+                f"{plan.n_blocks - len(done)} of {plan.n_blocks} blocks are not done, and no process has saved for "
+                f"{SILENCE_S / 60:.0f} minutes; start all of them again, what is done is kept in {work}"
+            )
+        if stop():
+            return False
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _progress(console: Console, plan: Plan, share: Share) -> Iterator[Callable[[int], None]]:
+    """Shows how many positions are done and how fast: a bar on a terminal, else a line each half minute."""
+    per_block = plan.block_rows * plan.length
+    whose = f"process {share.number} of {share.count}: " if share.count > 1 else ""
+    began, shown, first = time.monotonic(), time.monotonic(), -1
+
+    def line(done: int) -> str:
+        speed = (done - max(first, 0)) * per_block / max(1e-9, time.monotonic() - began)
+        return f"{whose}{min(plan.n_positions, done * per_block):,} of {plan.n_positions:,}  {speed:,.0f} a second"
+
+    if not console.is_terminal:
+
+        def report(done: int) -> None:
+            nonlocal shown, first
+            first = done if first < 0 else first
+            if time.monotonic() - shown > 30:
+                shown = time.monotonic()
+                console.print(line(done), highlight=False, soft_wrap=True)
+
+        yield report
+        return
+    columns = TextColumn("harvest {task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=plan.n_blocks)
+
+        def report_bar(done: int) -> None:
+            nonlocal first
+            first = done if first < 0 else first
+            bar.update(task, completed=done, description=line(done))
+
+        yield report_bar

@@ -1,0 +1,135 @@
+"""What a harvest reads and keeps, decided from the run and the request before it begins."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
+from param_decomp_lab.config.method_schema import ToyFile
+from param_decomp_lab.data.batches import epoch_order
+from param_decomp_lab.data.row_range import TokenRows
+from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest.examples import AROUND
+from param_decomp_lab.harvest.inputs import Inputs
+from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
+from param_decomp_lab.opening import Run
+from param_decomp_lab.opening.masks import chosen_sites
+from param_decomp_lab.setup.language_model import training_rows
+from param_decomp_lab.setup.toys import HARVEST, feature_source
+
+VALUES_OF_A_BLOCK = 1 << 24
+"""Causal importances of all sites that a block has at most, unless a single row has more."""
+MOST_ROWS = 64
+SAMPLED = 1 << 16
+"""Positions at which all that fires is kept, at most."""
+SAMPLED_FIRINGS = 1 << 15
+"""The same, divided among so many thousand components: what fires at a position takes room, too."""
+OUTPUTS = 16
+"""Largest predictions that are kept of each of those positions."""
+
+
+@dataclass(frozen=True)
+class HarvestRequest:
+    """``tokens``: how many positions to read, at least; a toy's are its inputs. ``data``: a folder of token data, None
+    for what the run was trained on. ``sites``: names or patterns, None for all. ``threshold``: a component fires where
+    λ is above it. ``examples``: of each kind, for each component. Raises UserError for what makes no sense."""
+
+    tokens: float = 1e6
+    data: Path | None = None
+    sites: tuple[str, ...] | None = None
+    threshold: float = 0.0
+    examples: int = 12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("--tokens", self.tokens), ("--examples", self.examples)):
+            if not 1 <= value < 1e15:
+                raise UserError(f"{name}: should be at least 1, not {value:g}")
+        if not 0 <= self.threshold < 1:
+            raise UserError(f"--threshold: should be from 0 up and below 1, not {self.threshold:g}")
+
+
+class Source:
+    """The inputs of a harvest, by block: rows of token data, or a toy's features drawn for it."""
+
+    def __init__(self, run: Run, request: HarvestRequest) -> None:
+        self._run, self._request = run, request
+        reads = run.architecture.inputs
+        if isinstance(reads, FeatureInputs):
+            if request.data is not None:
+                raise UserError("--data: a toy draws its inputs itself")
+            self.length, self.n_inputs, self.kind, self.name = 1, reads.n_features, "features", "drawn features"
+            self.available = self.rows = max(1, math.ceil(request.tokens))
+        else:
+            assert isinstance(reads, TokenInputs)
+            self._data: TokenRows = TokenData(request.data) if request.data is not None else training_rows(run.config)
+            longest = run.longest_row
+            self._data.check(reads.vocab_size, longest)
+            self.length, self.n_inputs, self.kind = self._data.seq_len, reads.vocab_size, "tokens"
+            self.name, self.available = self._data.source, len(self._data)
+            self.rows = min(self.available, max(1, math.ceil(request.tokens / self.length)))
+
+    @cached_property
+    def _chosen(self) -> Int64[np.ndarray, " rows"]:
+        """Rows of the data, a uniform sample in ascending order."""
+        return np.sort(epoch_order(self._request.seed, 0, self.available)[: self.rows])
+
+    def block(self, plan: Plan, number: int) -> np.ndarray:
+        """The inputs of a block as the target reads them: ``block_rows`` rows, the first ones again if it has fewer."""
+        rows = np.asarray(plan.rows_of_block(number))
+        if self.kind == "features":
+            return self._features(plan, number)
+        filled = np.concatenate([rows, np.full(plan.block_rows - len(rows), rows[0])])
+        return self._data.rows(self._chosen[filled])
+
+    def _features(self, plan: Plan, number: int) -> Float32[np.ndarray, "rows n"]:
+        method, reads = self._run.config.method, self._run.architecture.inputs
+        assert isinstance(method, ToyFile)
+        assert isinstance(reads, FeatureInputs)
+        source = feature_source(method, reads, plan.block_rows, HARVEST, self._run.mesh)
+        with jax.set_mesh(self._run.mesh):
+            return np.asarray(replace(source, seed=self._request.seed)(number))
+
+
+def as_inputs(plan: Plan, block: np.ndarray) -> Inputs:
+    """A block of the source as it is counted, without the rows that only fill it up."""
+    return Inputs(tokens=block.ravel()) if plan.inputs == "tokens" else Inputs(features=block)
+
+
+def make_plan(run: Run, request: HarvestRequest, source: Source) -> Plan:
+    """Raises UserError for what cannot be harvested."""
+    names = chosen_sites(run.problem.target.sites, request.sites)
+    sites = tuple(
+        PlannedSite(site.name, number, site.C, site.d_in, site.d_out)
+        for number, site in enumerate(run.sites.values())
+        if site.name in names
+    )
+    C = sum(site.C for site in sites)
+    block_rows = max(1, min(MOST_ROWS if source.length > 1 else 4096, VALUES_OF_A_BLOCK // (source.length * C)))
+    block_rows = min(block_rows, source.rows)
+    n_blocks = math.ceil(source.rows / block_rows)
+    sampled = min(SAMPLED, SAMPLED_FIRINGS * 1000 // C + 1)
+    return Plan(
+        run=run.id,
+        step=run.step,
+        data=source.name,
+        available=source.available,
+        rows=source.rows,
+        length=source.length,
+        inputs=source.kind,
+        n_inputs=source.n_inputs,
+        sites=sites,
+        threshold=request.threshold,
+        seed=request.seed,
+        block_rows=block_rows,
+        examples=request.examples,
+        around=AROUND if source.kind == "tokens" else 0,
+        sampled=min(block_rows * source.length, math.ceil(sampled / n_blocks)),
+        outputs=min(OUTPUTS, run.n_outputs),
+    )

@@ -1,0 +1,43 @@
+"""A uniform sample of the positions, with all that fires there and what the target predicts."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float16, Int32, Int64
+
+from param_decomp_lab.harvest import keys
+from param_decomp_lab.harvest.firings import Firings
+
+
+@dataclass
+class BlockPositions:
+    """The chosen positions of one block, in ascending order.
+
+    ``positions``: numbers in the whole harvest. ``components``, by site: those that fire at the first position, then
+    at the second and so on, in order; ``counts``: how many at each. ``outputs``, ``values``: the target's largest
+    predictions.
+    """
+
+    positions: Int64[np.ndarray, " s"]
+    outputs: Int32[np.ndarray, "s k"]
+    values: Float16[np.ndarray, "s k"]
+    counts: dict[int, Int32[np.ndarray, " s"]] = field(default_factory=dict)
+    components: dict[int, Int32[np.ndarray, " f"]] = field(default_factory=dict)
+
+    def add(self, site: int, found: Firings, chosen: Int64[np.ndarray, " s"]) -> None:
+        """What fires at the positions ``chosen``, numbered within the block."""
+        starts, stops = (np.searchsorted(found.position, chosen, side) for side in ("left", "right"))
+        self.counts[site] = (stops - starts).astype(np.int32)
+        ranges = [found.component[a:b] for a, b in zip(starts, stops, strict=True)]
+        self.components[site] = np.concatenate(ranges) if ranges else np.zeros(0, np.int32)
+
+
+def choose_positions(stream: int, first: int, n: int, n_valid: int, size: int) -> Int64[np.ndarray, " s"]:
+    """Numbers within a block of the positions to keep: ``size`` of them, those of smallest key.
+
+    ``first``: number of the block's first position in the whole harvest. ``n``: positions of a block, of which the
+    first ``n_valid`` count; of the others none is chosen before the rest are.
+    """
+    drawn = keys.keys(stream, first + np.arange(n))
+    drawn[n_valid:] = np.iinfo(np.uint64).max
+    return np.sort(np.argsort(drawn, kind="stable")[:size])

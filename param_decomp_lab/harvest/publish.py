@@ -1,0 +1,268 @@
+"""Writes the tables of a harvest, into a folder that appears whole."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Array
+
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_lab.folders import new_folder
+from param_decomp_lab.harvest import keys
+from param_decomp_lab.harvest.examples import EMPTY, Examples, Kind
+from param_decomp_lab.harvest.plan import Source
+from param_decomp_lab.harvest.state import HarvestState, SiteState
+from param_decomp_lab.harvest.totals import UNIT
+from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest_files.tables import (
+    GROUP,
+    INPUTS_FILE,
+    PLAN_FILE,
+    POSITIONS_FILE,
+    ROWS_FILE,
+    SCHEMAS,
+    Table,
+    table_file,
+)
+from param_decomp_lab.opening import Run
+
+TOKENS_KEPT = 32
+"""Tokens of a component that are kept for being most frequent where it fires, and for being most raised there."""
+RARE_TOKEN = 10
+"""Tokens that occur less often are raised by chance."""
+NEURONS = 8
+LENS_TOKENS = 10
+ENGINE_MEMORY = "1GB"
+
+
+def publish(run: Run, plan: Plan, source: Source, state: HarvestState, token_files: Sequence[Path], out: Path) -> None:
+    """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does."""
+    with new_folder(out, marker=PLAN_FILE, overwrite=False) as folder:
+        totals = _write_rows(plan, source, folder)
+        for name in SCHEMAS:
+            (folder / name).mkdir()
+        write_tokens(plan, token_files, totals, folder)
+        for number, site in enumerate(plan.sites):
+            _write_components(run, site, state.sites[number], table_file(folder, "components", number))
+            _write_examples(state.sites[number], table_file(folder, "examples", number))
+            _write_weights(run, site, table_file(folder, "weights", number))
+        write_positions(plan, state, folder)
+        (folder / PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n")
+
+
+def _write_rows(plan: Plan, source: Source, folder: Path) -> np.ndarray:
+    """Writes the inputs themselves; returns how often each occurs."""
+    totals = np.zeros(plan.n_inputs, np.int64)
+    kind = pa.int32() if plan.inputs == "tokens" else pa.float32()
+    schema = pa.schema([("row", pa.list_(kind))])
+    with pq.ParquetWriter(folder / ROWS_FILE, schema, compression="zstd") as writer:
+        for block in range(plan.n_blocks):
+            rows = source.block(plan, block)[: len(plan.rows_of_block(block))]
+            totals += (
+                np.bincount(rows.ravel(), minlength=plan.n_inputs) if plan.inputs == "tokens" else (rows != 0).sum(0)
+            )
+            writer.write_table(pa.table({"row": _lists(rows)}, schema=schema))
+    pq.write_table(pa.table({"total": totals}), folder / INPUTS_FILE, compression="zstd")
+    return totals
+
+
+def _lists(rows: np.ndarray) -> pa.Array:
+    n, width = rows.shape
+    return pa.ListArray.from_arrays(np.arange(n + 1, dtype=np.int32) * width, pa.array(rows.ravel()))
+
+
+def _write_groups(file: Path, table: Table, groups: Iterator[dict[str, Any]]) -> None:
+    """Columns of one row group after the other."""
+    schema = SCHEMAS[table]
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for columns in groups:
+            made = pa.table({name: columns[name] for name in schema.names}, schema=schema)
+            writer.write_table(made, row_group_size=max(1, len(made)))
+
+
+def _groups(C: int) -> Iterator[slice]:
+    for first in range(0, C, GROUP):
+        yield slice(first, min(C, first + GROUP))
+
+
+def _write_components(run: Run, site: PlannedSite, state: SiteState, file: Path) -> None:
+    found = state.totals
+
+    def columns(part: slice) -> dict[str, Any]:
+        V, U = run.factors_of(site.name, part)
+        return {
+            "component": np.arange(part.start, part.stop, dtype=np.int32),
+            "firings": found.firings[part],
+            **{
+                name: getattr(found, name)[part] * UNIT
+                for name in ("importance_sum", "activation_sum", "firing_activation_sum")
+            },
+            "importance_max": found.importance_max[part],
+            "activation_max": found.activation_max[part],
+            "V_norm": np.linalg.norm(V, axis=0).astype(np.float32),
+            "U_norm": np.linalg.norm(U, axis=1).astype(np.float32),
+            "importance_histogram": _lists(found.importance_histogram[part]),
+            "activation_histogram": _lists(found.activation_histogram[part]),
+        }
+
+    _write_groups(file, "components", map(columns, _groups(site.C)))
+
+
+def _write_examples(state: SiteState, file: Path) -> None:
+    kinds: dict[Kind, Examples] = {"top": state.top, "uniform": state.uniform}
+
+    def columns(part: slice) -> dict[str, Any]:
+        found = [_sorted_examples(kind, examples, part) for kind, examples in kinds.items()]
+        joined = {name: np.concatenate([f[name] for f in found]) for name in found[0]}
+        order = np.argsort(joined["component"], kind="stable")
+        arrays = {name: x[order] for name, x in joined.items()}
+        binary = {
+            name: pa.array([x.tobytes() for x in arrays[name]], pa.binary()) for name in ("importances", "activations")
+        }
+        kind = pa.DictionaryArray.from_arrays(pa.array(arrays["kind"], pa.int8()), list(kinds))
+        return {**arrays, **binary, "kind": kind}
+
+    _write_groups(file, "examples", map(columns, _groups(len(state.totals.firings))))
+
+
+def _sorted_examples(kind: Kind, examples: Examples, part: slice) -> dict[str, np.ndarray]:
+    """The examples of some components, best first."""
+    rank = examples.rank[part]
+    order = np.argsort(rank, axis=1, kind="stable")
+    component, place = np.nonzero(np.take_along_axis(rank, order, axis=1) != EMPTY)
+    at = part.start + component, order[component, place]
+    names = ("row", "position", "importance", "activation", "scale", "importances", "activations")
+    return {
+        "component": at[0].astype(np.int32),
+        "kind": np.full(len(component), 0 if kind == "top" else 1, np.int8),
+        **{name: getattr(examples, name)[at] for name in names},
+    }
+
+
+def write_tokens(plan: Plan, files: Sequence[Path], totals: np.ndarray, folder: Path) -> None:
+    """Adds up the counts of all ``files``, and keeps of each component the tokens that matter."""
+    engine = duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "temp_directory": str(folder / ".engine")})
+    try:
+        engine.register("totals", pa.table({"token": np.arange(len(totals), dtype=np.int32), "t": totals}))
+        for number, site in enumerate(plan.sites):
+            _write_groups(
+                table_file(folder, "tokens", number),
+                "tokens",
+                (_tokens_of(engine, files, number, part) for part in _groups(site.C)),
+            )
+    finally:
+        engine.close()
+
+
+def _tokens_of(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: int, part: slice) -> Any:
+    if not files:
+        return SCHEMAS["tokens"].empty_table()
+    return engine.sql(
+        f"""
+        WITH counted AS (
+            SELECT component, token, sum(n)::BIGINT AS n FROM read_parquet(?)
+            WHERE site = ? AND component >= ? AND component < ? GROUP BY component, token
+        ), ranked AS (
+            SELECT component, token, n,
+                row_number() OVER (PARTITION BY component ORDER BY n DESC, token) AS by_count,
+                row_number() OVER (
+                    PARTITION BY component ORDER BY t >= {RARE_TOKEN} DESC, n / t DESC, n DESC, token
+                ) AS by_lift
+            FROM counted JOIN totals USING (token)
+        )
+        SELECT component, token, n FROM ranked WHERE by_count <= {TOKENS_KEPT} OR by_lift <= {TOKENS_KEPT}
+        ORDER BY component, n DESC, token
+        """,
+        params=[[str(file) for file in files], site, part.start, part.stop],
+    ).to_arrow_table()
+
+
+def _write_weights(run: Run, site: PlannedSite, file: Path) -> None:
+    lens = _lens(run, site)
+
+    def columns(part: slice) -> dict[str, Any]:
+        V, U = run.factors_of(site.name, part)
+        inputs, outputs = _largest(V.T, NEURONS), _largest(U, NEURONS)
+        empty = np.zeros((part.stop - part.start, 0))
+        promoted, suppressed = lens(U) if lens is not None else ((empty, empty), (empty, empty))
+        pairs = {"input": inputs, "output": outputs}
+        found: dict[str, Any] = {"component": np.arange(part.start, part.stop, dtype=np.int32)}
+        for name, (numbers, cosines) in pairs.items():
+            found |= {
+                f"{name}s": _lists(numbers.astype(np.int32)),
+                f"{name}_cosines": _lists(cosines.astype(np.float32)),
+            }
+        for name, (numbers, logits) in {"promoted": promoted, "suppressed": suppressed}.items():
+            found |= {name: _lists(numbers.astype(np.int32)), f"{name}_logits": _lists(logits.astype(np.float32))}
+        return found
+
+    _write_groups(file, "weights", map(columns, _groups(site.C)))
+
+
+def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row the ``k`` largest entries by absolute value, and their cosines: entries of the row at length 1."""
+    norm = np.linalg.norm(x, axis=1, keepdims=True)
+    cosines = x / np.where(norm > 0, norm, 1)
+    order = np.argsort(-np.abs(cosines), axis=1, kind="stable")[:, :k]
+    return order, np.take_along_axis(cosines, order, axis=1)
+
+
+def _lens(run: Run, site: PlannedSite) -> Any:
+    """The logit lens of a site that writes to the residual stream; None for another.
+
+    ``U_c`` goes through the unembedding, with the scales of the final norm and not its division, which is linear in no
+    single direction.
+    """
+    if not isinstance(run.target, Decoder) or run.sites[site.name].kind not in run.target.writes_residual:
+        return None
+    k = min(LENS_TOKENS, run.n_outputs)
+
+    def largest(weights: Any, U: Array) -> Any:
+        logits = run.target.lens(weights, U)
+        logits = logits - logits.mean(axis=-1, keepdims=True)
+        return jax.lax.top_k(logits, k), jax.lax.top_k(-logits, k)
+
+    jitted = jax.jit(largest)
+
+    def lens(U: np.ndarray) -> Any:
+        with jax.set_mesh(run.mesh):
+            (up, promoted), (down, suppressed) = jax.device_get(jitted(run.weights, jnp.asarray(U)))
+        return (promoted, up), (suppressed, -down)
+
+    return lens
+
+
+def write_positions(plan: Plan, state: HarvestState, folder: Path) -> None:
+    """The sampled positions in random order, and what fires there: by position, and by component.
+
+    Components are numbered through the sites. The lists are arrays on disk of which a reader maps what it needs.
+    """
+    blocks = [state.positions[block] for block in sorted(state.positions)]
+    positions = np.concatenate([block.positions for block in blocks])
+    # By the positions' own keys: the first few of them are a uniform sample, too.
+    order = np.argsort(keys.keys(keys.stream(plan.seed, keys.POSITIONS), positions), kind="stable")
+    outputs, values = (np.concatenate([getattr(b, name) for b in blocks])[order] for name in ("outputs", "values"))
+    columns = {"row": (positions[order] // plan.length).astype(np.int32),
+               "position": (positions[order] % plan.length).astype(np.int32),
+               "outputs": _lists(outputs), "values": _lists(values)}  # fmt: skip
+    pq.write_table(pa.table(columns), folder / POSITIONS_FILE, compression="zstd")
+
+    offsets = np.concatenate([[0], np.cumsum([site.C for site in plan.sites])])
+    n_sites, place = len(plan.sites), np.argsort(order)
+    counts = np.stack([np.concatenate([b.counts[s] for b in blocks]) for s in range(n_sites)])
+    component = np.concatenate([offsets[s] + np.concatenate([b.components[s] for b in blocks]) for s in range(n_sites)])
+    position = np.concatenate([np.repeat(place, counts[s]) for s in range(n_sites)])
+    for name, group, member, n in (
+        ("positions", position, component, len(positions)), ("components", component, position, int(offsets[-1]))
+    ):  # fmt: skip
+        ends = np.concatenate([[0], np.cumsum(np.bincount(group, minlength=n))]).astype(np.int64)
+        np.save(folder / f"{name}_ends.npy", ends)
+        np.save(folder / f"{name}_members.npy", member[np.lexsort((member, group))].astype(np.int32))

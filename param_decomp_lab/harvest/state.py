@@ -1,0 +1,158 @@
+"""What a process has harvested so far: kept in memory, saved from time to time, merged with the others' at the end."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from param_decomp_lab.harvest.examples import AROUND, Examples
+from param_decomp_lab.harvest.positions import BlockPositions
+from param_decomp_lab.harvest.token_counts import TokenCounts
+from param_decomp_lab.harvest.totals import Totals
+
+DONE_FILE = "done.json"
+
+
+@dataclass
+class SiteState:
+    """What is known of the components of one site."""
+
+    totals: Totals
+    top: Examples
+    uniform: Examples
+
+    @classmethod
+    def empty(cls, C: int, n_examples: int, around: int) -> "SiteState":
+        return cls(Totals.zeros(C), *(Examples.empty(C, n_examples, around) for _ in range(2)))
+
+    def parts(self) -> Iterable[tuple[str, Totals | Examples]]:
+        return vars(self).items()
+
+    def merge(self, other: "SiteState") -> None:
+        """Adds what ``other`` knows from other blocks."""
+        self.totals.merge(other.totals)
+        self.top.merge(other.top)
+        self.uniform.merge(other.uniform)
+
+
+class HarvestState:
+    """The sites' state, the counts of tokens, the sampled positions by block, and the blocks that are ``done``.
+
+    ``folder``: of one process; it holds what was saved last, and the counts of tokens that were spilled. A save is
+    whole or not there.
+    """
+
+    def __init__(self, folder: Path, C: Sequence[int], n_examples: int, around: int = AROUND) -> None:
+        self.folder = folder
+        self.sites = [SiteState.empty(c, n_examples, around) for c in C]
+        self.tokens = TokenCounts(folder)
+        self.positions: dict[int, BlockPositions] = {}
+        self.done: set[int] = set()
+        self._saves = 0
+
+    @classmethod
+    def restore(cls, folder: Path, C: Sequence[int], n_examples: int, around: int = AROUND) -> "HarvestState":
+        """What was saved last in ``folder``, or an empty state; whatever else lies there is left as it is."""
+        state = cls(folder, C, n_examples, around)
+        saved = last_save(folder)
+        if saved is not None:
+            about = json.loads((saved / DONE_FILE).read_text())
+            state._saves, state.done = about["save"], set(about["blocks"])
+            state.tokens.files = about["tokens"]
+            for number, site in enumerate(state.sites):
+                for part, arrays in site.parts():
+                    for name in vars(arrays):
+                        setattr(arrays, name, np.load(saved / f"{number}.{part}.{name}.npy"))
+            state.positions = _read_positions(saved / "positions.npz")
+        return state
+
+    def sweep(self) -> None:
+        """Removes what lies in the folder and belongs to no save: the process that wrote it was killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        saved = last_save(self.folder)
+        kept = {*self.tokens.files, *(() if saved is None else (saved.name,))}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def save(self) -> None:
+        """Saves all of it in place of what was saved before. Raises OSError."""
+        self._saves += 1
+        self.tokens.spill(f"tokens-{self._saves}", always=True)
+        partial, whole = (self.folder / f"{kind}-{self._saves}" for kind in ("partial", "save"))
+        partial.mkdir()
+        for number, site in enumerate(self.sites):
+            for part, arrays in site.parts():
+                for name, array in vars(arrays).items():
+                    np.save(partial / f"{number}.{part}.{name}.npy", array)
+        _write_positions(partial / "positions.npz", self.positions)
+        about = {"save": self._saves, "blocks": sorted(self.done), "tokens": self.tokens.files}
+        (partial / DONE_FILE).write_text(json.dumps(about))
+        os.rename(partial, whole)
+        for path in self.folder.glob("save-*"):
+            if path != whole:
+                shutil.rmtree(path)
+
+    def merge(self, other: "HarvestState") -> None:
+        """Adds what another process harvested, except the counts of tokens, which stay in its files."""
+        assert not self.done & other.done, "two processes harvested the same block"
+        for mine, theirs in zip(self.sites, other.sites, strict=True):
+            mine.merge(theirs)
+        self.positions |= other.positions
+        self.done |= other.done
+
+
+def last_save(folder: Path) -> Path | None:
+    """The folder of the last whole save in that of a process."""
+    saves = [(int(path.name.partition("-")[2]), path) for path in folder.glob("save-*")]
+    return max(saves)[1] if saves else None
+
+
+def blocks_done(folder: Path) -> set[int]:
+    """The blocks in the last whole save of a process."""
+    saved = last_save(folder)
+    try:
+        return set() if saved is None else set(json.loads((saved / DONE_FILE).read_text())["blocks"])
+    except FileNotFoundError:  # it has saved again meanwhile
+        return blocks_done(folder)
+
+
+def _write_positions(file: Path, positions: dict[int, BlockPositions]) -> None:
+    blocks = sorted(positions)
+    arrays: dict[str, Any] = {"blocks": np.asarray(blocks, np.int64)}
+    if blocks:
+        chosen = [positions[block] for block in blocks]
+        arrays["sizes"] = np.asarray([len(p.positions) for p in chosen])
+        for name in ("positions", "outputs", "values"):
+            arrays[name] = np.concatenate([getattr(p, name) for p in chosen])
+        for site in chosen[0].counts:
+            arrays[f"counts.{site}"] = np.concatenate([p.counts[site] for p in chosen])
+            arrays[f"components.{site}"] = np.concatenate([p.components[site] for p in chosen])
+    np.savez(file, **arrays)
+
+
+def _read_positions(file: Path) -> dict[int, BlockPositions]:
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    blocks = arrays.pop("blocks").tolist()
+    if not blocks:
+        return {}
+    ends = np.cumsum(arrays.pop("sizes"))[:-1]
+    split = {name: np.split(arrays[name], ends) for name in ("positions", "outputs", "values")}
+    counts = {int(name[7:]): np.split(x, ends) for name, x in arrays.items() if name.startswith("counts.")}
+    components = {
+        site: np.split(arrays[f"components.{site}"], np.cumsum([x.sum() for x in of_site])[:-1].astype(int))
+        for site, of_site in counts.items()
+    }
+    return {
+        block: BlockPositions(
+            split["positions"][n], split["outputs"][n], split["values"][n],
+            {site: x[n] for site, x in counts.items()}, {site: x[n] for site, x in components.items()},
+        )
+        for n, block in enumerate(blocks)
+    }  # fmt: skip

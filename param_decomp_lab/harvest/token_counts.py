@@ -1,0 +1,80 @@
+"""How often each token is at the positions where a component fires: counted in memory, spilled to Parquet."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Int, UInt64
+
+from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.inputs import Inputs
+
+BUFFER = 1 << 25
+"""Counts that all sites together keep in memory before they are added up and written."""
+COUNT_BITS, TOKEN_BITS = 24, 20
+"""Of a packed count; the component has the other 20."""
+SCHEMA = pa.schema([("site", pa.int16()), ("component", pa.int32()), ("token", pa.int32()), ("n", pa.int64())])
+
+
+@dataclass
+class TokenCounts:
+    """How often each pair of a component and a token occurs, at each site; of a toy, a component and an active feature.
+
+    ``files``: names of the counts that are written, in ``folder``. A file has the counts of one spill, sorted.
+    """
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    _waiting: dict[int, list[UInt64[np.ndarray, " n"]]] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.folder / file for file in self.files]
+
+    def add(self, site: int, C: int, found: Firings, inputs: Inputs) -> None:
+        """Counts the inputs at the firings of one block. Different sites may be added at the same time."""
+        firing, place = inputs.at(found.position)
+        component = found.component if firing is None else found.component[firing]
+        tokens = inputs.occurring
+        if C * len(tokens) <= 4 * len(component):
+            # Cheaper than sorting, if the table is about as large as what is counted.
+            n = np.bincount(component * np.int32(len(tokens)) + place, minlength=C * len(tokens))
+            pairs = np.flatnonzero(n)
+            packed = _packed(pairs // len(tokens), tokens[pairs % len(tokens)], n[pairs])
+        else:
+            packed = _packed(component, tokens[place], np.ones(1, np.int64))
+        self._waiting.setdefault(site, []).append(packed)
+
+    def spill(self, name: str, *, always: bool = False) -> None:
+        """Writes what waits to a file of this name, if it is much or ``always``."""
+        n = sum(len(packed) for waiting in self._waiting.values() for packed in waiting)
+        if n == 0 or not (always or n > BUFFER):
+            return
+        file = f"{name}.parquet"
+        with pq.ParquetWriter(self.folder / file, SCHEMA, compression="zstd") as writer:
+            for site in sorted(self._waiting):
+                component, token, counts = added_up(np.concatenate(self._waiting.pop(site)))
+                columns = np.full(len(counts), site, np.int16), component, token, counts
+                writer.write_table(pa.table(list(columns), schema=SCHEMA), row_group_size=1 << 17)
+        self.files.append(file)
+
+
+def _packed(
+    component: Int[np.ndarray, " n"], token: Int[np.ndarray, " n"], n: Int[np.ndarray, " #n"]
+) -> UInt64[np.ndarray, " n"]:
+    """One number for a component, a token and a count: sorting numbers is fast."""
+    high = (component.astype(np.uint64) << np.uint64(TOKEN_BITS)) | token.astype(np.uint64)
+    return (high << np.uint64(COUNT_BITS)) | n.astype(np.uint64)
+
+
+def added_up(packed: UInt64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Components, tokens and counts of the different pairs, in order."""
+    packed.sort()
+    pair = packed >> np.uint64(COUNT_BITS)
+    starts = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
+    n = np.add.reduceat((packed & np.uint64((1 << COUNT_BITS) - 1)).astype(np.int64), starts)
+    pair = pair[starts]
+    token = pair & np.uint64((1 << TOKEN_BITS) - 1)
+    return (pair >> np.uint64(TOKEN_BITS)).astype(np.int32), token.astype(np.int32), n

@@ -1,0 +1,313 @@
+"""Reading a harvest: what is known of a component, without loading what is known of the others.
+
+Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float32, Int64
+
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
+from param_decomp_lab.harvest_files.tables import (
+    GROUP,
+    INPUTS_FILE,
+    PLAN_FILE,
+    POSITIONS_FILE,
+    ROWS_FILE,
+    Table,
+    table_file,
+)
+from param_decomp_lab.untrusted.json_text import read_json
+
+MOST_POSITIONS = 256
+"""Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A firing in its context.
+
+    ``row``, ``position``: of the harvest. ``first``: the position of the first of ``tokens``; the firing is at
+    ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
+    ``activations``: of the component at each position of the context.
+    """
+
+    kind: str
+    row: int
+    position: int
+    importance: float
+    activation: float
+    first: int
+    tokens: tuple[int, ...]
+    importances: Float32[np.ndarray, " n"]
+    activations: Float32[np.ndarray, " n"]
+
+
+class Harvest:
+    """A finished harvest, in ``folder``. Raises UserError where that holds none, or a damaged one.
+
+    ``plan``: what was read. Sites are given by name, components by number.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        file = self.folder / PLAN_FILE
+        if not file.is_file():
+            raise UserError(f"{self.folder} holds no harvest; make one with `pd harvest RUN`")
+        try:
+            self.plan = Plan.from_json(read_json(file, "the harvest", dict))
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
+        self.sites = {site.name: number for number, site in enumerate(self.plan.sites)}
+        self._file = lru_cache(maxsize=64)(self._open)
+
+    # --- tables of a site ---
+
+    def components(self, site: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`)."""
+        with self._reading("components", site) as file:
+            return file.read(columns=list(columns) if columns is not None else None)
+
+    def densities(self, site: str) -> np.ndarray:
+        """Share of the positions at which each component of a site fires."""
+        return np.asarray(self.components(site, ["firings"])["firings"]) / self.plan.n_positions
+
+    # --- one component ---
+
+    def component(self, site: str, number: int) -> dict[str, Any]:
+        """A row of `components`, and the means: of λ and |a| over all positions, and of |a| where it fires."""
+        row: dict[str, Any] = self._rows("components", site, number).to_pylist()[0]
+        n, f = self.plan.n_positions, row["firings"]
+        return row | {
+            "density": f / n,
+            "importance_mean": row["importance_sum"] / n,
+            "activation_mean": row["activation_sum"] / n,
+            "firing_activation_mean": row["firing_activation_sum"] / f if f else 0.0,
+        }
+
+    def examples(self, site: str, number: int) -> list[Example]:
+        """Firings of largest λ (``top``), then a uniform sample of all (``uniform``)."""
+        rows = self._rows("examples", site, number).to_pylist()
+        return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
+
+    def tokens(self, site: str, number: int) -> pa.Table:
+        """The inputs where a component fires, the most frequent first: ``token``, ``n`` (the count), ``total`` (how
+        often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi`` ln(nN/(ft))."""
+        rows = self._rows("tokens", site, number)
+        f, N = self.component(site, number)["firings"], self.plan.n_positions
+        n = rows["n"].to_numpy().astype(float)
+        t = self._input_totals[rows["token"].to_numpy()].astype(float)
+        lift = n * N / (f * t) if len(n) else n
+        columns = {
+            "total": t.astype(np.int64),
+            "precision": n / max(f, 1),
+            "recall": n / t,
+            "lift": lift,
+            "pmi": np.log(lift),
+        }
+        for name, column in columns.items():
+            rows = rows.append_column(name, pa.array(column))
+        return rows.drop_columns("component")
+
+    def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
+        """The components of any site that fire where this one does, the most frequent first.
+
+        Counted at up to `MOST_POSITIONS` of its firings at the sampled positions: ``n`` of ``of``. ``precision``:
+        P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
+        are ``jaccard`` and ``pmi``.
+        """
+        me = self._global(site, number)
+        places = self._firing_places(me)
+        ends, members = self._lists("positions")
+        found = np.concatenate([np.zeros(0, np.int32), *(members[ends[p] : ends[p + 1]] for p in places)])
+        other, n = np.unique(found, return_counts=True)
+        other, n = other[other != me], n[other != me]
+        order = np.lexsort((other, -n))[:most]
+        other, n = other[order], n[order].astype(float)
+        f_i, of, N = int(self._firings[me]), max(len(places), 1), self.plan.n_positions
+        f_j = self._firings[other].astype(float)
+        precision = n / of
+        both = precision * f_i
+        numbers = np.searchsorted(self._offsets, other, side="right") - 1
+        names = [site.name for site in self.plan.sites]
+        return pa.table(
+            {
+                "site": pa.array([names[s] for s in numbers], pa.string()),
+                "component": (other - self._offsets[numbers]).astype(np.int32),
+                "n": n.astype(np.int64),
+                "of": np.full(len(n), len(places), np.int64),
+                "precision": precision,
+                "recall": both / f_j,
+                "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
+                "pmi": np.log(both * N / (f_i * f_j)) if len(n) else n,
+            }
+        )
+
+    def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
+        """The target's predictions where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
+        difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
+        position counts as 0."""
+        places = self._firing_places(self._global(site, number))
+        here = self._mean_outputs(places)
+        everywhere = self._outputs_everywhere
+        difference = here - everywhere
+        order = np.argsort(-difference, kind="stable")[:most]
+        order = order[here[order] > 0]
+        return pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]})
+
+    def weights(self, site: str, number: int) -> dict[str, Any]:
+        """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
+        the site writes to the residual stream."""
+        found: dict[str, Any] = self._rows("weights", site, number).to_pylist()[0]
+        return found
+
+    # --- inside ---
+
+    def site(self, name: str) -> PlannedSite:
+        """Raises UserError if the harvest has no such site."""
+        if name not in self.sites:
+            raise UserError(f"'{name}' is no site of {self.folder}; {nearest(name, self.sites)}")
+        return self.plan.sites[self.sites[name]]
+
+    def row(self, number: int) -> np.ndarray:
+        """The tokens of a row, or a toy's features."""
+        with self._damage(self.folder / ROWS_FILE):
+            group, place = divmod(number, self.plan.block_rows)
+            return np.asarray(self._file(ROWS_FILE).read_row_group(group)["row"][place].values)
+
+    def _example(self, row: dict[str, Any]) -> Example:
+        plan, around = self.plan, self.plan.around
+        first, stop = max(0, row["position"] - around), min(plan.length, row["position"] + around + 1)
+        inside = slice(first - row["position"] + around, stop - row["position"] + around)
+        values = self.row(row["row"])
+        tokens = values[first:stop] if plan.inputs == "tokens" else np.flatnonzero(values)
+        importances = np.frombuffer(row["importances"], np.uint8)[inside].astype(np.float32) / 255
+        activations = np.frombuffer(row["activations"], np.int8)[inside].astype(np.float32) / 127 * row["scale"]
+        return Example(
+            row["kind"], row["row"], row["position"], row["importance"], row["activation"], first,
+            tuple(tokens.tolist()), importances, activations,
+        )  # fmt: skip
+
+    def _rows(self, table: Table, site: str, number: int) -> pa.Table:
+        """The rows of one component."""
+        found = self.site(site)
+        if not 0 <= number < found.C:
+            raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
+        with self._reading(table, site) as file:
+            group = file.read_row_group(number // GROUP)
+            mine = np.flatnonzero(group["component"].to_numpy() == number)
+            return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
+
+    @contextmanager
+    def _reading(self, table: Table, site: str) -> Iterator[pq.ParquetFile]:
+        self.site(site)
+        path = table_file(Path(), table, self.sites[site])
+        with self._damage(self.folder / path):
+            yield self._file(str(path))
+
+    def _open(self, name: str) -> pq.ParquetFile:
+        path = self.folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the harvest is damaged; make it again")
+        return pq.ParquetFile(path, memory_map=True)
+
+    @contextmanager
+    def _damage(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}): the harvest is damaged; make it again") from error
+
+    @cached_property
+    def _offsets(self) -> Int64[np.ndarray, " sites"]:
+        return np.concatenate([[0], np.cumsum([site.C for site in self.plan.sites])])[:-1].astype(np.int64)
+
+    def _global(self, site: str, number: int) -> int:
+        """Number of a component through all sites."""
+        self.site(site)
+        return int(self._offsets[self.sites[site]]) + number
+
+    @cached_property
+    def _firings(self) -> Int64[np.ndarray, " C"]:
+        return np.concatenate(
+            [self.components(site.name, ["firings"])["firings"].to_numpy() for site in self.plan.sites]
+        )
+
+    @cached_property
+    def _input_totals(self) -> Int64[np.ndarray, " n"]:
+        with self._damage(self.folder / INPUTS_FILE):
+            found: np.ndarray = self._file(INPUTS_FILE).read()["total"].to_numpy()
+            return found
+
+    def _lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return self._mapped[f"{name}_ends"], self._mapped[f"{name}_members"]
+
+    @cached_property
+    def _mapped(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name in ("positions_ends", "positions_members", "components_ends", "components_members"):
+            file = self.folder / f"{name}.npy"
+            with self._damage(file):
+                array = np.load(file, mmap_mode="r", allow_pickle=False)
+                if array.ndim != 1 or array.dtype.kind != "i":
+                    raise ValueError("not a list of whole numbers")
+                found[name] = array
+        return found
+
+    def _firing_places(self, component: int) -> np.ndarray:
+        """Places, among the sampled positions, where a component fires; the first are a uniform sample of them."""
+        ends, members = self._lists("components")
+        return np.asarray(members[ends[component] : ends[component + 1]][:MOST_POSITIONS])
+
+    @cached_property
+    def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
+        with self._damage(self.folder / POSITIONS_FILE):
+            table = self._file(POSITIONS_FILE).read(columns=["outputs", "values"])
+            k = self.plan.outputs
+            return tuple(
+                table[name].combine_chunks().flatten().to_numpy().reshape(-1, k) for name in table.column_names
+            )
+
+    def _mean_outputs(self, places: np.ndarray) -> np.ndarray:
+        outputs, values = self._outputs
+        sums = np.bincount(outputs[places].ravel(), values[places].ravel().astype(float), self.plan.n_inputs)
+        return sums / max(1, len(places))
+
+    @cached_property
+    def _outputs_everywhere(self) -> np.ndarray:
+        return self._mean_outputs(np.arange(len(self._outputs[0])))
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        what = "tokens" if plan.inputs == "tokens" else "inputs"
+        return (
+            f"Harvest of {plan.run}, step {plan.step:,}: {plan.n_positions:,} {what}, {len(plan.sites)} sites, "
+            f"{sum(site.C for site in plan.sites):,} components, fires above {plan.threshold:g}"
+        )
+
+
+def find_harvests(run_folder: Path) -> list[Path]:
+    """Folders of the finished harvests of a run, the newest first."""
+    folder = run_folder / HARVESTS
+    found = [path.parent for path in folder.glob(f"*/{PLAN_FILE}") if not path.parent.name.startswith(".")]
+    return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
+
+
+def harvest_of(run_folder: Path, step: int) -> Harvest:
+    """The newest harvest of a checkpoint. UserError if there is none."""
+    for path in find_harvests(run_folder):
+        if (found := Harvest(path)).plan.step == step:
+            return found
+    raise UserError(
+        f"{run_folder} has no harvest of step {step}; make one with `pd harvest {run_folder} --step {step}`"
+    )

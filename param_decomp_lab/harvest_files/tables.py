@@ -1,0 +1,78 @@
+"""Tables of a harvest: their files, their columns, and how the components of a site are cut into row groups.
+
+Each site has a file of every kind, sorted by component. A row group has the rows of `GROUP` components, so that what is
+known of one component is read from one row group, whose number follows from the component's.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+
+GROUP = 512
+"""Components of a row group."""
+Table = Literal["components", "examples", "tokens", "weights"]
+
+COMPONENTS = pa.schema(
+    [
+        ("component", pa.int32()),
+        ("firings", pa.int64()),
+        ("importance_sum", pa.float64()),
+        ("importance_max", pa.float32()),
+        ("activation_sum", pa.float64()),
+        ("activation_max", pa.float32()),
+        ("firing_activation_sum", pa.float64()),
+        ("V_norm", pa.float32()),
+        ("U_norm", pa.float32()),
+        ("importance_histogram", pa.list_(pa.uint32())),
+        ("activation_histogram", pa.list_(pa.uint32())),
+    ]
+)
+"""Sums are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value."""
+
+EXAMPLES = pa.schema(
+    [
+        ("component", pa.int32()),
+        ("kind", pa.dictionary(pa.int8(), pa.string())),
+        ("row", pa.int32()),
+        ("position", pa.int32()),
+        ("importance", pa.float32()),
+        ("activation", pa.float32()),
+        ("scale", pa.float32()),
+        ("importances", pa.binary()),
+        ("activations", pa.binary()),
+    ]
+)
+"""``importances``: a byte for each position around, λ in 255ths. ``activations``: a signed byte, in 127ths of
+``scale``, the largest |a| among them."""
+
+TOKENS = pa.schema([("component", pa.int32()), ("token", pa.int32()), ("n", pa.int64())])
+
+WEIGHTS = pa.schema(
+    [
+        ("component", pa.int32()),
+        ("inputs", pa.list_(pa.int32())),
+        ("input_cosines", pa.list_(pa.float32())),
+        ("outputs", pa.list_(pa.int32())),
+        ("output_cosines", pa.list_(pa.float32())),
+        ("promoted", pa.list_(pa.int32())),
+        ("promoted_logits", pa.list_(pa.float32())),
+        ("suppressed", pa.list_(pa.int32())),
+        ("suppressed_logits", pa.list_(pa.float32())),
+    ]
+)
+"""Of V and U the largest entries, as cosines to the neurons; the tokens whose logits U raises and lowers most."""
+
+SCHEMAS: dict[Table, pa.Schema] = {
+    "components": COMPONENTS, "examples": EXAMPLES, "tokens": TOKENS, "weights": WEIGHTS
+}  # fmt: skip
+
+PLAN_FILE = "harvest.json"
+ROWS_FILE = "rows.parquet"
+INPUTS_FILE = "inputs.parquet"
+POSITIONS_FILE = "positions.parquet"
+
+
+def table_file(folder: Path, table: Table, site: int) -> Path:
+    """``site``: its number among those of the harvest."""
+    return folder / table / f"{site}.parquet"

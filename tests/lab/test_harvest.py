@@ -1,0 +1,431 @@
+"""A harvest against plain loops over what an opened run says, and its bytes however it was made."""
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from param_decomp_jax.step import run_clean_pass
+from param_decomp_lab import load_run
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest.examples import Examples
+from param_decomp_lab.harvest.firings import Firings, find_firings
+from param_decomp_lab.harvest.harvest import harvest
+from param_decomp_lab.harvest.keys import keys, stream
+from param_decomp_lab.harvest.plan import HarvestRequest
+from param_decomp_lab.harvest.share import Share, find_share
+from param_decomp_lab.harvest.totals import activation_bin, importance_bin
+from param_decomp_lab.harvest_files import Harvest
+from param_decomp_lab.opening import Run
+from tests.lab.tiny_run import SEQ_LEN, pd_here
+
+TOKENS = 40 * SEQ_LEN
+
+
+@dataclass
+class Counted:
+    """What the plain loops read: for every position of the rows, in order."""
+
+    importances: dict[str, np.ndarray]  # [N, C]
+    activations: dict[str, np.ndarray]  # [N, C]
+    inputs: np.ndarray  # [rows, T], or [N, features]
+    outputs: np.ndarray  # [N, vocabulary]: probabilities, or a toy's outputs
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, the last of which is not full."""
+    monkeypatch.setattr("param_decomp_lab.harvest.plan.MOST_ROWS", 3)
+    monkeypatch.setattr("param_decomp_lab.harvest.plan.VALUES_OF_A_BLOCK", 3 * SEQ_LEN * 64)
+
+
+def read_all(run: Run, inputs: np.ndarray) -> Counted:
+    """With the public functions of a run, and x from the clean pass."""
+    importances = {name: np.asarray(x) for name, x in run.causal_importances(inputs).items()}
+    with jax.set_mesh(run.mesh):
+        clean = run_clean_pass(run.problem, run.ci, run.weights, jax.numpy.asarray(inputs), outputs=False)
+    activations = {}
+    for (stack, row), name in zip(run.problem.target.sites.stack_rows, run.sites, strict=True):
+        V, U = run.factors(name)
+        x = np.asarray(clean.site_inputs[stack.name][row], np.float64)
+        activations[name] = (x @ V.astype(np.float64)) * np.linalg.norm(U.astype(np.float64), axis=1)
+    outputs = np.asarray(run.output(inputs), np.float64)
+    if inputs.dtype.kind == "i":
+        outputs = np.exp(outputs - outputs.max(-1, keepdims=True))
+        outputs /= outputs.sum(-1, keepdims=True)
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, x.shape[-1])
+
+    return Counted(
+        {n: flat(x) for n, x in importances.items()},
+        {n: flat(x) for n, x in activations.items()},
+        inputs,
+        flat(outputs),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(finished: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Copies of this process's own: only one harvests in a folder at a time."""
+    folder = tmp_path_factory.mktemp("harvested")
+    found = {"llama": finished, "toy": toy / "p-00000001"}
+    return {name: Path(shutil.copytree(run, folder / name / run.name)) for name, run in found.items()}
+
+
+@pytest.fixture(scope="module", params=["llama", "toy"])
+def made(request: pytest.FixtureRequest, runs: dict[str, Path]) -> Iterator[tuple[Run, Harvest, Counted]]:
+    folder = runs[request.param]
+    tokens = TOKENS if request.param == "llama" else 500
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_blocks(monkeypatch)
+        run = load_run(folder, devices=1)
+        found = harvest(run, HarvestRequest(tokens=tokens, examples=5, threshold=THRESHOLD[request.param]))
+        assert found is not None
+        read = Harvest(found)
+        inputs = np.stack([read.row(n) for n in range(read.plan.rows)])
+        yield run, read, read_all(run, inputs)
+
+
+THRESHOLD = {"llama": 0.3, "toy": 0.0}
+
+
+def test_totals_and_histograms(made: tuple[Run, Harvest, Counted]) -> None:
+    _, read, counted = made
+    for site in read.sites:
+        lam, a = counted.importances[site], counted.activations[site]
+        fires = lam > read.plan.threshold
+        table = read.components(site)
+        for c in range(lam.shape[1]):
+            row = table.slice(c, 1).to_pylist()[0]
+            mine = fires[:, c]
+            assert row["firings"] == mine.sum()
+            assert row["importance_sum"] == pytest.approx(lam[:, c].sum(dtype=float), abs=1e-4)
+            assert row["importance_max"] == pytest.approx(lam[mine, c].max(initial=0), abs=1e-5)
+            assert row["activation_sum"] == pytest.approx(np.abs(a[:, c]).sum(), rel=1e-4, abs=1e-4)
+            assert row["activation_max"] == pytest.approx(np.abs(a[:, c]).max(), rel=1e-4, abs=1e-6)
+            assert row["firing_activation_sum"] == pytest.approx(np.abs(a[mine, c]).sum(), rel=1e-4, abs=1e-4)
+            bins = np.zeros(20, int)
+            for value in lam[mine, c]:
+                bins[min(19, math.ceil(value * 20) - 1)] += 1
+            assert np.abs(np.subtract(row["importance_histogram"], bins)).sum() <= 2  # a value on an edge
+            octaves = np.zeros(48, int)
+            for value in a[mine, c]:
+                octave = min(11, max(-12, math.floor(math.log2(abs(value))))) + 12
+                octaves[24 + octave if value > 0 else 23 - octave] += 1
+            assert np.abs(np.subtract(row["activation_histogram"], octaves)).sum() <= 2
+    assert any(read.components(site)["firings"].to_numpy().any() for site in read.sites)
+
+
+def test_input_tokens(made: tuple[Run, Harvest, Counted]) -> None:
+    _, read, counted = made
+    N = read.plan.n_positions
+
+    def at(position: int) -> list[int]:
+        if read.plan.inputs == "tokens":
+            return [int(counted.inputs.reshape(-1)[position])]
+        return np.flatnonzero(counted.inputs[position]).tolist()
+
+    totals = Counter(token for position in range(N) for token in at(position))
+    for site in read.sites:
+        fires = counted.importances[site] > read.plan.threshold
+        for c in range(fires.shape[1]):
+            n = Counter(token for position in np.flatnonzero(fires[:, c]) for token in at(position))
+            f = fires[:, c].sum()
+            rows = read.tokens(site, c).to_pylist()
+            assert {row["token"]: row["n"] for row in rows}.items() <= n.items()
+            assert len(rows) == len(n) or len(rows) >= 32
+            assert (
+                sorted((row["n"] for row in rows), reverse=True)[:32]
+                == sorted(n.values(), reverse=True)[: min(32, len(n))]
+            )
+            for row in rows:
+                k, t = n[row["token"]], totals[row["token"]]
+                assert row["total"] == t
+                assert row["precision"] == pytest.approx(k / f)
+                assert row["recall"] == pytest.approx(k / t)
+                assert row["pmi"] == pytest.approx(math.log(k * N / (f * t)))
+
+
+def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
+    _, read, counted = made
+    plan = read.plan
+    for site in read.sites:
+        lam, a = counted.importances[site], counted.activations[site]
+        fires = lam > plan.threshold
+        for c in range(lam.shape[1]):
+            examples = read.examples(site, c)
+            top = [e for e in examples if e.kind == "top"]
+            uniform = [e for e in examples if e.kind == "uniform"]
+            assert len(uniform) == min(5, fires[:, c].sum())
+            # The best two of every row, and of these the best five.
+            by_row = np.sort(np.where(fires, lam, -1)[:, c].reshape(plan.rows, plan.length), axis=1)[:, -2:]
+            best = np.sort(by_row[by_row >= 0])[::-1][:5]
+            np.testing.assert_allclose([e.importance for e in top], best, atol=1e-5)
+            assert max(Counter(e.row for e in top).values(), default=0) <= 2
+            assert len({(e.row, e.position) for e in uniform}) == len(uniform)
+            for e in examples:
+                at = e.row * plan.length + e.position
+                assert fires[at, c]
+                assert e.importance == pytest.approx(lam[at, c], abs=1e-5)
+                assert e.activation == pytest.approx(a[at, c], rel=1e-3, abs=1e-5)
+                around = slice(e.row * plan.length + e.first, e.row * plan.length + e.first + len(e.importances))
+                assert e.first == max(0, e.position - plan.around)
+                assert len(e.importances) == min(plan.length, e.position + plan.around + 1) - e.first
+                np.testing.assert_allclose(e.importances, lam[around, c], atol=1 / 255 + 1e-5)
+                np.testing.assert_allclose(e.activations, a[around, c], atol=np.abs(a[around, c]).max() / 127 + 1e-6)
+                if plan.inputs == "tokens":
+                    assert e.tokens == tuple(counted.inputs.reshape(-1)[around].tolist())
+                else:
+                    assert e.tokens == tuple(np.flatnonzero(counted.inputs[at]).tolist())
+
+
+def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All positions are sampled in so small a harvest, so that estimates are counts."""
+    _, read, counted = made
+    monkeypatch.setattr("param_decomp_lab.harvest_files.reading.MOST_POSITIONS", 10**9)
+    N = read.plan.n_positions
+    fires = {site: counted.importances[site] > read.plan.threshold for site in read.sites}
+    k = read.plan.outputs
+    kept = np.sort(counted.outputs, axis=1)[:, -k][:, None]
+    everywhere = np.where(counted.outputs >= kept, counted.outputs, 0).mean(0)
+    for site in read.sites:
+        for c in range(0, fires[site].shape[1], 3):
+            mine = fires[site][:, c]
+            found = {(row["site"], row["component"]): row for row in read.companions(site, c, 10**6).to_pylist()}
+            for other in read.sites:
+                for d in range(fires[other].shape[1]):
+                    theirs = fires[other][:, d]
+                    both = int((mine & theirs).sum())
+                    if (other, d) == (site, c) or not both:
+                        assert (other, d) not in found
+                        continue
+                    row = found[other, d]
+                    assert (row["n"], row["of"]) == (both, mine.sum())
+                    assert row["precision"] == pytest.approx(both / mine.sum())
+                    assert row["recall"] == pytest.approx(both / theirs.sum())
+                    assert row["jaccard"] == pytest.approx(both / (mine | theirs).sum())
+                    assert row["pmi"] == pytest.approx(math.log(both * N / (mine.sum() * theirs.sum())))
+            if not mine.any():
+                continue
+            here = np.where(counted.outputs >= kept, counted.outputs, 0)[mine].mean(0)
+            for row in read.outputs(site, c).to_pylist():
+                assert row["mean"] == pytest.approx(here[row["token"]], abs=2e-3)
+                assert row["everywhere"] == pytest.approx(everywhere[row["token"]], abs=2e-3)
+
+
+def test_weights(made: tuple[Run, Harvest, Counted]) -> None:
+    run, read, _ = made
+    for site in read.sites:
+        V, U = run.factors(site)
+        for c in (0, V.shape[1] - 1):
+            found = read.weights(site, c)
+            row = read.component(site, c)
+            assert row["V_norm"] == pytest.approx(np.linalg.norm(V[:, c]), rel=1e-5)
+            assert row["U_norm"] == pytest.approx(np.linalg.norm(U[c]), rel=1e-5)
+            for vector, name in ((V[:, c], "input"), (U[c], "output")):
+                cosines = vector / np.linalg.norm(vector)
+                order = np.argsort(-np.abs(cosines), kind="stable")[:8]
+                assert found[f"{name}s"] == order.tolist()
+                np.testing.assert_allclose(found[f"{name}_cosines"], cosines[order], rtol=1e-5)
+            if read.plan.inputs == "tokens" and site.endswith("down_proj"):
+                logits = (U[c] * np.asarray(run.weights["norm"])) @ np.asarray(run.weights["embed"]).T
+                logits -= logits.mean()
+                assert found["promoted"][0] == logits.argmax()
+                assert found["suppressed"][0] == logits.argmin()
+                assert found["promoted_logits"][0] == pytest.approx(logits.max(), rel=1e-4)
+            else:
+                assert found["promoted"] == []
+
+
+def test_opened_run_has_it(made: tuple[Run, Harvest, Counted]) -> None:
+    run, read, _ = made
+    assert run.harvest.folder == read.folder
+    assert run.harvest.plan.n_positions == read.plan.n_positions
+    with pytest.raises(UserError, match="is no site"):
+        read.component("nowhere", 0)
+    with pytest.raises(UserError, match="and no component"):
+        read.examples(next(iter(read.sites)), 10**6)
+
+
+# ---- the same bytes ----
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.fixture(scope="module", params=["llama", "toy"])
+def undisturbed(request: pytest.FixtureRequest, runs: dict[str, Path]) -> tuple[Path, Any, dict[str, bytes]]:
+    folder = runs[request.param]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_blocks(monkeypatch)
+        found = harvest(load_run(folder, devices=1), REQUEST[request.param])
+    assert found is not None
+    bytes_of = contents(found)
+    shutil.rmtree(found)
+    return folder, REQUEST[request.param], bytes_of
+
+
+REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest(tokens=700, seed=7)}
+
+
+@pytest.mark.parametrize("how", ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"])
+def test_the_same_bytes(
+    undisturbed: tuple[Path, Any, dict[str, bytes]], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, request, expected = undisturbed
+    small_blocks(monkeypatch)
+    run = load_run(folder, devices=8 if how == "8 devices" else 1)
+    found = None
+    match how:
+        case "8 devices":
+            found = harvest(run, request)
+        case "2 processes" | "4 processes":
+            count = int(how[0])
+            for number in reversed(range(count)):
+                found = harvest(run, request, Share(number, count))
+        case "fewer processes then":
+            calls = iter(range(10**6))
+            assert harvest(run, request, Share(2, 3), stop=lambda: next(calls) >= 1) is None
+            assert harvest(run, request, Share(1, 3)) is None
+            found = harvest(run, request)
+        case _:
+            for _ in range(10):
+                assert found is None
+                found = harvest(run, request, stop=lambda: True)
+            found = found or harvest(run, request)
+    assert found is not None
+    made = contents(found)
+    shutil.rmtree(found)
+    assert made.keys() == expected.keys()
+    assert [name for name in made if made[name] != expected[name]] == []
+    assert not list(found.parent.glob(".*"))
+
+
+def test_what_a_killed_process_left_is_no_part_of_it(
+    undisturbed: tuple[Path, Any, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, request, expected = undisturbed
+    small_blocks(monkeypatch)
+    run = load_run(folder, devices=1)
+    assert harvest(run, request, stop=lambda: True) is None
+    [work] = (folder / "harvests").glob(".*")
+    state = work / "process-0" / "state"
+    (state / "partial-9").mkdir()
+    (state / "partial-9" / "0.top.rank.npy").write_bytes(b"half")
+    (state / "tokens-block-99.parquet").write_bytes(b"half")
+    found = harvest(run, request)
+    assert found is not None
+    assert contents(found) == expected
+    shutil.rmtree(found)
+
+
+# ---- parts ----
+
+
+def test_the_sample_is_uniform() -> None:
+    """Each of 60 firings is as likely in the sample of 6, over 200 seeds; in two parts that are merged, too."""
+    n, chosen = 60, np.zeros((2, 60), int)
+    positions, ones = np.arange(10, dtype=np.int32), np.ones(10, np.float32)
+    row = Firings(
+        positions, ones.astype(np.int32), ones, ones, lambda at, components: (np.ones(at.shape, np.float32),) * 2
+    )
+    for seed in range(200):
+        drawn = keys(stream(seed, 1), np.arange(n)) + keys(stream(seed, 1, 0), np.arange(3))[1]
+        for which, halves in enumerate(([slice(0, n)], [slice(0, 20), slice(20, n)])):
+            merged = None
+            for of in halves:
+                sample = Examples.empty(3, 6, 2)
+                for first in range(of.start, of.stop, 10):
+                    sample.add("uniform", row, drawn[first : first + 10], first // 10, 10)
+                if merged is None:
+                    merged = sample
+                else:
+                    merged.merge(sample)
+            assert merged is not None
+            chosen[which, merged.row[1] * 10 + merged.position[1]] += 1
+    assert (chosen[0] == chosen[1]).all()
+    assert chosen[0].sum() == 1200
+    assert chisquare(chosen[0]).pvalue > 1e-3
+
+
+def test_bins() -> None:
+    assert importance_bin(np.array([1e-9, 0.05, 0.0500001, 0.999, 1.0, 1.3], np.float32)).tolist() == [
+        0,
+        0,
+        1,
+        19,
+        19,
+        19,
+    ]
+    values = np.array([1.0, 1.99, 2.0, -1.0, 1e-9, 1e9, -1e9, -1e-9], np.float32)
+    assert activation_bin(values).tolist() == [36, 36, 37, 11, 24, 47, 0, 23]
+
+
+def test_firings_of_another_device_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fires is found on a device that is no CPU, and only that is fetched."""
+    rng = np.random.default_rng(0)
+    lam = np.where(rng.random((1, 30, 17)) < 0.1, rng.random((1, 30, 17)), 0).astype(np.float32)
+    a = rng.normal(size=lam.shape).astype(np.float32)
+    here = find_firings(jax.numpy.asarray(lam), jax.numpy.asarray(a), 0.0)
+    from param_decomp_lab.harvest.firings import _from_device
+
+    there = _from_device(jax.numpy.asarray(lam), jax.numpy.asarray(a), 0.0)
+    for name in ("position", "component", "importance", "activation"):
+        np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+    at = rng.integers(0, 30, (5, 7)).astype(np.int32)
+    for mine, theirs in zip(here.gather(at, here.component[:5]), there.gather(at, here.component[:5]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sites": ("nowhere",)}, "is no site"),
+        ({"threshold": 1.0}, "--threshold: should be"),
+        ({"tokens": 0}, "--tokens: should be"),
+        ({"tokens": math.nan}, "--tokens: should be"),
+        ({"data": Path("/nowhere")}, "no Parquet shards"),
+    ],
+)
+def test_wrong_requests(runs: dict[str, Path], given: dict[str, Any], message: str) -> None:
+    run = load_run(runs["llama"], devices=1)
+    with pytest.raises(UserError, match=message):
+        harvest(run, HarvestRequest(**given))
+
+
+def test_shares() -> None:
+    assert find_share(None, None, {}) == Share()
+    assert find_share(4, 2, {}) == Share(2, 4)
+    for count, number in ((None, 1), (2, None), (2, 2)):
+        with pytest.raises(UserError, match="--process"):
+            find_share(count, number, {})
+    slurm = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "a",
+        "SLURM_NTASKS": "3",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+    }
+    assert find_share(None, None, slurm) == Share(1, 3)
+
+
+def test_the_command(runs: dict[str, Path]) -> None:
+    finished = runs["llama"]
+    first = pd_here("harvest", finished, "--tokens", "64", "--devices", "1")
+    assert first.status == 0, first
+    folder = Path(first.out.split()[-1])
+    assert Harvest(folder).plan.rows == 4
+    assert pd_here("harvest", finished, "--tokens", "64", "--devices", "1").out.split()[-1] == str(folder)
+    shutil.rmtree(folder)
+    wrong = pd_here("harvest", finished, "--sites", "layers.9.*")
+    assert wrong.status == 2
+    assert "is no site" in wrong.err
