@@ -8,7 +8,7 @@ blocks, so that the numbers do not depend on how many there are.
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +23,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_lab.errors import CannotWrite
 from param_decomp_lab.folders import DISK_ERRORS, not_written
-from param_decomp_lab.harvest import keys
+from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import BatchValues, SiteValues, batch_values
 from param_decomp_lab.harvest.firings import find_firings
 from param_decomp_lab.harvest.plan import HarvestRequest, Source, as_inputs, make_plan
-from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
 from param_decomp_lab.harvest.publish import publish
 from param_decomp_lab.harvest.share import Share
 from param_decomp_lab.harvest.state import HarvestState, blocks_done, last_save
@@ -100,13 +99,10 @@ class Harvester:
 
     def __init__(self, run: Run, plan: Plan, source: Source, state: HarvestState) -> None:
         self._run, self._plan, self._source, self._state = run, plan, source, state
+        self._counter = BlockCounter(plan, state)
         self._names = tuple(site.name for site in plan.sites)
         by_block = batch_sharding(run.mesh, (run.mesh.size,))
         self._program = jax.jit(partial(batch_values, run.problem), static_argnums=(6, 7), out_shardings=by_block)
-        self._streams = [keys.stream(plan.seed, purpose) for purpose in (keys.POSITIONS, keys.FIRINGS)]
-        self._component_keys = [
-            keys.keys(keys.stream(plan.seed, keys.FIRINGS, site.number), np.arange(site.C)) for site in plan.sites
-        ]
         self._devices = run.mesh.size
 
     def run(self, share: Share, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
@@ -146,80 +142,35 @@ class Harvester:
         filled = blocks + [blocks[0]] * (self._devices - len(blocks))
         inputs = np.concatenate([self._source.block(plan, block) for block in filled])
         valid = np.asarray([len(plan.rows_of_block(block)) for block in filled], np.int32)
-        sampled = np.stack([self._sampled(block) for block in filled]).astype(np.int32)
+        sampled = np.stack([self._counter.sampled(block) for block in filled]).astype(np.int32)
         run = self._run
         placed = [from_host(x, batch_sharding(run.mesh, x.shape)) for x in (inputs, valid, sampled)]
         learned = run.learned
         values = self._program(learned.components, learned.ci, run.weights, *placed, self._names, plan.outputs)
         return blocks, inputs, values
 
-    def _sampled(self, block: int) -> np.ndarray:
-        plan = self._plan
-        n, first = plan.block_rows * plan.length, block * plan.block_rows * plan.length
-        n_valid = len(plan.rows_of_block(block)) * plan.length
-        return choose_positions(self._streams[0], first, n, n_valid, plan.sampled)
-
     def _count(self, blocks: list[int], inputs: np.ndarray, values: BatchValues, pool: ThreadPoolExecutor) -> None:
-        outputs, sizes = (np.asarray(x) for x in (values.outputs[1], values.outputs[0]))
-        rows = self._plan.block_rows
+        sizes, outputs = (np.asarray(x) for x in values.outputs)
+        rows, threshold = self._plan.block_rows, self._plan.threshold
         for n, block in enumerate(blocks):
-            self.add_block(
+            self._counter.add(
                 block,
-                inputs[n * rows : (n + 1) * rows],
-                (outputs[n], sizes[n]),
-                [_of_block(values.sites[name], n) for name in self._names],
+                as_inputs(self._plan, inputs[n * rows : (n + 1) * rows]),
+                outputs[n],
+                sizes[n],
+                [partial(_site_block, values.sites[name], n, threshold) for name in self._names],
                 pool,
             )
 
-    def add_block(
-        self,
-        block: int,
-        inputs: np.ndarray,
-        outputs: tuple[np.ndarray, np.ndarray],
-        sites: Sequence[SiteValues],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        """Counts one block from what the devices made of it."""
-        plan, state = self._plan, self._state
-        rows = plan.rows_of_block(block)
-        counted = as_inputs(plan, inputs)
-        n_valid = len(rows) * plan.length
-        sampled = self._sampled(block)
-        kept = sampled < n_valid
-        chosen = BlockPositions(
-            rows.start * plan.length + sampled[kept],
-            outputs[0][kept].astype(np.int32),
-            outputs[1][kept].astype(np.float16),
-        )
 
-        position_keys = keys.keys(self._streams[1], rows.start * plan.length + np.arange(plan.block_rows * plan.length))
-
-        def count_site(number: int) -> None:
-            values, site = sites[number], state.sites[number]
-            found = find_firings(values.importance, values.activation, plan.threshold)
-            # For one component these are independent draws, which is what its sample needs; sums cost less than hashes.
-            drawn = position_keys[found.position] + self._component_keys[number][found.component]
-            sums = (np.asarray(x)[0] for x in (values.importance_sum, values.activation_sum, values.activation_max))
-            site.totals.add(found, *sums)
-            site.top.add("top", found, drawn, rows.start, plan.length)
-            site.uniform.add("uniform", found, drawn, rows.start, plan.length)
-            state.tokens.add(number, plan.sites[number].C, found, counted)
-            chosen.add(number, found, sampled[kept])
-
-        list(pool.map(count_site, range(len(plan.sites))))
-        state.tokens.spill(f"tokens-block-{block}")
-        state.positions[block] = chosen
-        state.done.add(block)
-
-
-def _of_block(values: SiteValues, n: int) -> SiteValues:
-    """The part of one device, which is one block: arrays ``[1, …]``."""
+def _site_block(values: SiteValues, n: int, threshold: float) -> SiteBlock:
+    """What one device has found, in its block."""
 
     def part(x: Any) -> Any:
-        shards = {(shard.index[0].start or 0): shard.data for shard in x.addressable_shards}
-        return shards[n]
+        return next(shard.data for shard in x.addressable_shards if (shard.index[0].start or 0) == n)
 
-    return SiteValues(*(part(x) for x in values))
+    importance, activation, *sums = (part(x) for x in values)
+    return SiteBlock(find_firings(importance, activation, threshold), *(np.asarray(x)[0] for x in sums))
 
 
 def _process_folders(work: Path) -> list[Path]:

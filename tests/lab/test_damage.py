@@ -38,4 +38,9 @@ def test_a_file_removed_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
     lost = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "ckpts" / "6" / "_METADATA"))
     assert why_not_written(lost, tmp_path / "ckpts") == f"{lost.filename} was removed meanwhile"
     assert why_not_written(lost, tmp_path / "other") == f"{tmp_path / 'other'} is gone"
+    as_orbax_says = ValueError(f"Checkpoint directory does not exist: {tmp_path}/ckpts/3.tmp/learned.tmp.")
+    assert (
+        why_not_written(as_orbax_says, tmp_path / "ckpts")
+        == f"{tmp_path}/ckpts/3.tmp/learned.tmp was removed meanwhile"
+    )
     assert why_not_written(FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere"), tmp_path) is None

@@ -1,0 +1,81 @@
+"""Counting a block: from what fires in it to the state of a harvest."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, Int64
+
+from param_decomp_lab.harvest import keys
+from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.inputs import Inputs
+from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
+from param_decomp_lab.harvest.state import HarvestState
+from param_decomp_lab.harvest_files.plan import Plan
+
+
+class SiteBlock(NamedTuple):
+    """One site in one block: what fires, and sums and largest |a| over all positions."""
+
+    found: Firings
+    importance_sum: Float[np.ndarray, " C"]
+    activation_sum: Float[np.ndarray, " C"]
+    activation_max: Float[np.ndarray, " C"]
+
+
+class BlockCounter:
+    """Adds blocks to ``state``."""
+
+    def __init__(self, plan: Plan, state: HarvestState) -> None:
+        self.plan, self.state = plan, state
+        self._streams = [keys.stream(plan.seed, purpose) for purpose in (keys.POSITIONS, keys.FIRINGS)]
+        self._component_keys = [
+            keys.keys(keys.stream(plan.seed, keys.FIRINGS, site.number), np.arange(site.C)) for site in plan.sites
+        ]
+
+    def sampled(self, block: int) -> Int64[np.ndarray, " s"]:
+        """Numbers, within the block, of the positions at which all that fires is kept."""
+        first, n, n_valid = self._span(block)
+        return choose_positions(self._streams[0], first, n, n_valid, self.plan.sampled)
+
+    def add(
+        self,
+        block: int,
+        inputs: Inputs,
+        outputs: Int[np.ndarray, "s k"],
+        values: Float[np.ndarray, "s k"],
+        sites: Sequence[Callable[[], SiteBlock]],
+        pool: Executor,
+    ) -> None:
+        """Counts one block. ``outputs``, ``values``: the largest predictions at the sampled positions. ``sites``: give
+        what is to be counted, each in a thread of its own."""
+        plan, state = self.plan, self.state
+        first, n, n_valid = self._span(block)
+        first_row = first // plan.length
+        sampled = self.sampled(block)
+        kept = sampled < n_valid
+        chosen = BlockPositions(first + sampled[kept], outputs[kept].astype(np.int32), values[kept].astype(np.float16))
+        position_keys = keys.keys(self._streams[1], first + np.arange(n))
+
+        def count_site(number: int) -> None:
+            found, *sums = sites[number]()
+            site = state.sites[number]
+            # For one component these are independent draws, which is what its sample needs; sums cost less than hashes.
+            drawn = position_keys[found.position] + self._component_keys[number][found.component]
+            site.totals.add(found, *sums)
+            site.top.add("top", found, drawn, first_row, plan.length)
+            site.uniform.add("uniform", found, drawn, first_row, plan.length)
+            state.tokens.add(number, plan.sites[number].C, found, inputs)
+            chosen.add(number, found, sampled[kept])
+
+        list(pool.map(count_site, range(len(sites))))
+        state.tokens.spill(f"tokens-block-{block}")
+        state.positions[block] = chosen
+        state.done.add(block)
+
+    def _span(self, block: int) -> tuple[int, int, int]:
+        """Number of the block's first position, positions of a block, and how many of them count in this one."""
+        plan = self.plan
+        rows = plan.rows_of_block(block)
+        return rows.start * plan.length, plan.block_rows * plan.length, len(rows) * plan.length
