@@ -13,6 +13,7 @@ AROUND = 20
 """Tokens shown to each side of an example."""
 PER_ROW = 2
 """At most so many of the examples of largest λ are from one row. The uniform sample has no limit, to be uniform."""
+AT_ONCE = 1 << 14
 EMPTY = np.uint64(np.iinfo(np.uint64).max)
 
 
@@ -71,24 +72,38 @@ class Examples:
     def _take(self, found: Firings, chosen: np.ndarray, rank: np.ndarray, first_row: int, length: int) -> None:
         """Puts these firings, sorted by component and rank and at most K of each component, in the place of worse."""
         where, slot, new = self._make_room(found.component[chosen], rank)
-        accepted = chosen[new]
-        row, position = np.divmod(found.position[accepted], np.int32(length))
+        accepted, rank = chosen[new], rank[new]
+        # In parts: what surrounds the examples of a whole block takes more memory than all that is kept.
+        for first in range(0, len(accepted), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            self._put(found, accepted[part], where[part], slot[part], rank[part], first_row, length)
+
+    def _put(
+        self,
+        found: Firings,
+        firings: np.ndarray,
+        where: np.ndarray,
+        slot: np.ndarray,
+        rank: np.ndarray,
+        first_row: int,
+        length: int,
+    ) -> None:
+        """Fills slots of the components ``where``."""
+        row, position = np.divmod(found.position[firings], np.int32(length))
         width = self.importances.shape[2]
         around = position[:, None] + np.arange(width, dtype=np.int32) - width // 2
         inside = (around >= 0) & (around < length)
         at = row[:, None] * length + np.clip(around, 0, length - 1)
-        importances, activations = (
-            np.where(inside, x, 0) for x in found.gather(at.astype(np.int32), found.component[accepted])
-        )
+        gathered = found.gather(at.astype(np.int32), found.component[firings])
+        importances, activations = (np.where(inside, x, np.float32(0)) for x in gathered)
         scale = np.abs(activations).max(axis=1)
-        self.rank[where, slot] = rank[new]
+        self.rank[where, slot] = rank
         self.row[where, slot], self.position[where, slot] = first_row + row, position
-        self.importance[where, slot] = found.importance[accepted]
-        self.activation[where, slot] = found.activation[accepted]
+        self.importance[where, slot] = found.importance[firings]
+        self.activation[where, slot] = found.activation[firings]
         self.scale[where, slot] = scale
         # What fires stays visible, however small.
-        in_255ths = np.ceil(np.clip(importances, 0, 1) * 255)
-        self.importances[where, slot] = in_255ths.astype(np.uint8)
+        self.importances[where, slot] = np.ceil(np.clip(importances, 0, 1) * 255).astype(np.uint8)
         safe = np.where(scale > 0, scale, 1)[:, None]
         self.activations[where, slot] = np.rint(activations / safe * 127).astype(np.int8)
 

@@ -26,10 +26,6 @@ from param_decomp_lab.setup.toys import HARVEST, feature_source
 VALUES_OF_A_BLOCK = 1 << 24
 """Causal importances of all sites that a block has at most, unless a single row has more."""
 MOST_ROWS = 64
-SAMPLED = 1 << 16
-"""Positions at which all that fires is kept, at most."""
-SAMPLED_FIRINGS = 1 << 15
-"""The same, divided among so many thousand components: what fires at a position takes room, too."""
 OUTPUTS = 16
 """Largest predictions that are kept of each of those positions."""
 
@@ -114,7 +110,6 @@ def make_plan(run: Run, request: HarvestRequest, source: Source) -> Plan:
     block_rows = max(1, min(MOST_ROWS if source.length > 1 else 4096, VALUES_OF_A_BLOCK // (source.length * C)))
     block_rows = min(block_rows, source.rows)
     n_blocks = math.ceil(source.rows / block_rows)
-    sampled = min(SAMPLED, SAMPLED_FIRINGS * 1000 // C + 1)
     return Plan(
         run=run.id,
         step=run.step,
@@ -130,6 +125,12 @@ def make_plan(run: Run, request: HarvestRequest, source: Source) -> Plan:
         block_rows=block_rows,
         examples=request.examples,
         around=AROUND if source.kind == "tokens" else 0,
-        sampled=min(block_rows * source.length, math.ceil(sampled / n_blocks)),
+        sampled=min(block_rows * source.length, math.ceil(positions_sampled(C) / n_blocks)),
         outputs=min(OUTPUTS, run.n_outputs),
     )
+
+
+def positions_sampled(C: int) -> int:
+    """About how many positions have all that fires there kept, in a harvest of ``C`` components: fewer of many, since
+    what fires at a position takes room."""
+    return 1 << 16 if C <= 1 << 17 else 1 << 14
