@@ -124,6 +124,7 @@ def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytes
         return is_file(path, **options)
 
     monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setenv("COLUMNS", "400")  # whole paths
     outcome = pd_here("runs", tmp_path)
     assert outcome.status == 0, outcome
     assert "p-00000001" in outcome.out

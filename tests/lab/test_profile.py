@@ -59,7 +59,7 @@ def test_several_steps_at_once(tiny: Tiny, tmp_path: Path) -> None:
     [
         (("--set", "pd.stepz=3"), "did you mean 'steps'"),
         (("--set", "mesh.fsdp=64", "--set", "pd.batch_size=64", "--set", "eval=null"), "needs 64 devices"),
-        (("--out", "FILE/below"), "--out: cannot write"),
+        (("--out", "FILE/below"), "choose another place with --out"),
         (("--steps", "0"), "--steps"),
     ],
 )

@@ -98,7 +98,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = pd_here("configs", "toys/tms_5-2", "--out", tmp_path / "file")
     assert refused.status == 2
-    assert "cannot be written" in refused.err
+    assert "choose another folder with --out" in refused.err
 
 
 # ---- pd demo ----
