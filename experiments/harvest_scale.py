@@ -14,6 +14,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -88,10 +89,16 @@ class MadeRows:
         return np.minimum(np.searchsorted(self._ends, drawn), VOCABULARY - 1).astype(np.int32)
 
 
+class MadeText:
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [f" w{number}" for number in ids]
+
+
 class MadeRun:
     """What `publish` reads of a run: V and U, of few dimensions."""
 
     target, n_outputs = None, VOCABULARY
+    text = MadeText()
 
     def factors_of(self, site: str, numbers: slice) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng([4, numbers.start])
@@ -138,7 +145,7 @@ def make(out: Path, n_sites: int, C: int, positions: int, mean_l0: float, exampl
         counted = time.monotonic()
         run: Any = MadeRun()
         run.sites = {site.name: SimpleNamespace(kind="") for site in plan.sites}
-        publish(run, plan, source, state, state.tokens.paths, out)  # type: ignore[arg-type]
+        publish(run, plan, source, state, out)  # type: ignore[arg-type]
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     print(f"positions            {plan.n_positions:,}")
     print(f"components           {n_sites * C:,}")

@@ -78,14 +78,11 @@ def harvest(
                     return None
                 if not _wait_for_others(plan, work, report, stop):
                     return None
-            token_files = state.tokens.paths
             for folder in _process_folders(work):
                 if folder != mine:
-                    other = HarvestState.restore(folder / "state", *sizes)
-                    state.merge(other)
-                    token_files += other.tokens.paths
+                    state.merge(folder / "state")
             console.print("writing the harvest …", highlight=False)
-            publish(run, plan, source, state, token_files, out)
+            publish(run, plan, source, state, out)
     except OSError as error:
         if error.errno in DISK_ERRORS:
             raise not_written(work, error, "the harvest so far is kept") from error

@@ -29,6 +29,7 @@ from param_decomp_lab.harvest_files.tables import (
     POSITIONS_FILE,
     ROWS_FILE,
     SCHEMAS,
+    VOCABULARY_FILE,
     Table,
     table_file,
 )
@@ -41,19 +42,28 @@ RARE_TOKEN = 10
 NEURONS = 8
 LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
+LOW = np.uint64(32)
+"""Bits of the lower number of a pair."""
 
 
-def publish(run: Run, plan: Plan, source: Source, state: HarvestState, token_files: Sequence[Path], out: Path) -> None:
-    """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does."""
+def publish(run: Run, plan: Plan, source: Source, state: HarvestState, out: Path) -> None:
+    """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does.
+
+    ``state`` is emptied on the way, since writing takes memory too.
+    """
     with new_folder(out, marker=PLAN_FILE, overwrite=False) as folder:
         totals = _write_rows(plan, source, folder)
         for name in SCHEMAS:
             (folder / name).mkdir()
-        write_tokens(plan, token_files, totals, folder)
+        if plan.inputs == "tokens" and run.text is not None:
+            texts = pa.table({"text": run.text.tokens(range(plan.n_inputs))})
+            pq.write_table(texts, folder / VOCABULARY_FILE, compression="zstd")
         for number, site in enumerate(plan.sites):
-            _write_components(run, site, state.sites[number], table_file(folder, "components", number))
-            _write_examples(state.sites[number], table_file(folder, "examples", number))
+            found = state.sites.pop(0)
+            _write_components(run, site, found, table_file(folder, "components", number))
+            _write_examples(found, table_file(folder, "examples", number))
             _write_weights(run, site, table_file(folder, "weights", number))
+        write_tokens(plan, state.token_files, totals, folder)
         write_positions(plan, state, folder)
         (folder / PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n")
 
@@ -256,13 +266,18 @@ def write_positions(plan: Plan, state: HarvestState, folder: Path) -> None:
     pq.write_table(pa.table(columns), folder / POSITIONS_FILE, compression="zstd")
 
     offsets = np.concatenate([[0], np.cumsum([site.C for site in plan.sites])])
-    n_sites, place = len(plan.sites), np.argsort(order)
-    counts = np.stack([np.concatenate([b.counts[s] for b in blocks]) for s in range(n_sites)])
-    component = np.concatenate([offsets[s] + np.concatenate([b.components[s] for b in blocks]) for s in range(n_sites)])
-    position = np.concatenate([np.repeat(place, counts[s]) for s in range(n_sites)])
-    for name, group, member, n in (
-        ("positions", position, component, len(positions)), ("components", component, position, int(offsets[-1]))
-    ):  # fmt: skip
-        ends = np.concatenate([[0], np.cumsum(np.bincount(group, minlength=n))]).astype(np.int64)
-        np.save(folder / f"{name}_ends.npy", ends)
-        np.save(folder / f"{name}_members.npy", member[np.lexsort((member, group))].astype(np.int32))
+    place = np.argsort(order).astype(np.uint64)
+    # A pair of a position and a component is one number: sorted in place, and a third of the memory.
+    pairs = []
+    for number in range(len(plan.sites)):
+        component = np.concatenate([b.components.pop(number) for b in blocks]).astype(np.uint64)
+        counts = np.concatenate([b.counts.pop(number) for b in blocks])
+        pairs.append(np.repeat(place << LOW, counts) | (component + np.uint64(offsets[number])))
+    packed = np.concatenate(pairs)
+    pairs.clear()
+    for name, n in (("positions", len(positions)), ("components", int(offsets[-1]))):
+        packed.sort()
+        ends = np.searchsorted(packed, np.arange(n + 1, dtype=np.uint64) << LOW)
+        np.save(folder / f"{name}_ends.npy", ends.astype(np.int64))
+        np.save(folder / f"{name}_members.npy", packed.astype(np.uint32).view(np.int32))
+        packed = (packed << LOW) | (packed >> LOW)

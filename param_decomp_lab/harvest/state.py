@@ -33,6 +33,12 @@ class SiteState:
     def parts(self) -> Iterable[tuple[str, Totals | Examples]]:
         return vars(self).items()
 
+    def load(self, folder: Path, number: int) -> None:
+        """Reads what a save in ``folder`` has of site ``number``."""
+        for part, arrays in self.parts():
+            for name in vars(arrays):
+                setattr(arrays, name, np.load(folder / f"{number}.{part}.{name}.npy"))
+
     def merge(self, other: "SiteState") -> None:
         """Adds what ``other`` knows from other blocks."""
         self.totals.merge(other.totals)
@@ -53,6 +59,7 @@ class HarvestState:
         self.tokens = TokenCounts(folder)
         self.positions: dict[int, BlockPositions] = {}
         self.done: set[int] = set()
+        self.merged_tokens: list[Path] = []
         self._saves = 0
 
     @classmethod
@@ -65,9 +72,7 @@ class HarvestState:
             state._saves, state.done = about["save"], set(about["blocks"])
             state.tokens.files = about["tokens"]
             for number, site in enumerate(state.sites):
-                for part, arrays in site.parts():
-                    for name in vars(arrays):
-                        setattr(arrays, name, np.load(saved / f"{number}.{part}.{name}.npy"))
+                site.load(saved, number)
             state.positions = _read_positions(saved / "positions.npz")
         return state
 
@@ -98,13 +103,26 @@ class HarvestState:
             if path != whole:
                 shutil.rmtree(path)
 
-    def merge(self, other: "HarvestState") -> None:
-        """Adds what another process harvested, except the counts of tokens, which stay in its files."""
-        assert not self.done & other.done, "two processes harvested the same block"
-        for mine, theirs in zip(self.sites, other.sites, strict=True):
+    def merge(self, folder: Path) -> None:
+        """Adds what another process has saved in its folder, site by site: two states may not fit into memory."""
+        saved = last_save(folder)
+        if saved is None:
+            return
+        about = json.loads((saved / DONE_FILE).read_text())
+        assert not self.done & set(about["blocks"]), "two processes harvested the same block"
+        for number, mine in enumerate(self.sites):
+            _, K, width = mine.top.importances.shape
+            theirs = SiteState.empty(0, K, width // 2)
+            theirs.load(saved, number)
             mine.merge(theirs)
-        self.positions |= other.positions
-        self.done |= other.done
+        self.positions |= _read_positions(saved / "positions.npz")
+        self.done |= set(about["blocks"])
+        self.merged_tokens += [folder / file for file in about["tokens"]]
+
+    @property
+    def token_files(self) -> list[Path]:
+        """All counts of tokens, with those of merged processes."""
+        return self.tokens.paths + self.merged_tokens
 
 
 def last_save(folder: Path) -> Path | None:

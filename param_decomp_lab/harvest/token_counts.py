@@ -11,7 +11,7 @@ from jaxtyping import Int, UInt64
 from param_decomp_lab.harvest.firings import Firings
 from param_decomp_lab.harvest.inputs import Inputs
 
-BUFFER = 1 << 25
+BUFFER = 1 << 24
 """Counts that all sites together keep in memory before they are added up and written."""
 COUNT_BITS, TOKEN_BITS = 24, 20
 """Of a packed count; the component has the other 20."""

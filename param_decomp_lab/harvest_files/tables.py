@@ -71,6 +71,8 @@ PLAN_FILE = "harvest.json"
 ROWS_FILE = "rows.parquet"
 INPUTS_FILE = "inputs.parquet"
 POSITIONS_FILE = "positions.parquet"
+VOCABULARY_FILE = "vocabulary.parquet"
+"""The text of each token, by id; missing if the run has no tokenizer."""
 
 
 def table_file(folder: Path, table: Table, site: int) -> Path:

@@ -31,11 +31,9 @@ def why_not_written(error: BaseException, folder: Path) -> str | None:
             return f"{os.strerror(known)}: {folder}{_space(folder) if known in (errno.ENOSPC, errno.EDQUOT) else ''}"
         if isinstance(cause, FileNotFoundError) and isinstance(cause.filename, str | Path):
             removed = Path(cause.filename) if Path(cause.filename).is_relative_to(folder) else removed
-        missing = (
-            re.search(r"does not exist: (.+?)\.?$", str(cause)) if isinstance(cause, ValueError) else None
-        )  # orbax's
-        if missing is not None and Path(missing[1]).is_relative_to(folder) and not Path(missing[1]).exists():
-            removed = Path(missing[1])
+        if isinstance(cause, ValueError):  # orbax's, of files that it wrote itself
+            named = [Path(path.rstrip(".:,'")) for path in re.findall(re.escape(str(folder)) + r"/\S+", str(cause))]
+            removed = next((path for path in named if not path.exists()), removed)
         cause = cause.__cause__ or cause.__context__
     if not folder.is_dir():
         return f"{folder} is gone"

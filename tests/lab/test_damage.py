@@ -43,4 +43,6 @@ def test_a_file_removed_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
         why_not_written(as_orbax_says, tmp_path / "ckpts")
         == f"{tmp_path}/ckpts/3.tmp/learned.tmp was removed meanwhile"
     )
+    as_orbax_says = ValueError(f"No ArrayMetadata found in the directory: {tmp_path}/ckpts/3.tmp. But input PyTree …")
+    assert why_not_written(as_orbax_says, tmp_path / "ckpts") == f"{tmp_path}/ckpts/3.tmp was removed meanwhile"
     assert why_not_written(FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere"), tmp_path) is None
