@@ -62,11 +62,11 @@ class Examples:
         row = found.position[better] // length
         if kind == "top":
             order = np.lexsort((rank, row, component))
-            first = order[_place_in_group(component[order].astype(np.int64) * (1 << 31) + row[order]) < PER_ROW]
+            first = order[place_in_group(component[order].astype(np.int64) * (1 << 31) + row[order]) < PER_ROW]
         else:
             first = np.arange(len(better))
         order = first[np.lexsort((rank[first], component[first]))]
-        order = order[_place_in_group(component[order]) < self.rank.shape[1]]
+        order = order[place_in_group(component[order]) < self.rank.shape[1]]
         self._take(found, better[order], rank[order], first_row, length)
 
     def _take(self, found: Firings, chosen: np.ndarray, rank: np.ndarray, first_row: int, length: int) -> None:
@@ -115,7 +115,7 @@ class Examples:
         K = self.rank.shape[1]
         changed, group = np.unique(component, return_inverse=True)
         candidates = np.full((len(changed), K), EMPTY)
-        column = _place_in_group(component)
+        column = place_in_group(component)
         candidates[group, column] = rank
         order = np.argsort(np.concatenate([self.rank[changed], candidates], axis=1), axis=1, kind="stable")
         chosen = np.zeros((len(changed), 2 * K), bool)
@@ -149,7 +149,7 @@ def _importance_of(rank: UInt64[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
     return (np.uint64(0xFFFFFFFF) - (rank >> np.uint64(32))).astype(np.uint32).view(np.float32)
 
 
-def _place_in_group(sorted_groups: np.ndarray) -> np.ndarray:
+def place_in_group(sorted_groups: np.ndarray) -> np.ndarray:
     """Of each element of a sorted array, how many equal ones are before it."""
     n = len(sorted_groups)
     starts = (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.harvest import keys
-from param_decomp_lab.harvest.examples import EMPTY, Examples, Kind
+from param_decomp_lab.harvest.examples import EMPTY, Examples, Kind, place_in_group
 from param_decomp_lab.harvest.plan import Source
 from param_decomp_lab.harvest.state import HarvestState, SiteState
 from param_decomp_lab.harvest.totals import UNIT
@@ -27,8 +28,10 @@ from param_decomp_lab.harvest_files.tables import (
     INPUTS_FILE,
     PLAN_FILE,
     POSITIONS_FILE,
+    RARE_TOKEN,
     ROWS_FILE,
     SCHEMAS,
+    TOP_TOKENS,
     VOCABULARY_FILE,
     Table,
     table_file,
@@ -37,8 +40,6 @@ from param_decomp_lab.opening import Run
 
 TOKENS_KEPT = 32
 """Tokens of a component that are kept for being most frequent where it fires, and for being most raised there."""
-RARE_TOKEN = 10
-"""Tokens that occur less often are raised by chance."""
 NEURONS = 8
 LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
@@ -58,12 +59,13 @@ def publish(run: Run, plan: Plan, source: Source, state: HarvestState, out: Path
         if plan.inputs == "tokens" and run.text is not None:
             texts = pa.table({"text": run.text.tokens(range(plan.n_inputs))})
             pq.write_table(texts, folder / VOCABULARY_FILE, compression="zstd")
-        for number, site in enumerate(plan.sites):
-            found = state.sites.pop(0)
-            _write_components(run, site, found, table_file(folder, "components", number))
-            _write_examples(found, table_file(folder, "examples", number))
-            _write_weights(run, site, table_file(folder, "weights", number))
-        write_tokens(plan, state.token_files, totals, folder)
+        with _engine(folder, totals) as engine:
+            for number, site in enumerate(plan.sites):
+                found = state.sites.pop(0)
+                top = write_tokens(engine, state.token_files, plan, number, found, totals, folder)
+                _write_components(run, site, found, top, table_file(folder, "components", number))
+                _write_examples(found, table_file(folder, "examples", number))
+                _write_weights(run, site, table_file(folder, "weights", number))
         write_positions(plan, state, folder)
         (folder / PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n")
 
@@ -103,7 +105,7 @@ def _groups(C: int) -> Iterator[slice]:
         yield slice(first, min(C, first + GROUP))
 
 
-def _write_components(run: Run, site: PlannedSite, state: SiteState, file: Path) -> None:
+def _write_components(run: Run, site: PlannedSite, state: SiteState, top_tokens: np.ndarray, file: Path) -> None:
     found = state.totals
 
     def columns(part: slice) -> dict[str, Any]:
@@ -119,6 +121,7 @@ def _write_components(run: Run, site: PlannedSite, state: SiteState, file: Path)
             "activation_max": found.activation_max[part],
             "V_norm": np.linalg.norm(V, axis=0).astype(np.float32),
             "U_norm": np.linalg.norm(U, axis=1).astype(np.float32),
+            "tokens": _lists(top_tokens[part]),
             "importance_histogram": _lists(found.importance_histogram[part]),
             "activation_histogram": _lists(found.activation_histogram[part]),
         }
@@ -157,24 +160,48 @@ def _sorted_examples(kind: Kind, examples: Examples, part: slice) -> dict[str, n
     }
 
 
-def write_tokens(plan: Plan, files: Sequence[Path], totals: np.ndarray, folder: Path) -> None:
-    """Adds up the counts of all ``files``, and keeps of each component the tokens that matter."""
+@contextmanager
+def _engine(folder: Path, totals: np.ndarray) -> Iterator[duckdb.DuckDBPyConnection]:
+    """DuckDB, bounded in memory, with how often each token occurs."""
     engine = duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "temp_directory": str(folder / ".engine")})
     try:
         engine.register("totals", pa.table({"token": np.arange(len(totals), dtype=np.int32), "t": totals}))
-        for number, site in enumerate(plan.sites):
-            _write_groups(
-                table_file(folder, "tokens", number),
-                "tokens",
-                (_tokens_of(engine, files, number, part) for part in _groups(site.C)),
-            )
+        yield engine
     finally:
         engine.close()
 
 
-def _tokens_of(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: int, part: slice) -> Any:
-    if not files:
-        return SCHEMAS["tokens"].empty_table()
+def write_tokens(
+    engine: duckdb.DuckDBPyConnection,
+    files: Sequence[Path],
+    plan: Plan,
+    number: int,
+    state: SiteState,
+    totals: np.ndarray,
+    folder: Path,
+) -> Int32[np.ndarray, "C top"]:
+    """Adds up the counts in ``files`` for a site, and keeps of each component the tokens that matter; returns those
+    that tell the most, by n · PMI."""
+    C = plan.sites[number].C
+    top = np.full((C, TOP_TOKENS), -1, np.int32)
+
+    def columns(part: slice) -> Any:
+        table = _tokens_of(engine, files, number, part) if files else SCHEMAS["tokens"].empty_table()
+        component, token, n = (table[name].to_numpy() for name in ("component", "token", "n"))
+        expected = state.totals.firings[component] * (totals[token] / plan.n_positions)
+        score = np.where(totals[token] >= RARE_TOKEN, n * np.log(n / np.maximum(expected, 1e-300)), 0)
+        order = np.lexsort((token, -score, component))
+        order = order[score[order] > 0]
+        place = place_in_group(component[order])
+        best = order[place < TOP_TOKENS]
+        top[component[best], place[place < TOP_TOKENS]] = token[best]
+        return table
+
+    _write_groups(table_file(folder, "tokens", number), "tokens", map(columns, _groups(C)))
+    return top
+
+
+def _tokens_of(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: int, part: slice) -> pa.Table:
     return engine.sql(
         f"""
         WITH counted AS (

@@ -11,6 +11,9 @@ import pyarrow as pa
 
 GROUP = 512
 """Components of a row group."""
+TOP_TOKENS = 4
+RARE_TOKEN = 10
+"""Tokens that occur less often are raised by chance."""
 Table = Literal["components", "examples", "tokens", "weights"]
 
 COMPONENTS = pa.schema(
@@ -24,11 +27,13 @@ COMPONENTS = pa.schema(
         ("firing_activation_sum", pa.float64()),
         ("V_norm", pa.float32()),
         ("U_norm", pa.float32()),
+        ("tokens", pa.list_(pa.int32())),
         ("importance_histogram", pa.list_(pa.uint32())),
         ("activation_histogram", pa.list_(pa.uint32())),
     ]
 )
-"""Sums are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value."""
+"""Sums are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value.
+``tokens``: up to `TOP_TOKENS` that tell the most of a component, by n · PMI; -1 where there are fewer."""
 
 EXAMPLES = pa.schema(
     [
