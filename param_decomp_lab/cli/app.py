@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from param_decomp_lab.cli import data, weights
+from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
 from param_decomp_lab.cli.configs import configs
 from param_decomp_lab.cli.demo import demo
@@ -55,6 +56,7 @@ app.command()(runs)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(harvest)
+app.command()(browse)
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:

@@ -6,12 +6,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def templates_beside(module: str, *, html: bool = True) -> Environment:
-    """An environment for the templates in the folder of ``module`` (a ``__file__``).
+    """An environment for the templates in the folder of ``module`` (a ``__file__``), and for the shared `base.css`.
 
     ``html``: escape values. Otherwise nothing is escaped, and a template keeps its trailing newline.
     """
     return Environment(
-        loader=FileSystemLoader(Path(module).parent),
+        loader=FileSystemLoader([Path(module).parent, Path(__file__).parent]),
         autoescape=html,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -6,13 +6,8 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32, Int64, UInt32
 
 from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest_files.tables import ACTIVATION_BINS, IMPORTANCE_BINS, OCTAVES
 
-IMPORTANCE_BINS = 20
-"""Bins of equal width over (0, 1], of λ where a component fires."""
-OCTAVES = range(-12, 12)
-"""Bins of |a| where a component fires: from 2^o to 2^(o+1), the first and the last open."""
-ACTIVATION_BINS = 2 * len(OCTAVES)
-"""The bins of negative activations, largest first, then those of positive ones."""
 UNIT = 2.0**-26
 """Sums are kept as whole multiples of this: integers add up to the same in every order, floats do not."""
 

@@ -1,5 +1,5 @@
-"""A harvest as it lies on disk, and how it is read. Needs no JAX; `param_decomp_lab.harvest` makes one."""
+"""A harvest's files, and how they are read. Needs no JAX."""
 
-from param_decomp_lab.harvest_files.reading import Example, Harvest, find_harvests, harvest_of
+from param_decomp_lab.harvest_files.reading import Example, Harvest, Summary, find_harvests, harvest_of
 
-__all__ = ["Example", "Harvest", "find_harvests", "harvest_of"]
+__all__ = ["Example", "Harvest", "Summary", "find_harvests", "harvest_of"]

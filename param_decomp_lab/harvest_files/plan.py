@@ -3,12 +3,21 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from param_decomp_lab.untrusted.printable import printable
 
 HARVESTS = "harvests"
 """Folder of a run's harvests, in its own."""
 FORMAT = 1
+LARGEST = 1 << 40
+"""Largest number in a plan."""
+MOST_INPUTS = 1 << 24
+NAMES = ("run", "name")
+NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
+"""Of runs and sites: they are parts of addresses."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,27 @@ class Plan:
 
     @classmethod
     def from_json(cls, raw: Any) -> "Plan":
-        """TypeError, KeyError or ValueError for what is none."""
-        sites = tuple(PlannedSite(**site) for site in raw["sites"])
+        """TypeError, KeyError or ValueError for what is none: a file that somebody else may have made."""
+        if raw["format"] != FORMAT:
+            raise ValueError(f"its format is {raw['format']}, this version reads {FORMAT}")
+        sites = tuple(
+            PlannedSite(**{field.name: site[field.name] for field in fields(PlannedSite)}) for site in raw["sites"]
+        )
         plan = cls(**{**{field.name: raw[field.name] for field in fields(cls)}, "sites": sites})
-        if plan.format != FORMAT:
-            raise ValueError(f"its format is {plan.format}, this version reads {FORMAT}")
+        every: list[Plan | PlannedSite] = [plan, *sites]
+        for about in every:
+            for field in fields(about):
+                value = getattr(about, field.name)
+                if field.name in NAMES and not NAME.fullmatch(value):
+                    raise ValueError(f"{field.name}: {printable(repr(value), 80)} is no name")
+                if field.type is int and not (type(value) is int and 0 <= value <= LARGEST):
+                    raise ValueError(f"{field.name}: {printable(repr(value), 80)}")
+        if len({site.name for site in sites}) < len(sites) or not sites:
+            raise ValueError("sites are missing, or twice there")
+        if plan.inputs not in ("tokens", "features") or not 0 <= plan.threshold < 1:
+            raise ValueError("its inputs or its threshold")
+        if not (plan.length and plan.block_rows and plan.n_inputs <= MOST_INPUTS and plan.around <= plan.length + 1024):
+            raise ValueError("its sizes")
+        if not isinstance(plan.data, str):
+            raise TypeError("its data")
         return plan

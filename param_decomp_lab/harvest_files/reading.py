@@ -3,17 +3,18 @@
 Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Float64, Int32, Int64
 
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
@@ -24,9 +25,13 @@ from param_decomp_lab.harvest_files.tables import (
     PLAN_FILE,
     POSITIONS_FILE,
     ROWS_FILE,
+    SCHEMAS,
+    TOP_TOKENS,
+    VOCABULARY_FILE,
     Table,
     table_file,
 )
+from param_decomp_lab.untrusted.files import LISTING_BYTES
 from param_decomp_lab.untrusted.json_text import read_json
 
 MOST_POSITIONS = 256
@@ -53,6 +58,46 @@ class Example:
     activations: Float32[np.ndarray, " n"]
 
 
+class Summary(NamedTuple):
+    """All components of a site: densities, means over all positions and largest values of λ and |a|, and the tokens
+    that tell the most (-1 where there are fewer)."""
+
+    firings: Int64[np.ndarray, " C"]
+    density: Float64[np.ndarray, " C"]
+    importance_mean: Float64[np.ndarray, " C"]
+    importance_max: Float32[np.ndarray, " C"]
+    activation_mean: Float64[np.ndarray, " C"]
+    activation_max: Float32[np.ndarray, " C"]
+    tokens: Int32[np.ndarray, "C top"]
+
+
+class NumberList:
+    """Whole numbers in an `.npy` file, of which parts are read as they are asked for; nothing is mapped, so that what
+    was read once does not stay in memory."""
+
+    def __init__(self, file: Path) -> None:
+        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        if mapped.ndim != 1 or mapped.dtype.kind != "i":
+            raise ValueError("not a list of whole numbers")
+        self._dtype, self._offset, self._length = mapped.dtype, mapped.offset, len(mapped)
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= self._length:
+            raise ValueError(f"numbers {start} to {stop} of {self._length}")
+        size = self._dtype.itemsize
+        return np.frombuffer(
+            os.pread(self._descriptor, (stop - start) * size, self._offset + start * size), self._dtype
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
 class Harvest:
     """A finished harvest, in ``folder``. Raises UserError where that holds none, or a damaged one.
 
@@ -65,7 +110,7 @@ class Harvest:
         if not file.is_file():
             raise UserError(f"{self.folder} holds no harvest; make one with `pd harvest RUN`")
         try:
-            self.plan = Plan.from_json(read_json(file, "the harvest", dict))
+            self.plan = Plan.from_json(read_json(file, "the harvest", dict, LISTING_BYTES))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
         self.sites = {site.name: number for number, site in enumerate(self.plan.sites)}
@@ -77,6 +122,21 @@ class Harvest:
         """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`)."""
         with self._reading("components", site) as file:
             return file.read(columns=list(columns) if columns is not None else None)
+
+    def summary(self, site: str) -> Summary:
+        """What a list of a site's components shows, as arrays over them."""
+        names = ["firings", "importance_sum", "importance_max", "activation_sum", "activation_max", "tokens"]
+        with self._reading("components", site) as file:
+            table = file.read(columns=names, use_threads=False)
+            found = {name: table[name].combine_chunks() for name in names}
+            tokens = found.pop("tokens").values.to_numpy().reshape(-1, TOP_TOKENS)
+            x, N = {name: column.to_numpy() for name, column in found.items()}, self.plan.n_positions
+            if len(tokens) != self.site(site).C:
+                raise ValueError(f"{len(tokens)} components")
+        return Summary(
+            x["firings"], x["firings"] / N, x["importance_sum"] / N, x["importance_max"],
+            x["activation_sum"] / N, x["activation_max"], tokens,
+        )  # fmt: skip
 
     def densities(self, site: str) -> np.ndarray:
         """Share of the positions at which each component of a site fires."""
@@ -98,26 +158,28 @@ class Harvest:
     def examples(self, site: str, number: int) -> list[Example]:
         """Firings of largest λ (``top``), then a uniform sample of all (``uniform``)."""
         rows = self._rows("examples", site, number).to_pylist()
-        return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
+        with self._damage(self.folder):
+            return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
 
     def tokens(self, site: str, number: int) -> pa.Table:
         """The inputs where a component fires, the most frequent first: ``token``, ``n`` (the count), ``total`` (how
         often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi`` ln(nN/(ft))."""
         rows = self._rows("tokens", site, number)
-        f, N = self.component(site, number)["firings"], self.plan.n_positions
-        n = rows["n"].to_numpy().astype(float)
-        t = self._input_totals[rows["token"].to_numpy()].astype(float)
-        lift = n * N / (f * t) if len(n) else n
-        columns = {
-            "total": t.astype(np.int64),
-            "precision": n / max(f, 1),
-            "recall": n / t,
-            "lift": lift,
-            "pmi": np.log(lift),
-        }
-        for name, column in columns.items():
-            rows = rows.append_column(name, pa.array(column))
-        return rows.drop_columns("component")
+        with self._damage(self.folder):
+            f, N = self.component(site, number)["firings"], self.plan.n_positions
+            n = rows["n"].to_numpy().astype(float)
+            t = self.input_totals[rows["token"].to_numpy()].astype(float)
+            lift = n * N / (f * t) if len(n) else n
+            columns = {
+                "total": t.astype(np.int64),
+                "precision": n / max(f, 1),
+                "recall": n / t,
+                "lift": lift,
+                "pmi": np.log(lift),
+            }
+            for name, column in columns.items():
+                rows = rows.append_column(name, pa.array(column))
+            return rows.drop_columns("component")
 
     def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
         """The components of any site that fire where this one does, the most frequent first.
@@ -128,9 +190,14 @@ class Harvest:
         """
         me = self._global(site, number)
         places = self._firing_places(me)
-        ends, members = self._lists("positions")
-        found = np.concatenate([np.zeros(0, np.int32), *(members[ends[p] : ends[p + 1]] for p in places)])
-        other, n = np.unique(found, return_counts=True)
+        with self._damage(self.folder):
+            ends, members = self._lists["positions"]
+            found = [np.zeros(0, np.int32), *(members.read(*ends.read(p, p + 2).tolist()) for p in places.tolist())]
+            together = np.sort(np.concatenate(found))
+            starts = np.flatnonzero(np.diff(together, prepend=-1))
+            other, n = together[starts], np.diff(starts, append=len(together))
+            if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
+                raise ValueError("no such component")
         other, n = other[other != me], n[other != me]
         order = np.lexsort((other, -n))[:most]
         other, n = other[order], n[order].astype(float)
@@ -157,8 +224,8 @@ class Harvest:
         """The target's predictions where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
         difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
         position counts as 0."""
-        places = self._firing_places(self._global(site, number))
-        here = self._mean_outputs(places)
+        with self._damage(self.folder):
+            here = self._mean_outputs(self._firing_places(self._global(site, number)))
         everywhere = self._outputs_everywhere
         difference = here - everywhere
         order = np.argsort(-difference, kind="stable")[:most]
@@ -213,19 +280,22 @@ class Harvest:
         self.site(site)
         path = table_file(Path(), table, self.sites[site])
         with self._damage(self.folder / path):
-            yield self._file(str(path))
+            file = self._file(str(path))
+            if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != -(-self.site(site).C // GROUP):
+                raise ValueError("other columns than a harvest has")
+            yield file
 
     def _open(self, name: str) -> pq.ParquetFile:
         path = self.folder / name
         if not path.is_file():
             raise UserError(f"{path} is missing: the harvest is damaged; make it again")
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path)
 
     @contextmanager
     def _damage(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
+        except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, MemoryError, OverflowError) as error:
             raise UserError(f"{path} cannot be read ({error}): the harvest is damaged; make it again") from error
 
     @cached_property
@@ -244,30 +314,43 @@ class Harvest:
         )
 
     @cached_property
-    def _input_totals(self) -> Int64[np.ndarray, " n"]:
+    def vocabulary(self) -> pa.Array | None:
+        """The text of each token, by id; None if the run has no tokenizer."""
+        if not (self.folder / VOCABULARY_FILE).is_file():
+            return None
+        with self._damage(self.folder / VOCABULARY_FILE):
+            return self._file(VOCABULARY_FILE).read()["text"].combine_chunks()
+
+    @cached_property
+    def input_totals(self) -> Int64[np.ndarray, " n"]:
         with self._damage(self.folder / INPUTS_FILE):
             found: np.ndarray = self._file(INPUTS_FILE).read()["total"].to_numpy()
             return found
 
-    def _lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return self._mapped[f"{name}_ends"], self._mapped[f"{name}_members"]
-
     @cached_property
-    def _mapped(self) -> dict[str, np.ndarray]:
+    def _lists(self) -> dict[str, tuple[NumberList, NumberList]]:
+        """What fires at each sampled position, and at which of them each component fires: ends, and members."""
         found = {}
-        for name in ("positions_ends", "positions_members", "components_ends", "components_members"):
-            file = self.folder / f"{name}.npy"
-            with self._damage(file):
-                array = np.load(file, mmap_mode="r", allow_pickle=False)
-                if array.ndim != 1 or array.dtype.kind != "i":
-                    raise ValueError("not a list of whole numbers")
-                found[name] = array
+        for name, n in (("positions", self.n_sampled), ("components", len(self._firings))):
+            files = [self.folder / f"{name}_{part}.npy" for part in ("ends", "members")]
+            with self._damage(files[0]):
+                ends, members = map(NumberList, files)
+                if len(ends) != n + 1:
+                    raise ValueError(f"{len(ends) - 1} lists of {n}")
+                found[name] = ends, members
         return found
 
     def _firing_places(self, component: int) -> np.ndarray:
         """Places, among the sampled positions, where a component fires; the first are a uniform sample of them."""
-        ends, members = self._lists("components")
-        return np.asarray(members[ends[component] : ends[component + 1]][:MOST_POSITIONS])
+        ends, members = self._lists["components"]
+        first, last = ends.read(component, component + 2).tolist()
+        return members.read(first, max(first, min(last, first + MOST_POSITIONS)))
+
+    @property
+    def n_sampled(self) -> int:
+        """Positions with all that fires there kept."""
+        with self._damage(self.folder / POSITIONS_FILE):
+            return int(self._file(POSITIONS_FILE).metadata.num_rows)
 
     @cached_property
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:

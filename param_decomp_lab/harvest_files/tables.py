@@ -11,6 +11,12 @@ import pyarrow as pa
 
 GROUP = 512
 """Components of a row group."""
+IMPORTANCE_BINS = 20
+"""Bins of equal width over (0, 1], of λ where a component fires."""
+OCTAVES = range(-12, 12)
+"""Bins of |a| where a component fires: from 2^o to 2^(o+1), the first and the last open."""
+ACTIVATION_BINS = 2 * len(OCTAVES)
+"""The bins of negative activations, largest first, then those of positive ones."""
 TOP_TOKENS = 4
 RARE_TOKEN = 10
 """Tokens that occur less often are raised by chance."""

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.components import with_views
-from param_decomp_jax.importances import read_batch, site_logits
+from param_decomp_jax.importances import read_batch, read_sites, site_logits
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle, GivenSources
 from param_decomp_jax.recon import run_masked
@@ -26,6 +26,14 @@ def importances(
     lower, upper = squashings(problem.decomposition.squashing)
     squash = {"lower": lower, "upper": upper, "logits": lambda z: z}[kind]
     return jax.tree.map(squash, logits)
+
+
+def activations(
+    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...]
+) -> dict[str, Array]:
+    """Activations of the components of the sites ``names``, by name."""
+    _, readings = read_sites(problem, components, ci, weights, inputs, names)
+    return {name: reading.activation for name, reading in readings.items()}
 
 
 def masked(

@@ -26,7 +26,7 @@ from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.opening.forward import clean, importances, masked
+from param_decomp_lab.opening.forward import activations, clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
 from param_decomp_lab.opening.target import load_weights, weights_folder
 from param_decomp_lab.setup.language_model import find_tokenizer
@@ -194,6 +194,18 @@ class Run:
             found = self._importances(*self.learned, weights, batch, names, kind)
         return {name: found[name][0] if single else found[name] for name in names}
 
+    def activations(self, inputs: Inputs, sites: str | Sequence[str] | None = None) -> dict[str, Float[Array, "*n C"]]:
+        """Activations ``‖U_c‖ · (x · V_c)`` of the components by site, in fp32: how much of a component's direction is in
+        what the site reads, whether the output depends on it or not. Arguments, shapes and errors: as of
+        `causal_importances`.
+        """
+        names = chosen_sites(self.target.sites, sites)
+        batch, single = self._batch(inputs)
+        weights = self.weights
+        with jax.set_mesh(self.mesh):
+            found = self._activations(*self.learned, weights, batch, names)
+        return {name: found[name][0] if single else found[name] for name in names}
+
     def output(self, inputs: Inputs, masks: Masks | None = None, delta: float = 0.0) -> Float[Array, "*n d"]:
         """The target's output in fp32: next-token logits ``[B, T, vocabulary]``, or a toy's output.
 
@@ -241,6 +253,10 @@ class Run:
     @cached_property
     def _importances(self) -> Any:
         return jax.jit(partial(importances, self.problem), static_argnums=(4, 5))
+
+    @cached_property
+    def _activations(self) -> Any:
+        return jax.jit(partial(activations, self.problem), static_argnums=(4,))
 
     @cached_property
     def _masked(self) -> Any:

@@ -71,11 +71,11 @@ def find_runs(folders: Sequence[Path]) -> list[RunStatus]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; say where the runs are: pd runs FOLDER")
-    paths = dict.fromkeys(path for folder in folders for path in _run_folders(folder, DEPTH))
+    paths = dict.fromkeys(path for folder in folders for path in run_folders(folder, DEPTH))
     return sorted(map(read_run, paths), key=lambda run: -run.seen)
 
 
-def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+def run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if _looks_like_a_run(folder):
         yield folder
     elif depth:
@@ -85,7 +85,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
             return
         for path in map(Path, below):
             if not path.name.startswith("."):
-                yield from _run_folders(path, depth - 1)
+                yield from run_folders(path, depth - 1)
 
 
 def _looks_like_a_run(folder: Path) -> bool:

@@ -1,0 +1,46 @@
+// Keys. Every one of them is a link or a field of the page, so that nothing needs this script.
+"use strict";
+
+const shadeKey = "param-decomp shade";
+const byActivation = document.getElementById("by-activation");
+const byImportance = document.getElementById("by-importance");
+
+if (byActivation) {
+  // The choice is kept from one component to the next.
+  try {
+    if (sessionStorage.getItem(shadeKey) === "a") byActivation.checked = true;
+  } catch { /* storage is switched off */ }
+  for (const button of [byActivation, byImportance]) {
+    button.addEventListener("change", () => {
+      try {
+        sessionStorage.setItem(shadeKey, byActivation.checked ? "a" : "l");
+      } catch { /* storage is switched off */ }
+    });
+  }
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = event.target.closest("input:not([type=radio]), textarea, select");
+  if (typing) {
+    if (event.key === "Escape") typing.blur();
+    return;
+  }
+  if (event.key === "a" && byActivation) {
+    const other = byActivation.checked ? byImportance : byActivation;
+    other.checked = true;
+    other.dispatchEvent(new Event("change"));
+    return;
+  }
+  const key = { ArrowRight: "n", ArrowLeft: "p" }[event.key] ?? event.key;
+  if (event.target.type === "radio" && event.key.startsWith("Arrow")) return;
+  const target = document.querySelector(`[data-key="${CSS.escape(key)}"]`);
+  if (!target) return;
+  event.preventDefault();
+  if (target.matches("a")) {
+    target.click();
+  } else {
+    target.focus();
+    target.select?.();
+  }
+});

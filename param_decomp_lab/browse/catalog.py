@@ -1,0 +1,152 @@
+"""Finds the runs and harvests that a browser shows."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from param_decomp_lab.browse.labels import Labels
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Harvest, Summary, find_harvests
+from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
+from param_decomp_lab.harvest_files.tables import PLAN_FILE
+from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
+from param_decomp_lab.untrusted.printable import printable
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """``name``: of the run in addresses. ``harvests``: by the names of their folders, the newest first."""
+
+    name: str
+    folder: Path
+    harvests: dict[str, Path]
+
+    @property
+    def status(self) -> RunStatus:
+        """As `pd runs` shows it."""
+        return _status(self.folder, _changed(self.folder))
+
+
+class Catalog:
+    """The runs in and below ``folders``. A folder may also be a harvest itself: then its run has this one alone.
+
+    Raises UserError for what is no folder, and where there is nothing to show.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError(f"{folder} is not a folder; say where the runs are: pd browse FOLDER")
+        self.folders = folders
+        self.runs: dict[str, RunEntry] = {}
+        self.refresh()
+        if not self.runs:
+            raise UserError(f"no run in {', '.join(map(str, folders))}; say where the runs are: pd browse FOLDER")
+
+    def refresh(self) -> None:
+        """Looks again: harvests may have been made, or removed."""
+        found: dict[Path, dict[str, Path]] = {}
+        for folder in self.folders:
+            if (folder / PLAN_FILE).is_file():
+                harvest = folder.resolve()
+                run = harvest.parent.parent if harvest.parent.name == HARVESTS else harvest
+                found.setdefault(run, {})[harvest.name] = harvest
+            else:
+                for run in run_folders(folder, DEPTH):
+                    found[run.resolve()] = {path.name: path for path in _harvests(run)}
+        self.runs = {}
+        for folder, harvests in found.items():
+            usable = folder.name if NAME.fullmatch(folder.name) else "run"
+            name = next(n for n in _numbered(usable) if n not in self.runs)
+            self.runs[name] = RunEntry(
+                name, folder, {name: path for name, path in harvests.items() if NAME.fullmatch(name)}
+            )
+
+    def run(self, name: str) -> RunEntry:
+        """Raises UserError for a run that is not there."""
+        if name not in self.runs:
+            self.refresh()
+        if name not in self.runs:
+            raise UserError(f"there is no run {printable(name, 200)} here")
+        return self.runs[name]
+
+    def harvest(self, run: str, name: str) -> "Opened":
+        """Raises UserError for one that is not there, or damaged."""
+        entry = self.run(run)
+        if name not in entry.harvests:
+            self.refresh()
+            entry = self.run(run)
+        if name not in entry.harvests:
+            raise UserError(f"run {entry.name} has no harvest {printable(name, 200)}")
+        path = entry.harvests[name]
+        # Made again under the same name, it is another file.
+        return _open(entry.name, entry.folder, name, path, _inode(path / PLAN_FILE))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A harvest that is shown, under ``name``."""
+
+    run: str
+    run_folder: Path
+    name: str
+    harvest: Harvest
+
+    @cached_property
+    def labels(self) -> Labels:
+        return Labels(self.run_folder, self.harvest.plan.step)
+
+    @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
+    def summary(self, site: str) -> Summary:
+        return self.harvest.summary(site)
+
+
+@lru_cache(maxsize=4)
+def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
+    del inode
+    return Opened(run, run_folder, name, Harvest(path))
+
+
+def _inode(file: Path) -> int:
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=512)
+def _status(folder: Path, changed: tuple[int, ...]) -> RunStatus:
+    del changed
+    return read_run(folder)
+
+
+def _changed(folder: Path) -> tuple[int, ...]:
+    """When the files from which a status is read changed."""
+    found = []
+    for name in ("config.yaml", "metrics.jsonl", "ckpts", "lock", "ended.json"):
+        try:
+            found.append((folder / name).stat().st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return tuple(found)
+
+
+def _harvests(run: Path) -> list[Path]:
+    try:
+        return find_harvests(run)
+    except OSError:  # removed meanwhile, or somebody else's
+        return []
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """Runs of one name in several folders."""
+    yield name
+    yield from (f"{name}~{number}" for number in itertools.count(2))
+
+
+def user_name() -> str:
+    """Who labels, unless another name is given."""
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or ""

@@ -1,0 +1,288 @@
+"""What each page shows: from harvests and labels to the values of a template."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import numpy as np
+import pyarrow as pa
+
+from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
+from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
+from param_decomp_lab.browse.labels import LONGEST, LONGEST_NAME
+from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
+from param_decomp_lab.display.numbers import amount, number, percent
+from param_decomp_lab.display.templates import templates_beside
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Example
+from param_decomp_lab.harvest_files.tables import RARE_TOKEN
+from param_decomp_lab.report.evaluation import l0_table
+from param_decomp_lab.report.listing import RunStatus
+from param_decomp_lab.report.metrics import series_by_key
+from param_decomp_lab.report.verdict import sentence, verdict
+from param_decomp_lab.untrusted.printable import printable
+
+RUNS = 20
+"""Runs of a page."""
+RARE_FIRINGS = 100
+"""Ratios of components that fire less often are of little meaning."""
+TOKENS_SHOWN = 12
+COMPANIONS = 12
+SHADES = 10
+TOKEN_CHARACTERS = 60
+LABEL_CHARACTERS = 80
+"""Of a label in a list."""
+SITES = 200
+"""Sites of a page."""
+
+
+class NotThere(UserError):
+    """An address of something that does not exist."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token as it is shown. ``importance`` 0 to `SHADES`, ``activation`` - `SHADES` to `SHADES`: how it is shaded."""
+
+    text: str
+    importance: int = 0
+    activation: int = 0
+    title: str = ""
+    here: bool = False
+
+
+class Pages:
+    """Renders the pages of a catalog. ``static``: the address of the style sheet and the script."""
+
+    def __init__(self, catalog: Catalog, static: str) -> None:
+        self.catalog = catalog
+        self._templates = templates_beside(__file__)
+        self._templates.globals.update(static=static, url=address, range=range)
+        self._templates.filters.update(
+            number=number, percent=percent, amount=amount, clean=clean, brief=lambda text: clean(text, LABEL_CHARACTERS)
+        )
+
+    def render(self, template: str, **values: Any) -> str:
+        return self._templates.get_template(template).render(**values)
+
+    def message(self, title: str, text: str) -> str:
+        return self.render("message.html", title=title, text=clean(text, 2000))
+
+    # --- runs ---
+
+    def runs(self, page: int) -> str:
+        self.catalog.refresh()
+        names = list(self.catalog.runs)
+        pages = max(1, math.ceil(len(names) / RUNS))
+        page = min(page, pages)
+        shown = [self._run_row(self.catalog.runs[name]) for name in names[(page - 1) * RUNS : page * RUNS]]
+        return self.render("runs.html", runs=shown, page=page, pages=pages, total=len(names))
+
+    def _run_row(self, run: RunEntry) -> dict[str, Any]:
+        status, harvests = run.status, []
+        for name in run.harvests:
+            try:
+                plan = self.catalog.harvest(run.name, name).harvest.plan
+                harvests.append({"name": name, "plan": plan, "C": sum(site.C for site in plan.sites), "wrong": ""})
+            except UserError as error:
+                harvests.append({"name": name, "wrong": clean(str(error), 500)})
+        return {
+            "name": run.name, "folder": str(run.folder), "status": status, "harvests": harvests,
+            "main": _headline(status),
+        }  # fmt: skip
+
+    # --- a harvest ---
+
+    def harvest(self, opened: Opened, search: str, page: int) -> str:
+        plan = opened.harvest.plan
+        status = self.catalog.run(opened.run).status
+        series = series_by_key([{"step": 0, **status.last}])
+        l0 = l0_table(series, {site.name: site.C for site in plan.sites})
+        labelled = opened.labels.count()
+        found = opened.labels.find(search[:LONGEST]) if search else []
+        pages = max(1, math.ceil(len(plan.sites) / SITES))
+        page = min(page, pages)
+        rows = []
+        for site in plan.sites[(page - 1) * SITES : page * SITES]:
+            logged = next((s for s in l0.sites if s.name == site.name), None) if l0 else None
+            rows.append({"site": site, "labelled": labelled.get(site.name, 0), "logged": logged})
+        return self.render(
+            "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=verdict(series, {}, l0),
+            sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
+            C=sum(site.C for site in plan.sites), page=page, pages=pages,
+        )  # fmt: skip
+
+    # --- a site ---
+
+    def site(self, opened: Opened, site: str, query: Query, page: int) -> str:
+        where = opened.harvest.site(site)
+        numbers = find_components(opened, site, query)
+        summary, labels = opened.summary(site), opened.labels.of_site(site)
+        pages = max(1, math.ceil(len(numbers) / PAGE))
+        page = min(page, pages)
+        rows = []
+        for n in numbers[(page - 1) * PAGE : page * PAGE].tolist():
+            rows.append(
+                {
+                    "number": n, "label": labels.get(n, ""), "firings": int(summary.firings[n]),
+                    "density": float(summary.density[n]), "importance_mean": float(summary.importance_mean[n]),
+                    "importance_max": float(summary.importance_max[n]),
+                    "activation_mean": float(summary.activation_mean[n]),
+                    "activation_max": float(summary.activation_max[n]),
+                    "tokens": shown_tokens(opened, summary.tokens[n].tolist()),
+                }
+            )  # fmt: skip
+        base = (opened.run, opened.name, "sites", site)
+
+        def of_range(density: tuple[float, float], importance: tuple[float, float]) -> str:
+            ranges = (("density", *density), ("importance", *importance))
+            return address(*base, **Query(query.sort, query.ascending, query.search, query.labelled, ranges).address)
+
+        tokens = matching_tokens(opened, query.search) if query.search else np.zeros(0, int)
+        return self.render(
+            "site.html", opened=opened, site=where, query=query, rows=rows, page=page, pages=pages, total=len(numbers),
+            map=site_map(summary, numbers, lambda n: address(*base, n), of_range), across=ACROSS, down=DOWN,
+            sorts=SORTS, labelled=LABELLED, matched=shown_tokens(opened, tokens[:8].tolist()), n_matched=len(tokens),
+            alive=int((summary.firings > 0).sum()), l0=float(summary.density.sum()), n_labels=len(labels),
+            unit=_unit(opened), neighbours=_site_neighbours(opened, site),
+        )  # fmt: skip
+
+    # --- a component ---
+
+    def component(self, opened: Opened, site: str, n: int, query: Query, given: bool) -> str:
+        """``given``: whether the address had a query, whose order previous and next then follow."""
+        harvest, plan = opened.harvest, opened.harvest.plan
+        where = harvest.site(site)
+        if not 0 <= n < where.C:
+            raise NotThere(f"{site} has components 0 to {where.C - 1:,}, and no component {n:,}")
+        row = harvest.component(site, n)
+        tokens, outputs = harvest.tokens(site, n), harvest.outputs(site, n)
+        weights, companions = harvest.weights(site, n), harvest.companions(site, n, COMPANIONS)
+        labels = opened.labels
+        previous, following, place = _neighbours(opened, site, n, query if given else None)
+        examples = harvest.examples(site, n)
+        return self.render(
+            "component.html", opened=opened, plan=plan, site=where, n=n, row=row, query=query if given else None,
+            previous=previous, following=following, place=place, history=labels.history(site, n),
+            importances=importance_histogram(row["importance_histogram"]),
+            activations=activation_histogram(row["activation_histogram"]),
+            top=[self._example(opened, e, row["activation_max"]) for e in examples if e.kind == "top"],
+            uniform=[self._example(opened, e, row["activation_max"]) for e in examples if e.kind == "uniform"],
+            tokens=_token_rows(opened, tokens), outputs=_output_rows(opened, outputs),
+            companions=[
+                {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in companions.to_pylist()
+            ],
+            promoted=_signed(opened, weights, "promoted"), suppressed=_signed(opened, weights, "suppressed"),
+            neurons=[
+                (name, list(zip(weights[key], weights[cosines], strict=True)))
+                for name, key, cosines in (
+                    ("read by V", "inputs", "input_cosines"), ("written by U", "outputs", "output_cosines")
+                )
+            ],
+            rare=row["firings"] < RARE_FIRINGS, unit=_unit(opened), author=user_name(),
+            longest=LONGEST, longest_name=LONGEST_NAME,
+        )  # fmt: skip
+
+    def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
+        largest = max(largest, 1e-30)
+        if opened.harvest.plan.inputs == "features":
+            values = opened.harvest.row(example.row)
+            tokens = [
+                Token(f"{text} = {values[f]:.3g}")
+                for f, text in zip(example.tokens, texts(opened, example.tokens), strict=True)
+            ]
+        else:
+            tokens = [
+                Token(
+                    text, _shade(importance), int(math.copysign(_shade(abs(activation) / largest), activation)),
+                    f"λ {importance:.2f}, a {activation:.3g}", example.first + k == example.position,
+                )
+                for k, (text, importance, activation) in enumerate(
+                    zip(texts(opened, example.tokens), example.importances.tolist(), example.activations.tolist(), strict=True)
+                )
+            ]  # fmt: skip
+        return {
+            "tokens": tokens, "importance": example.importance, "activation": example.activation,
+            "row": example.row, "position": example.position,
+        }  # fmt: skip
+
+
+def address(*parts: object, **parameters: object) -> str:
+    """The address of a page: nothing in a part can leave it."""
+    path = "/" + "/".join(quote(str(part), safe="") for part in parts)
+    given = {name: value for name, value in parameters.items() if value not in ("", None)}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def clean(text: object, limit: int = 10_000) -> str:
+    """Text from outside, without what reverses or hides text."""
+    return printable(str(text), limit)
+
+
+def texts(opened: Opened, ids: Sequence[int]) -> list[str]:
+    """How inputs are shown: the text of a token, or the number of a feature."""
+    vocabulary = opened.harvest.vocabulary
+    if vocabulary is None:
+        what = "feature " if opened.harvest.plan.inputs == "features" else "#"
+        return [f"{what}{i}" for i in ids]
+    return [clean(text, TOKEN_CHARACTERS) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
+
+
+def shown_tokens(opened: Opened, ids: Sequence[int]) -> list[Token]:
+    return [Token(text) for text in texts(opened, [i for i in ids if i >= 0])]
+
+
+def _shade(value: float) -> int:
+    """What is not 0 is visible."""
+    return min(SHADES, math.ceil(value * SHADES))
+
+
+def _unit(opened: Opened) -> str:
+    return "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
+
+
+def _token_rows(opened: Opened, tokens: pa.Table) -> dict[str, Any]:
+    """The most frequent inputs, and those most raised among the frequent ones."""
+    rows = [
+        {**row, "text": text}
+        for row, text in zip(tokens.to_pylist(), texts(opened, tokens["token"].to_pylist()), strict=True)
+    ]
+    common = [row for row in rows if row["total"] >= RARE_TOKEN]
+    raised = sorted(common, key=lambda row: (-row["pmi"], -row["n"]))
+    return {"frequent": rows[:TOKENS_SHOWN], "raised": raised[:TOKENS_SHOWN], "rare": len(rows) - len(common)}
+
+
+def _output_rows(opened: Opened, outputs: pa.Table) -> list[dict[str, Any]]:
+    rows = outputs.to_pylist()
+    return [
+        {**row, "text": text} for row, text in zip(rows, texts(opened, [row["token"] for row in rows]), strict=True)
+    ]
+
+
+def _signed(opened: Opened, weights: Mapping[str, Any], name: str) -> list[tuple[str, float]]:
+    return list(zip(texts(opened, weights[name]), weights[f"{name}_logits"], strict=True))
+
+
+def _neighbours(opened: Opened, site: str, n: int, query: Query | None) -> tuple[int | None, int | None, str]:
+    """The components before and after this one in the order of ``query``, or by number; and where it stands."""
+    C = opened.harvest.site(site).C
+    if query is not None:
+        numbers = find_components(opened, site, query)
+        at = np.flatnonzero(numbers == n)
+        if len(at):
+            k = int(at[0])
+            previous = int(numbers[k - 1]) if k else None
+            return previous, int(numbers[k + 1]) if k + 1 < len(numbers) else None, f"{k + 1:,} of {len(numbers):,}"
+    return n - 1 if n else None, n + 1 if n + 1 < C else None, ""
+
+
+def _site_neighbours(opened: Opened, site: str) -> tuple[str | None, str | None]:
+    names = list(opened.harvest.sites)
+    k = names.index(site)
+    return names[k - 1] if k else None, names[k + 1] if k + 1 < len(names) else None
+
+
+def _headline(status: RunStatus) -> list[tuple[str, str]]:
+    return [(name, number(value)) for name, value in status.main.items()]

@@ -1,0 +1,251 @@
+"""The server of the browser: addresses, what may be asked and by whom, and how errors are shown.
+
+Requests are answered one after the other on the event loop: a page takes a few milliseconds, and the readers of Parquet
+files need no locks. Only a text that is run waits elsewhere.
+"""
+
+import asyncio
+import hashlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from param_decomp_lab.browse.catalog import Catalog, Opened
+from param_decomp_lab.browse.component_list import Query
+from param_decomp_lab.browse.pages import NotThere, Pages, address
+from param_decomp_lab.browse.text_page import TextPages
+from param_decomp_lab.errors import CannotWrite, UserError
+
+HERE = Path(__file__).parent
+LOCAL = ("localhost", "localhost.localdomain", "ip6-localhost")
+FORM_BYTES = 1 << 16
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
+    """The browser of the runs in ``folders``. ``hosts``: names, besides those of this machine, that a request may use
+    for it. Raises UserError where there is nothing to show."""
+    files = _static_files()
+    version = hashlib.sha256(b"".join(content for content, _ in files.values())).hexdigest()[:12]
+    catalog = Catalog(folders)
+    pages = Pages(catalog, f"/static/{version}")
+    texts = TextPages(pages)
+
+    def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
+        @wraps(handler)
+        async def found(request: Request) -> Response:
+            try:
+                opened = catalog.harvest(request.path_params["run"], request.path_params["harvest"])
+            except UserError as error:
+                raise NotThere(str(error)) from error
+            return await handler(request, opened)
+
+        return found
+
+    async def runs(request: Request) -> Response:
+        return HTMLResponse(pages.runs(_page(request)))
+
+    @of_harvest
+    async def harvest(request: Request, opened: Opened) -> Response:
+        return HTMLResponse(pages.harvest(opened, request.query_params.get("search", "").strip(), _page(request)))
+
+    @of_harvest
+    async def site(request: Request, opened: Opened) -> Response:
+        name = _site(request, opened)
+        wanted = request.query_params.get("go", "").strip()
+        if wanted:
+            return RedirectResponse(address(opened.run, opened.name, "sites", name, _number(wanted)), 303)
+        return HTMLResponse(pages.site(opened, name, Query.parse(request.query_params), _page(request)))
+
+    @of_harvest
+    async def component(request: Request, opened: Opened) -> Response:
+        name, n = _site(request, opened), _number(request.path_params["component"])
+        query = Query.parse(request.query_params)
+        return HTMLResponse(pages.component(opened, name, n, query, bool(request.query_params)))
+
+    @of_harvest
+    async def label(request: Request, opened: Opened) -> Response:
+        name, n = _site(request, opened), _number(request.path_params["component"])
+        if not n < opened.harvest.site(name).C:
+            raise NotThere(f"{name} has no component {n:,}")
+        form = await _form(request)
+        opened.labels.set(name, n, form.get("text", ""), form.get("author", ""))
+        query = Query.parse(request.query_params).address
+        return RedirectResponse(address(opened.run, opened.name, "sites", name, n, **query), 303)
+
+    @of_harvest
+    async def text(request: Request, opened: Opened) -> Response:
+        given = request.query_params
+        at = _number(given["at"]) if given.get("at") else 0
+        return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
+
+    async def static(request: Request) -> Response:
+        if request.path_params["version"] != version or request.path_params["file"] not in files:
+            raise NotThere("there is no such file")
+        content, kind = files[request.path_params["file"]]
+        return Response(content, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"})
+
+    def refusal(status: int, title: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+        async def say(request: Request, error: Exception) -> Response:
+            del request
+            return HTMLResponse(pages.message(title, str(error)), status)
+
+        return say
+
+    async def other(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return HTMLResponse(pages.message("Not found" if error.status_code == 404 else "Not possible",
+                                          f"{error.detail}: {request.method} {request.url.path}"), error.status_code)  # fmt: skip
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        yield
+        texts.close()
+
+    return Starlette(
+        routes=[
+            Route("/", runs),
+            Route("/static/{version}/{file}", static),
+            Route("/{run}/{harvest}", harvest),
+            Route("/{run}/{harvest}/text", text),
+            Route("/{run}/{harvest}/sites/{site}", site),
+            Route("/{run}/{harvest}/sites/{site}/{component}", component),
+            Route("/{run}/{harvest}/sites/{site}/{component}/label", label, methods=["POST"]),
+        ],
+        middleware=[
+            Middleware(Guard, hosts=frozenset(name.lower() for name in (*LOCAL, socket.gethostname(), *hosts))),
+            Middleware(GZipMiddleware, minimum_size=1000),
+        ],
+        exception_handlers={
+            NotThere: refusal(404, "Not found"),
+            UserError: refusal(400, "Not possible"),
+            CannotWrite: refusal(409, "Not kept"),
+            HTTPException: other,
+            Exception: refusal(500, "This page failed"),
+        },
+        lifespan=lifespan,
+    )
+
+
+class Guard:
+    """Answers only requests that name this machine, and edits only from its own pages; adds the headers of safety.
+
+    A page elsewhere may send a browser here under a name of its own that it lets point at this machine (DNS
+    rebinding). Such a request names that host, and is refused; an address in numbers cannot be made to point elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        why = self._refuse(Request(scope))
+        if why:
+            await Response(why, 403, media_type="text/plain")(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)
+
+    def _refuse(self, request: Request) -> str:
+        """Why a request is not answered; "" if it is."""
+        hosts = request.headers.getlist("host")
+        name = _host_name(hosts[0]) if len(hosts) == 1 else None
+        if name is None or not (name in self._hosts or _is_numeric(name)):
+            return "pd browse answers only to the names of this machine (--host adds one)"
+        if request.method not in ("GET", "HEAD"):
+            origin = request.headers.get("origin")
+            if origin is not None and origin.partition("://")[2] != hosts[0]:
+                return "pd browse takes edits only from its own pages"
+            if origin is None and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+                return "pd browse takes edits only from its own pages"
+        return ""
+
+
+def _host_name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_numeric(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    shared = (HERE.parent / "display" / "base.css").read_bytes()
+    return {
+        "browse.css": (shared + (HERE / "browse.css").read_bytes(), "text/css"),
+        "browse.js": ((HERE / "browse.js").read_bytes(), "text/javascript"),
+        "icon.svg": ((HERE / "icon.svg").read_bytes(), "image/svg+xml"),
+    }
+
+
+def _site(request: Request, opened: Opened) -> str:
+    name: str = request.path_params["site"]
+    try:
+        opened.harvest.site(name)
+    except UserError as error:
+        raise NotThere(str(error)) from error
+    return name
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+        raise NotThere(f"'{text[:40]}' is no number")
+    return int(text)
+
+
+def _page(request: Request) -> int:
+    return max(1, _number(request.query_params.get("page") or "1"))
+
+
+async def _form(request: Request) -> Mapping[str, Any]:
+    """The fields of a form. Raises UserError for one that is too large, or no form."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > FORM_BYTES:
+            raise UserError(f"a form may have {FORM_BYTES:,} bytes")
+    try:
+        return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=10))
+    except (UnicodeDecodeError, ValueError) as error:
+        raise UserError("this is no form in UTF-8") from error

@@ -1,0 +1,95 @@
+"""The page that shows what fires in a text."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.pages import Pages, clean, shown_tokens, texts
+from param_decomp_lab.browse.text_worker import Answer, TextWorker
+
+LONGEST = 5_000
+"""Characters of a text."""
+PATIENCE_S = 0.7
+"""How long a request waits; the page then asks again by itself."""
+SPAN = 24
+"""Tokens of a page."""
+COMPONENTS = 12
+"""Components shown of a site, those of largest λ."""
+SHADED = 10
+
+
+class TextPages:
+    """Renders the text page. Each run that is asked about gets a process of its own."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._workers: list[TextWorker] = []
+        self._worker = lru_cache(maxsize=None)(self._start)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for worker in self._workers:
+            worker.close()
+
+    def page(self, opened: Opened, text: str, at: int) -> str:
+        values: dict[str, Any] = {"wrong": "", "waiting": "", "found": None}
+        if len(text) > LONGEST:
+            values["wrong"] = f"a text may have {LONGEST:,} characters; this one has {len(text):,}"
+        elif text.strip():
+            answer = self._worker(opened).ask(text, PATIENCE_S)
+            if answer is None:
+                values["waiting"] = (
+                    "Working on it; the first text starts JAX and compiles, which takes a few seconds and more with a "
+                    "large model. This page asks again by itself."
+                )
+            elif answer.wrong:
+                values["wrong"] = clean(answer.wrong, 2000)
+            else:
+                values |= self._found(opened, answer, at)
+        unit = "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
+        return self._pages.render(
+            "text.html", opened=opened, text=clean(text[:LONGEST]), unit=unit, longest=LONGEST, **values
+        )
+
+    def _start(self, opened: Opened) -> TextWorker:
+        plan = opened.harvest.plan
+        worker = TextWorker(opened.run_folder, plan.step, tuple(opened.harvest.sites), plan.threshold)
+        self._workers.append(worker)
+        return worker
+
+    def _found(self, opened: Opened, answer: Answer, at: int) -> dict[str, Any]:
+        """``at``: the number of the token whose components are listed."""
+        at = min(at, answer.positions - 1)
+        first = at // SPAN * SPAN
+        shown = range(first, min(first + SPAN, answer.positions))
+        if opened.harvest.plan.inputs == "tokens":
+            names = texts(opened, [answer.tokens[k] for k in shown])
+        else:
+            names = [", ".join(texts(opened, answer.tokens)) or "nothing"]
+        sites, most = [], 1
+        for name, found in answer.sites.items():
+            counts = np.bincount(found.position, minlength=answer.positions)
+            most = max(most, int(counts.max()))
+            labels, summary = opened.labels.of_site(name), opened.summary(name)
+            here = np.flatnonzero(found.position == at)
+            largest = here[np.argsort(-found.importance[here], kind="stable")][:COMPONENTS]
+            components = [
+                {
+                    "number": int(found.component[k]), "importance": float(found.importance[k]),
+                    "activation": float(found.activation[k]), "label": labels.get(int(found.component[k]), ""),
+                    "tokens": shown_tokens(opened, summary.tokens[found.component[k]].tolist()),
+                }
+                for k in largest
+            ]  # fmt: skip
+            sites.append(
+                {"name": name, "counts": counts[list(shown)].tolist(), "here": len(here), "components": components}
+            )
+        for site in sites:
+            site["counts"] = [(count, -(-SHADED * count // most)) for count in site["counts"]]
+        return {
+            "found": sites, "at": at, "first": first,
+            "tokens": [{"number": k, "text": name} for k, name in zip(shown, names, strict=True)],
+            "before": first - 1 if first else None, "after": shown.stop if shown.stop < answer.positions else None,
+        }  # fmt: skip

@@ -1,0 +1,37 @@
+"""`pd browse`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def browse(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders, folders of runs, or harvests. Default: this folder."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Default: 8720, or the next that is free.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the address in a browser.")] = False,
+) -> None:
+    """Show the components of harvested runs in a browser.
+
+    For every site a list of its components and a map of them; for every component where it fires, on which tokens, with
+    which others, and what the network predicts there; a text box that shows what fires in a text. Labels that you give
+    are kept beside the harvests. Nothing else is written, and only this machine can see it, unless --host says
+    otherwise. On a remote machine: ssh -L 8720:localhost:8720 MACHINE, and open http://localhost:8720 here.
+
+    Examples:
+
+        pd browse
+
+        pd browse runs/p-1a2b3c4d --open
+
+        pd browse runs /scratch/me/runs --port 9000
+    """
+    from param_decomp_lab.browse.listen import listen
+
+    listen(folders or [Path(".")], host, port, open_browser)
