@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.harvest_files.plan import HARVESTS
@@ -86,7 +86,7 @@ class Labels:
         except sqlite3.Error as error:
             raise CannotWrite(f"the label was not kept: {self.file}: {error}") from error
 
-    def _read(self, query: str, *values: str | int) -> list[tuple[str, int, str]]:
+    def _read(self, query: str, *values: str | int) -> list[Any]:
         with self._reading() as database:
             return [] if database is None else database.execute(query, (self._step, *values)).fetchall()
 

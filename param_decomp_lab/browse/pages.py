@@ -200,7 +200,10 @@ class Pages:
                     f"λ {importance:.2f}, a {activation:.3g}", example.first + k == example.position,
                 )
                 for k, (text, importance, activation) in enumerate(
-                    zip(texts(opened, example.tokens), example.importances.tolist(), example.activations.tolist(), strict=True)
+                    zip(
+                        texts(opened, example.tokens), example.importances.tolist(), example.activations.tolist(),
+                        strict=True,
+                    )
                 )
             ]  # fmt: skip
         return {
@@ -210,8 +213,9 @@ class Pages:
 
 
 def address(*parts: object, **parameters: object) -> str:
-    """The address of a page: nothing in a part can leave it."""
-    path = "/" + "/".join(quote(str(part), safe="") for part in parts)
+    """The address of a page: nothing in a part can leave it. A part may be several, as a tuple."""
+    flat = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+    path = "/" + "/".join(quote(str(part), safe="") for part in flat)
     given = {name: value for name, value in parameters.items() if value not in ("", None)}
     return f"{path}?{urlencode(given)}" if given else path
 

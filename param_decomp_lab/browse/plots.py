@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int
@@ -34,7 +35,7 @@ class Histogram:
 def importance_histogram(counts: Sequence[int]) -> Histogram:
     """λ where a component fires."""
     edges = [n / IMPORTANCE_BINS for n in range(IMPORTANCE_BINS + 1)]
-    names = [f"{low:.2f} < λ ≤ {high:.2f}" for low, high in zip(edges, edges[1:], strict=False)]
+    names = [f"{low:.2f} < λ ≤ {high:.2f}" for low, high in pairwise(edges)]
     return Histogram(_bars(counts, names), [(0, "0"), (50, "0.5"), (100, "1")], "λ where it fires")
 
 
@@ -50,7 +51,7 @@ def activation_histogram(counts: Sequence[int]) -> Histogram:
     bins = [*negative, *positive]
     names = [f"{number(a)} to {number(b)}" for a, b, _ in bins]
     edge, least = number(2.0 ** octaves[-1] * 2), number(2.0 ** octaves[0])
-    ticks = [(0, f"−{edge}"), (50, f"±{least}"), (100, edge)]
+    ticks: list[tuple[float, str]] = [(0, f"−{edge}"), (50, f"±{least}"), (100, edge)]
     return Histogram(_bars([count for *_, count in bins], names), ticks, "a where it fires, in octaves")
 
 

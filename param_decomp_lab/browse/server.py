@@ -119,8 +119,9 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     async def other(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return HTMLResponse(pages.message("Not found" if error.status_code == 404 else "Not possible",
-                                          f"{error.detail}: {request.method} {request.url.path}"), error.status_code)  # fmt: skip
+        title = "Not found" if error.status_code == 404 else "Not possible"
+        said = f"{error.detail}: {request.method} {request.url.path}"
+        return HTMLResponse(pages.message(title, said), error.status_code)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -30,8 +30,8 @@ class SiteFirings:
 
 @dataclass(frozen=True)
 class Answer:
-    """``tokens``: the ids of the text; the active features of a toy's input, which is one position. ``wrong``: why there
-    is no answer, "" if there is one."""
+    """``tokens``: the ids of the text; of a toy's input, which is one position, the active features. ``wrong``: why
+    there is no answer, "" if there is one."""
 
     tokens: list[int] = field(default_factory=list)
     positions: int = 0

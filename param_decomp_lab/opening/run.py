@@ -195,9 +195,10 @@ class Run:
         return {name: found[name][0] if single else found[name] for name in names}
 
     def activations(self, inputs: Inputs, sites: str | Sequence[str] | None = None) -> dict[str, Float[Array, "*n C"]]:
-        """Activations ``‖U_c‖ · (x · V_c)`` of the components by site, in fp32: how much of a component's direction is in
-        what the site reads, whether the output depends on it or not. Arguments, shapes and errors: as of
-        `causal_importances`.
+        """Activations ``‖U_c‖ · (x · V_c)`` of the components by site, in fp32.
+
+        They say how much of a component's direction is in what the site reads, whether the output depends on it or
+        not. Arguments, shapes and errors: as of `causal_importances`.
         """
         names = chosen_sites(self.target.sites, sites)
         batch, single = self._batch(inputs)
