@@ -28,7 +28,7 @@ from param_decomp_lab.harvest.examples import AROUND
 from param_decomp_lab.harvest.firings import Firings
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.keys import keys as hashes
-from param_decomp_lab.harvest.plan import positions_sampled
+from param_decomp_lab.harvest.plan import examples_kept, positions_sampled
 from param_decomp_lab.harvest.publish import publish
 from param_decomp_lab.harvest.state import HarvestState
 from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
@@ -106,7 +106,8 @@ class MadeRun:
         return rng.standard_normal((WIDTH, n), np.float32), rng.standard_normal((n, WIDTH), np.float32)
 
 
-def make(out: Path, n_sites: int, C: int, positions: int, mean_l0: float, examples: int) -> None:
+def make(out: Path, n_sites: int, C: int, positions: int, mean_l0: float, examples: int | None) -> None:
+    examples = examples_kept(n_sites * C) if examples is None else examples
     names = [f"layers.{number // 3}.mlp.{KINDS[number % 3]}" for number in range(n_sites)]
     rows = -(-positions // LENGTH)
     n_blocks = -(-rows // BLOCK_ROWS)
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--components", type=int, default=49_152)
     parser.add_argument("--positions", type=float, default=2e6)
     parser.add_argument("--l0", type=float, default=100.0, help="mean L0 of a site")
-    parser.add_argument("--examples", type=int, default=8, help="of each kind, for each component")
+    parser.add_argument("--examples", type=int, help="of each kind, for each component")
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
     make(given.out, given.sites, given.components, int(given.positions), given.l0, given.examples)

@@ -76,6 +76,7 @@ class Mark:
 
     x: float
     y: float
+    width: float
     shade: int
     title: str
     address: str
@@ -109,7 +110,7 @@ def site_map(
     y_ticks = [(DOWN * (1 - t), text) for t, text in _ticks(y_low, y_high)]
     if not together:
         marks = [
-            Mark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 3, f"{c}", component_address(c))
+            Mark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 0.6, 3, f"{c}", component_address(c))
             for a, b, c in zip(x.tolist(), y.tolist(), alive.tolist(), strict=True)
         ]
         return Map(marks, x_ticks, y_ticks, len(numbers) - len(alive), False)
@@ -129,7 +130,9 @@ def site_map(
             ]
             address = range_address(spans[0], spans[1])
         shade = 1 + min(4, int(5 * math.log1p(count) / most))
-        marks.append(Mark(a + 0.5, DOWN - b - 0.5, shade, f"{one}" if count == 1 else f"{count} components", address))
+        marks.append(
+            Mark(a + 0.5, DOWN - b - 0.5, 1, shade, f"{one}" if count == 1 else f"{count} components", address)
+        )
     return Map(marks, x_ticks, y_ticks, len(numbers) - len(alive), True)
 
 

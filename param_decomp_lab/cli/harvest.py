@@ -20,7 +20,12 @@ def harvest(
     ] = None,
     step: Step = None,
     threshold: Annotated[float, typer.Option(help="A component fires where λ is above it.")] = 0.0,
-    examples: Annotated[int, typer.Option(min=1, help="Of each kind, for each component.")] = 12,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of each kind, for each component. Default: 12; 6 from 262,144 components.", show_default=False
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses rows and samples.")] = 0,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of this process. Default: all.", show_default=False)

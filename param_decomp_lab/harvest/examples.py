@@ -138,10 +138,11 @@ class Examples:
 
 
 def by_importance(importance: Float32[np.ndarray, " n"], keys: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """Ranks by which the largest importance comes first, and equal ones in the order of the keys' upper halves."""
+    """Ranks by which the largest importance comes first, and equal ones in the order of the keys' lower halves: in that
+    of whole keys, a component whose importances are all 1 would have the same examples as its uniform sample."""
     # The bits of floats that are not negative are in the order of the floats.
     smaller = np.uint64(0xFFFFFFFF) - importance.astype(np.float32).view(np.uint32)
-    return (smaller.astype(np.uint64) << np.uint64(32)) | (keys >> np.uint64(32))
+    return (smaller.astype(np.uint64) << np.uint64(32)) | (keys & np.uint64(0xFFFFFFFF))
 
 
 def _importance_of(rank: UInt64[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:

@@ -34,17 +34,18 @@ OUTPUTS = 16
 class HarvestRequest:
     """``tokens``: how many positions to read, at least; a toy's are its inputs. ``data``: a folder of token data, None
     for what the run was trained on. ``sites``: names or patterns, None for all. ``threshold``: a component fires where
-    λ is above it. ``examples``: of each kind, for each component. Raises UserError for what makes no sense."""
+    λ is above it. ``examples``: of each kind, for each component; None for `examples_kept`. Raises UserError for what
+    makes no sense."""
 
     tokens: float = 1e6
     data: Path | None = None
     sites: tuple[str, ...] | None = None
     threshold: float = 0.0
-    examples: int = 12
+    examples: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("--tokens", self.tokens), ("--examples", self.examples)):
+        for name, value in (("--tokens", self.tokens), ("--examples", 1 if self.examples is None else self.examples)):
             if not 1 <= value < 1e15:
                 raise UserError(f"{name}: should be at least 1, not {value:g}")
         if not 0 <= self.threshold < 1:
@@ -123,7 +124,7 @@ def make_plan(run: Run, request: HarvestRequest, source: Source) -> Plan:
         threshold=request.threshold,
         seed=request.seed,
         block_rows=block_rows,
-        examples=request.examples,
+        examples=examples_kept(C) if request.examples is None else request.examples,
         around=AROUND if source.kind == "tokens" else 0,
         sampled=min(block_rows * source.length, math.ceil(positions_sampled(C) / n_blocks)),
         outputs=min(OUTPUTS, run.n_outputs),
@@ -134,3 +135,9 @@ def positions_sampled(C: int) -> int:
     """About how many positions have all that fires there kept, in a harvest of ``C`` components: fewer of many, since
     what fires at a position takes room."""
     return 1 << 16 if C <= 1 << 17 else 1 << 14
+
+
+def examples_kept(C: int) -> int:
+    """Examples of each kind, for each of ``C`` components: fewer of many, so that a process takes less than 4 GiB for a
+    million components."""
+    return 12 if C <= 1 << 18 else 6

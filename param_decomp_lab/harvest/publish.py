@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ TOKENS_KEPT = 32
 NEURONS = 8
 LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
+ASKED_AT_ONCE = 8 * GROUP
+"""Components whose tokens one query adds up: each looks into every file."""
 LOW = np.uint64(32)
 """Bits of the lower number of a pair."""
 
@@ -165,6 +168,7 @@ def _engine(folder: Path, totals: np.ndarray) -> Iterator[duckdb.DuckDBPyConnect
     """DuckDB, bounded in memory, with how often each token occurs."""
     engine = duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "temp_directory": str(folder / ".engine")})
     try:
+        engine.execute("SET parquet_metadata_cache = true")  # hundreds of files are opened again and again
         engine.register("totals", pa.table({"token": np.arange(len(totals), dtype=np.int32), "t": totals}))
         yield engine
     finally:
@@ -185,8 +189,7 @@ def write_tokens(
     C = plan.sites[number].C
     top = np.full((C, TOP_TOKENS), -1, np.int32)
 
-    def columns(part: slice) -> Any:
-        table = _tokens_of(engine, files, number, part) if files else SCHEMAS["tokens"].empty_table()
+    def columns(table: pa.Table) -> Any:
         component, token, n = (table[name].to_numpy() for name in ("component", "token", "n"))
         expected = state.totals.firings[component] * (totals[token] / plan.n_positions)
         score = np.where(totals[token] >= RARE_TOKEN, n * np.log(n / np.maximum(expected, 1e-300)), 0)
@@ -197,8 +200,22 @@ def write_tokens(
         top[component[best], place[place < TOP_TOKENS]] = token[best]
         return table
 
-    _write_groups(table_file(folder, "tokens", number), "tokens", map(columns, _groups(C)))
+    tables = (
+        _tokens_by_group(engine, files, number, C) if files else (SCHEMAS["tokens"].empty_table() for _ in _groups(C))
+    )
+    _write_groups(table_file(folder, "tokens", number), "tokens", map(columns, tables))
     return top
+
+
+def _tokens_by_group(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: int, C: int) -> Iterator[pa.Table]:
+    """The tokens of the components of each row group."""
+    for first in range(0, C, ASKED_AT_ONCE):
+        asked = slice(first, min(C, first + ASKED_AT_ONCE))
+        found = _tokens_of(engine, files, site, asked)
+        starts = range(asked.start, asked.stop, GROUP)
+        cuts = [*np.searchsorted(found["component"].to_numpy(), list(starts)).tolist(), len(found)]
+        for start, stop in pairwise(cuts):
+            yield found.slice(start, stop - start)
 
 
 def _tokens_of(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: int, part: slice) -> pa.Table:
