@@ -135,15 +135,17 @@ def _match(opened: Opened, site: str, search: str, labels: dict[int, str], summa
     if len(tokens):
         harvest = opened.harvest
         file = table_file(harvest.folder, "tokens", harvest.sites[site])
-        with duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "threads": 2}) as engine:
-            try:
-                rows = engine.execute(
+        try:
+            rows = (
+                _engine()
+                .execute(
                     "SELECT component, token, n FROM read_parquet(?) WHERE token = ANY(?)", [str(file), tokens.tolist()]
-                ).fetchnumpy()
-            except duckdb.Error as error:
-                raise UserError(
-                    f"{file} cannot be read ({printable(str(error), 300)}): make the harvest again"
-                ) from error
+                )
+                .fetchnumpy()
+            )
+        except duckdb.Error as error:
+            why = printable(str(error), 300)
+            raise UserError(f"{file} cannot be read ({why}): make the harvest again") from error
         component, n = rows["component"], rows["n"].astype(float)
         total = harvest.input_totals[rows["token"]]
         share = n / np.maximum(summary.firings[component], 1)
@@ -154,6 +156,11 @@ def _match(opened: Opened, site: str, search: str, labels: dict[int, str], summa
         if number < len(found) and search.casefold() in label.casefold():
             found[number] += 100
     return found
+
+
+@lru_cache(maxsize=1)
+def _engine() -> duckdb.DuckDBPyConnection:
+    return duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "threads": 2})
 
 
 def matching_tokens(opened: Opened, search: str) -> Int[np.ndarray, " n"]:

@@ -250,7 +250,7 @@ class Harvest:
         """The tokens of a row, or a toy's features."""
         with self._damage(self.folder / ROWS_FILE):
             group, place = divmod(number, self.plan.block_rows)
-            return np.asarray(self._file(ROWS_FILE).read_row_group(group)["row"][place].values)
+            return np.asarray(self._file(ROWS_FILE).read_row_group(group, use_threads=False)["row"][place].values)
 
     def _example(self, row: dict[str, Any]) -> Example:
         plan, around = self.plan, self.plan.around
@@ -271,7 +271,7 @@ class Harvest:
         if not 0 <= number < found.C:
             raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
         with self._reading(table, site) as file:
-            group = file.read_row_group(number // GROUP)
+            group = file.read_row_group(number // GROUP, use_threads=False)
             mine = np.flatnonzero(group["component"].to_numpy() == number)
             return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
 
