@@ -15,6 +15,8 @@ from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
 from param_decomp_lab.untrusted.printable import printable
 
+HARVESTS_OPEN = 4
+
 
 @dataclass(frozen=True)
 class RunEntry:
@@ -41,6 +43,7 @@ class Catalog:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder; say where the runs are: pd browse FOLDER")
         self.folders = folders
+        self._open = lru_cache(maxsize=HARVESTS_OPEN)(_open)
         self.runs: dict[str, RunEntry] = {}
         self.refresh()
         if not self.runs:
@@ -83,7 +86,7 @@ class Catalog:
             raise UserError(f"run {entry.name} has no harvest {printable(name, 200)}")
         path = entry.harvests[name]
         # Made again under the same name, it is another file.
-        return _open(entry.name, entry.folder, name, path, _inode(path / PLAN_FILE))
+        return self._open(entry.name, entry.folder, name, path, _inode(path / PLAN_FILE))
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,6 @@ class Opened:
         return self.harvest.summary(site)
 
 
-@lru_cache(maxsize=4)
 def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
     del inode
     return Opened(run, run_folder, name, Harvest(path))

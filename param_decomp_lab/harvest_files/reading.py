@@ -34,6 +34,11 @@ from param_decomp_lab.harvest_files.tables import (
 from param_decomp_lab.untrusted.files import LISTING_BYTES
 from param_decomp_lab.untrusted.json_text import read_json
 
+DAMAGE = (
+    *(OSError, pa.ArrowException, LookupError, ValueError, TypeError),
+    *(MemoryError, OverflowError, EOFError),
+)
+"""What reading a damaged file raises."""
 MOST_POSITIONS = 256
 """Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
 
@@ -295,7 +300,16 @@ class Harvest:
     def _damage(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, MemoryError, OverflowError) as error:
+        except (
+            OSError,
+            pa.ArrowException,
+            LookupError,
+            ValueError,
+            TypeError,
+            MemoryError,
+            OverflowError,
+            EOFError,
+        ) as error:
             raise UserError(f"{path} cannot be read ({error}): the harvest is damaged; make it again") from error
 
     @cached_property

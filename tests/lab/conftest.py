@@ -1,11 +1,15 @@
-"""The tiny run and the toy run, made once for all tests of the laboratory."""
+"""The tiny run, the toy run and a harvest of each, made once for all tests of the laboratory."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
+from param_decomp_lab import load_run
+from param_decomp_lab.harvest.harvest import harvest
+from param_decomp_lab.harvest.plan import HarvestRequest
 from tests.lab import toy_run
 from tests.lab.tiny_run import Tiny, pd_here, programs_kept_in
 
@@ -55,4 +59,17 @@ def toy(shared_folder: Path) -> Path:
             toy_run.save_toy(folder)
             outcome = pd_here("train", toy_run.CONFIG, *toy_run.settings(folder, 1))
             assert outcome.status == 0, outcome
+    return folder
+
+
+@pytest.fixture(scope="session")
+def harvested(finished: Path, toy: Path, shared_folder: Path) -> Path:
+    """A folder with copies of both runs, `p-00000001` (the tiny Llama) and `p-00000002` (the toy), each with a harvest.
+    Nobody may change it."""
+    folder = shared_folder / "harvested"
+    with FileLock(shared_folder / "harvested.lock"):
+        if not folder.exists():
+            for number, (run, tokens) in enumerate(((finished, 640), (toy / "p-00000001", 500)), start=1):
+                copy = shutil.copytree(run, folder / f"p-0000000{number}")
+                assert harvest(load_run(copy, devices=1), HarvestRequest(tokens=tokens, examples=4)) is not None
     return folder

@@ -1,0 +1,437 @@
+"""The browser's pages, asked as a browser asks them: what they show, whom they answer, and what no input can do."""
+
+import json
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from httpx import Response
+from starlette.testclient import TestClient
+
+from param_decomp_lab import load_run
+from param_decomp_lab.browse.catalog import Catalog
+from param_decomp_lab.browse.component_list import Query, find_components
+from param_decomp_lab.browse.listen import listen
+from param_decomp_lab.browse.server import make_app
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Harvest, find_harvests
+from tests.lab.tiny_run import pd_here
+
+LLAMA, TOY = "p-00000001", "p-00000002"
+SITE = "layers.1.mlp.down_proj"
+MARKUP = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"'&amp;"
+MARKS = "\u202egnp\u202c\u200f\x1b[2J\x00"
+
+
+def client(*folders: Path) -> TestClient:
+    return TestClient(make_app(folders), base_url="http://localhost:8720", follow_redirects=False)
+
+
+def only_harvest(folder: Path, run: str = LLAMA) -> Path:
+    [found] = find_harvests(folder / run)
+    return found
+
+
+def base(folder: Path, run: str = LLAMA) -> str:
+    return f"/{run}/{only_harvest(folder, run).name}"
+
+
+@pytest.fixture
+def mine(harvested: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copytree(harvested, tmp_path / "runs", ignore=shutil.ignore_patterns("ckpts")))
+
+
+@pytest.fixture(scope="module")
+def shown(harvested: Path) -> Iterator[TestClient]:
+    with client(harvested) as found:
+        yield found
+
+
+def links(page: Response) -> set[str]:
+    return {unescape(link) for link in re.findall(r'(?:href|action|src)="([^"]*)"', page.text)}
+
+
+def numbers_of(page: Response) -> list[int]:
+    return [int(n) for n in re.findall(r'<th scope="row" class="num"><a href="[^"]*">(\d+)</a>', page.text)]
+
+
+# ---- what they show ----
+
+
+def test_every_link_leads_somewhere(shown: TestClient) -> None:
+    """From the first page, each address once, with one of each kind of query."""
+    todo, done, kinds = ["/"], set[str](), set[str]()
+    while todo:
+        link = todo.pop()
+        path, query = urlsplit(link).path, urlsplit(link).query
+        kind = re.sub(r"\d+", "0", query) + re.sub(r"\d+$", "0", path) if query else path
+        if kind in kinds or path.endswith("/label"):
+            continue
+        kinds.add(kind)
+        page = shown.get(link)
+        assert page.status_code == 200, (link, page.text)
+        assert int(page.headers["content-length"]) <= 50_000
+        assert "content-security-policy" in page.headers
+        if page.headers["content-type"].startswith("text/html"):
+            assert page.text.count("<h1>") == 1
+            assert " style=" not in page.text  # which the policy forbids
+            assert "<script>" not in page.text
+            done.add(path)
+            todo += links(page)
+    assert len(done) > 64
+
+
+def test_a_component(shown: TestClient, harvested: Path) -> None:
+    harvest = Harvest(only_harvest(harvested))
+    c = int(harvest.components(SITE)["firings"].to_numpy().argmax())
+    page = shown.get(f"{base(harvested)}/sites/{SITE}/{c}").text
+    row = harvest.component(SITE, c)
+    assert f"{row['firings']:,} of {harvest.plan.n_positions:,}" in page
+    assert page.count('<p class="context">') == 8
+    assert page.count(' at"') == 8  # where it fires
+    for companion in harvest.companions(SITE, c, 3).to_pylist():
+        assert f"{base(harvested)}/sites/{companion['site']}/{companion['component']}" in page
+    last = harvest.plan.sites[-1].C - 1
+    for n, kinds in ((0, ["next"]), (5, ["prev", "next"]), (last, ["prev"])):
+        found = re.findall(r'rel="(\w+)"', shown.get(f"{base(harvested)}/sites/{SITE}/{n}").text)
+        assert [kind for kind in found if kind in ("prev", "next")] == kinds
+
+
+def test_a_toy(shown: TestClient, harvested: Path) -> None:
+    site = next(iter(Harvest(only_harvest(harvested, TOY)).sites))
+    page = shown.get(f"{base(harvested, TOY)}/sites/{site}/0").text
+    assert re.search(r"feature \d", page)
+
+
+def test_order_and_selection(shown: TestClient, harvested: Path) -> None:
+    harvest = Harvest(only_harvest(harvested))
+    site = f"{base(harvested)}/sites/{SITE}"
+    table = harvest.summary(SITE)
+    for sort, values in {
+        "": table.importance_mean,
+        "density": table.density,
+        "largest": table.importance_max,
+        "activation": table.activation_mean,
+        "largest_activation": table.activation_max,
+    }.items():
+        found = numbers_of(shown.get(site, params={"sort": sort}))
+        assert sorted(found) == list(range(len(values)))
+        assert np.all(np.diff(values[found]) <= 0)
+        rising = numbers_of(shown.get(site, params={"sort": sort, "order": "up"}))
+        assert np.all(np.diff(values[rising]) >= 0)
+    middle = float(np.median(table.density))
+    found = numbers_of(shown.get(site, params={"min_density": f"{middle:.8f}", "max_density": "1"}))
+    assert set(found) == set(np.flatnonzero(table.density >= round(middle, 8)).tolist())
+    # The order of the list is that of next and previous.
+    by_density = numbers_of(shown.get(site, params={"sort": "density"}))
+    page = shown.get(f"{site}/{by_density[1]}", params={"sort": "density"})
+    assert f"2 of {len(by_density)}" in page.text
+    assert re.findall(r'href="([^"]*)" rel="(\w+)"', page.text) == [
+        (f"{site}/{by_density[0]}?sort=density", "prev"),
+        (f"{site}/{by_density[2]}?sort=density", "next"),
+    ]
+    assert shown.get(site, params={"go": "7"}).headers["location"] == f"{site}/7"
+
+
+def test_search_finds_what_fires_on_a_token(shown: TestClient, harvested: Path) -> None:
+    harvest = Harvest(only_harvest(harvested))
+    assert harvest.vocabulary is not None
+    opened = Catalog([harvested]).harvest(LLAMA, harvest.folder.name)
+    for letter in ("e", "t"):
+        token = harvest.vocabulary.to_pylist().index(letter)
+        expected = set()
+        for c in range(harvest.site(SITE).C):
+            for row in harvest.tokens(SITE, c).to_pylist():
+                # A search is for the letter in any case.
+                same = harvest.vocabulary[row["token"]].as_py().lower() == letter
+                if same and row["precision"] >= 0.02 and row["lift"] > 1 and row["total"] >= 10:
+                    expected.add(c)
+        assert token >= 0
+        assert set(find_components(opened, SITE, Query(search=letter)).tolist()) == expected
+        assert set(numbers_of(shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": letter}))) == expected
+    assert "No component fits" in shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": "☃"}).text
+
+
+def test_the_map_has_every_component_that_fires(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fires = np.flatnonzero(Harvest(only_harvest(harvested)).summary(SITE).firings)
+    site = f"{base(harvested)}/sites/{SITE}"
+    with client(harvested) as one_by_one:
+        found = re.findall(r'<a href="([^"]*)" tabindex="-1">', one_by_one.get(site).text)
+        assert sorted(found) == sorted(f"{site}/{c}" for c in fires)
+    monkeypatch.setattr("param_decomp_lab.browse.plots.ROOM", 1)
+    monkeypatch.setattr("param_decomp_lab.browse.plots.ACROSS", 3)
+    monkeypatch.setattr("param_decomp_lab.browse.plots.DOWN", 2)
+    with client(harvested) as together:
+        reached: list[int] = []
+        for link in re.findall(r'<a href="([^"]*)" tabindex="-1">', together.get(site).text):
+            address = unescape(link)
+            reached += numbers_of(together.get(address)) if "?" in address else [int(address.rpartition("/")[2])]
+        assert set(reached) == set(fires.tolist())
+
+
+# ---- labels ----
+
+
+def test_labels_are_kept(mine: Path) -> None:
+    here = f"{base(mine)}/sites/{SITE}"
+    with client(mine) as browser:
+        said = {"text": " vowels before n ", "author": "Ada"}
+        answer = browser.post(f"{here}/3/label?sort=density", data=said, headers={"origin": "http://localhost:8720"})
+        assert (answer.status_code, answer.headers["location"]) == (303, f"{here}/3?sort=density")
+        browser.post(f"{here}/3/label", data={"text": MARKUP, "author": MARKS})
+        browser.post(f"{here}/4/label", data={"text": "x" * 10_000, "author": ""})
+        assert browser.post(f"{here}/4/label", data={"text": "x" * 10_001}).status_code == 400
+        assert browser.post(f"{here}/99/label", data={"text": "x"}).status_code == 404
+        assert browser.post(f"{here}/3/label", content=b"text=%ff").status_code == 400
+        assert browser.post(f"{here}/3/label", content=b"x" * 100_000).status_code == 400
+        assert browser.get(f"{here}/3/label").status_code == 405
+    with client(mine) as browser:  # after a restart
+        page = browser.get(f"{here}/3").text
+        assert "vowels before n" in page
+        assert "Ada" in page
+        assert "<script>alert" not in page
+        assert "<img" not in page
+        assert not set(MARKS) & set("\u202e\u200f\x1b") & set(page)
+        assert numbers_of(browser.get(here, params={"labelled": "yes", "sort": "number", "order": "up"})) == [3, 4]
+        assert set(numbers_of(browser.get(here, params={"sort": "unlabelled"}))[-2:]) == {3, 4}
+        assert numbers_of(browser.get(here, params={"search": "ALERT("})) == [3]
+        assert f"{here}/3" in links(browser.get(base(mine), params={"search": "alert(1)"}))
+        assert f"{here}/3" not in links(browser.get(base(mine), params={"search": "%"}))
+        browser.post(f"{here}/3/label", data={"text": "", "author": "Ada"})
+        assert "taken away" in browser.get(f"{here}/3").text
+        assert numbers_of(browser.get(here, params={"labelled": "yes"})) == [4]
+
+
+def test_labels_that_cannot_be_kept(mine: Path) -> None:
+    here = f"{base(mine)}/sites/{SITE}"
+    file = only_harvest(mine).parent / "labels.sqlite"
+    with client(mine) as browser:
+        file.mkdir()
+        answer = browser.post(f"{here}/3/label", data={"text": "x"})
+        assert answer.status_code == 409
+        assert "not kept" in answer.text
+        file.rmdir()
+        file.write_bytes(b"no database" * 1000)
+        assert "cannot be read" in browser.get(f"{here}/3").text
+        file.unlink()
+        with closing(sqlite3.connect(file)) as other:
+            other.execute("CREATE TABLE labels (id)")
+            other.commit()
+        assert "cannot be read" in browser.get(here).text
+        file.unlink()
+        assert browser.get(here).status_code == 200
+
+
+# ---- whom they answer ----
+
+
+@pytest.mark.parametrize(
+    ("host", "answered"),
+    [
+        ("localhost:8720", True), ("LOCALHOST", True), ("127.0.0.1:1", True), ("[::1]:8720", True),
+        ("10.1.2.3:8720", True), ("evil.example", False), ("localhost.evil.example", False), ("", False),
+        ("127.0.0.1.evil.example", False), ("localhost@evil.example", False), ("[::1", False),
+    ],
+)  # fmt: skip
+def test_hosts(shown: TestClient, host: str, answered: bool) -> None:
+    assert shown.get("/", headers={"host": host}).status_code == (200 if answered else 403)
+
+
+def test_edits_from_elsewhere(mine: Path) -> None:
+    label = f"{base(mine)}/sites/{SITE}/3/label"
+    with client(mine) as browser:
+        for headers in (
+            {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://localhost:99"},
+            {"sec-fetch-site": "cross-site"}, {"host": "evil.example", "origin": "http://evil.example"},
+        ):  # fmt: skip
+            assert browser.post(label, data={"text": "x"}, headers=headers).status_code == 403
+    assert not (only_harvest(mine).parent / "labels.sqlite").exists()
+
+
+# ---- what no input can do ----
+
+OUTSIDE = [
+    "/etc/passwd",
+    "..%2f..%2fetc%2fpasswd",
+    "%2e%2e",
+    "a\0b",
+    "-1",
+    "1e3",
+    "x" * 10_000,
+    "💥",
+    "\\",
+]
+
+
+def test_addresses_that_lead_nowhere(shown: TestClient, harvested: Path) -> None:
+    here = base(harvested)
+    run, name = here.strip("/").split("/")
+    for word in OUTSIDE:
+        bad = quote(word, safe="%")
+        for path in (
+            f"/{bad}/{name}", f"/{run}/{bad}", f"{here}/sites/{bad}", f"{here}/sites/{SITE}/{bad}",
+            f"{here}/{bad}/{bad}", f"/static/{bad}/browse.css", f"/static/{bad}/{bad}",
+            f"{here}/sites/{SITE}?page={bad}", f"{here}/sites/{SITE}?sort={bad}",
+            f"{here}/sites/{SITE}?min_density={bad}&go={bad}",
+            f"{here}/sites/{SITE}?labelled={bad}", f"{here}/text?text=x&at={bad}",
+        ):  # fmt: skip
+            page = shown.get(path)
+            assert page.status_code in (400, 404) or (word == "1e3" and page.status_code == 200), (path, page.text)
+            assert "<h1>Not" in page.text or page.status_code == 200
+            assert "root:" not in page.text
+            assert "Traceback" not in page.text
+    assert shown.get(f"{here}/sites/{SITE}", params={"search": "x" * 201}).status_code == 400
+    assert shown.get(f"{here}/sites/{SITE}", params={"search": MARKUP}).status_code == 200
+    assert "<script>alert" not in shown.get(f"{here}/sites/{SITE}", params={"search": MARKUP}).text
+
+
+def test_hostile_tokens_and_names(mine: Path) -> None:
+    harvest = only_harvest(mine)
+    texts = [MARKUP, MARKS, "x" * 10_000, "ش" * 50, "\ud7ff"]
+    vocabulary = [texts[i % len(texts)] for i in range(256)]
+    pq.write_table(pa.table({"text": vocabulary}), harvest / "vocabulary.parquet")
+    config = mine / LLAMA / "config.yaml"
+    config.write_text(re.sub(r"run_name:.*", f"run_name: {json.dumps(MARKUP + 'x' * 10_000)}", config.read_text()))
+    plan = json.loads((harvest / "harvest.json").read_text())
+    (harvest / "harvest.json").write_text(json.dumps(plan | {"data": MARKUP + MARKS + "y" * 10_000}))
+    with client(mine) as browser:
+        for path in ("/", base(mine), f"{base(mine)}/sites/{SITE}", f"{base(mine)}/sites/{SITE}/3"):
+            page = browser.get(path)
+            assert page.status_code == 200
+            assert "<script>alert" not in page.text
+            assert "<img" not in page.text
+            assert not set("\u202e\u200f\x1b\x00") & set(page.text)
+            assert int(page.headers["content-length"]) <= 50_000
+        assert "&lt;script&gt;" in page.text
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "garbage": lambda data: b"garbage!" * 64,
+    "zeros": lambda data: bytes(len(data)),
+    "shifted": lambda data: data[1:],
+    "footer": lambda data: data[:-40] + bytes(40),
+}
+
+
+def test_damaged_harvests(mine: Path) -> None:
+    """Each file in turn is damaged or missing: one clear page, and the next page is as before."""
+    harvest = only_harvest(mine)
+    number = Harvest(harvest).sites[SITE]
+    tables = [f"{table}/{number}.parquet" for table in ("components", "examples", "tokens", "weights")]
+    files = [*tables, *(f"{name}.parquet" for name in ("rows", "inputs", "positions", "vocabulary")), "harvest.json"]
+    files += [f"{kind}_{part}.npy" for kind in ("positions", "components") for part in ("ends", "members")]
+    here = f"{base(mine)}/sites/{SITE}"
+    for file in files:
+        whole = (harvest / file).read_bytes()
+        for kind, damage in DAMAGE.items():
+            (harvest / file).write_bytes(damage(whole))
+            with client(mine) as browser:
+                for path in ("/", base(mine), here, f"{here}?search=e", f"{here}/3"):
+                    page = browser.get(path)
+                    assert page.status_code in (200, 400, 404), (file, kind, path, page.text)
+                    assert page.status_code == 200 or "harvest" in page.text
+        other = harvest / tables[file == tables[0]]
+        (harvest / file).write_bytes(other.read_bytes())  # another table's
+        with client(mine) as browser:
+            assert browser.get(f"{here}/3").status_code in (400, 404), file
+        (harvest / file).unlink()
+        with client(mine) as browser:
+            missing = browser.get(f"{here}/3")
+            assert missing.status_code in ((200,) if file == "vocabulary.parquet" else (400, 404)), file
+        (harvest / file).write_bytes(whole)
+    with client(mine) as browser:
+        assert browser.get(f"{here}/3").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
+        {"n_inputs": 10**12}, {"inputs": "images"},
+        {"run": "../x"}, {"threshold": "a"}, {"data": None}, {"around": 10**9},
+        {"block_rows": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_foreign_harvests(mine: Path, change: dict[str, object]) -> None:
+    file = only_harvest(mine) / "harvest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with client(mine) as browser:
+        assert "damaged or of another version" in browser.get("/").text
+        assert "damaged or of another version" in browser.get(base(mine)).text
+        assert browser.get(base(mine, TOY)).status_code == 200
+
+
+def test_half_written_and_new_harvests(mine: Path) -> None:
+    harvest = only_harvest(mine)
+    with client(mine) as browser:
+        shutil.copytree(harvest, harvest.with_name(f".{harvest.name}.partial"))
+        (harvest.parent / "half").mkdir()
+        page = browser.get("/").text
+        assert page.count(f"/{LLAMA}/") == 1
+        again = harvest.rename(harvest.with_name("another"))
+        assert browser.get(base(mine)).status_code == 200
+        shutil.rmtree(again)
+        assert "Not harvested yet" in browser.get("/").text
+        assert browser.get(f"/{LLAMA}/another").status_code == 404
+
+
+# ---- the text box ----
+
+
+def test_a_text(harvested: Path) -> None:
+    def wait(browser: TestClient, page: str, **params: str) -> str:
+        for _ in range(200):
+            found = browser.get(page, params=params).text
+            if "http-equiv" not in found:
+                return found
+            time.sleep(0.1)
+        pytest.fail("no answer")
+
+    with client(harvested) as browser:
+        text = f"{base(harvested)}/text"
+        assert "http-equiv" in browser.get(text, params={"text": "then"}).text
+        found = wait(browser, text, text="then", at="2")
+        sites = list(Harvest(only_harvest(harvested)).sites)
+        importances = load_run(harvested / LLAMA).causal_importances("then", sites)
+        fires = {site: np.asarray(x) > 0 for site, x in importances.items()}
+        for site, counts in fires.items():
+            row = re.search(rf'<th scope="row"><a href="[^"]*">{re.escape(site)}</a></th>(.*?)</tr>', found, re.DOTALL)
+            assert row is not None
+            assert [int(n) for n in re.findall(r">(\d+)</td>", row[1])] == counts.sum(1).tolist()
+            listed = re.findall(rf'<a href="[^"]*/sites/{re.escape(site)}/(\d+)">', found)
+            assert len(listed) == min(12, counts[2].sum())
+            assert {int(n) for n in listed} <= set(np.flatnonzero(counts[2]).tolist())
+        assert "5,000 characters" in browser.get(text, params={"text": "x" * 5001}).text
+        toy = f"{base(harvested, TOY)}/text"
+        assert "feature 1" in wait(browser, toy, text="1 3=0.5")
+        assert "should be the number of a feature" in wait(browser, toy, text="one")
+        assert "features go from 0" in wait(browser, toy, text="99")
+
+
+# ---- the command ----
+
+
+def test_nothing_to_show(tmp_path: Path, harvested: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        outcome = pd_here("browse", folder)
+        assert outcome.status == 2
+        assert "pd browse FOLDER" in outcome.err
+    with pytest.raises(UserError, match="--host"):
+        listen([harvested], "no.such.host.invalid", None, False)
+    # A run that is not harvested says how; a harvest can be shown by itself.
+    with client(harvested / TOY / "harvests" / only_harvest(harvested, TOY).name) as browser:
+        assert TOY in browser.get("/").text
