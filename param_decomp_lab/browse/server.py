@@ -5,6 +5,7 @@ files need no locks. Only a text that is run waits elsewhere.
 """
 
 import asyncio
+import base64
 import hashlib
 import ipaddress
 import socket
@@ -29,6 +30,7 @@ from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages
 from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.report.write import render_report
 
 HERE = Path(__file__).parent
 LOCAL = ("localhost", "localhost.localdomain", "ip6-localhost")
@@ -104,6 +106,16 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         at = _number(given["at"]) if given.get("at") else 0
         return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
 
+    @of_harvest
+    async def report(request: Request, opened: Opened) -> Response:
+        def component_address(site: str, number: int) -> str:
+            name = site.removeprefix("model.").removesuffix(".weight")
+            known = name in opened.harvest.sites and 0 <= number < opened.harvest.site(name).C
+            return address(opened.run, opened.name, "sites", name, number) if known else ""
+
+        page = await asyncio.to_thread(render_report, opened.run_folder, component_address)
+        return HTMLResponse(page, headers={"content-security-policy": _report_policy(page)})
+
     async def static(request: Request) -> Response:
         if request.path_params["version"] != version or request.path_params["file"] not in files:
             raise NotThere("there is no such file")
@@ -135,6 +147,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/static/{version}/{file}", static),
             Route("/{run}/{harvest}", harvest),
             Route("/{run}/{harvest}/text", text),
+            Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/sites/{site}", site),
             Route("/{run}/{harvest}/sites/{site}/{component}", component),
             Route("/{run}/{harvest}/sites/{site}/{component}/label", label, methods=["POST"]),
@@ -171,7 +184,10 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                given = {name for name, _ in message["headers"]}
+                added = [
+                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given
+                ]
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
@@ -209,6 +225,16 @@ def _is_numeric(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _report_policy(page: str) -> str:
+    """A report is one file, with its style and its script inside: no other script runs."""
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:

@@ -18,6 +18,7 @@ from param_decomp_lab.errors import UserError
 TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
 PRETRAIN = ("pretrain", "configs/demo/pretrain.yaml")
 TRAIN = ("train", "configs/demo/decompose.yaml")
+RUNS = "runs"
 SAME_CODE = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[2])!r})
@@ -34,7 +35,7 @@ def demo(
     ] = Path("."),
     overrides: Overrides = None,
 ) -> None:
-    """Pretrain a small Llama, decompose six of its matrices, and write a report: four minutes on two cores.
+    """Pretrain a small Llama, decompose six of its matrices, write a report and a harvest: four minutes on two cores.
 
     Runs other commands of `pd` and shows them, so that you can repeat and vary each. What is there already, such as the
     data and the model, is used as it is. `--set` changes the decomposition.
@@ -64,6 +65,23 @@ def demo(
         status = _run(words, out)
         if status:
             raise typer.Exit(status)
+    run = _newest_run(out / RUNS)
+    if run is None:  # `--set` sent it elsewhere
+        return
+    words = ("harvest", f"{RUNS}/{run.name}", "--tokens", "100e3")
+    _show(console, ("pd", *words))
+    status = _run(words, out)
+    if status:
+        raise typer.Exit(status)
+    console.print("\nits components, in a browser:", highlight=False)
+    console.print(
+        f"$ {shlex.join(('pd', 'browse', str(out / RUNS), '--open'))}", style="bold", soft_wrap=True, highlight=False
+    )
+
+
+def _newest_run(runs: Path) -> Path | None:
+    found = [path for path in runs.glob("p-*") if (path / "config.yaml").is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _show(console: Console, words: tuple[str, ...]) -> None:

@@ -187,7 +187,8 @@ class Harvest:
             return rows.drop_columns("component")
 
     def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
-        """The components of any site that fire where this one does, the most frequent first.
+        """The components of any site that fire where this one does, by n · PMI: those that are there more often than
+        by chance, and often.
 
         Counted at up to `MOST_POSITIONS` of its firings at the sampled positions: ``n`` of ``of``. ``precision``:
         P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
@@ -204,9 +205,10 @@ class Harvest:
             if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
                 raise ValueError("no such component")
         other, n = other[other != me], n[other != me]
-        order = np.lexsort((other, -n))[:most]
-        other, n = other[order], n[order].astype(float)
         f_i, of, N = int(self._firings[me]), max(len(places), 1), self.plan.n_positions
+        pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
+        order = np.lexsort((other, -n * pmi))[:most]
+        other, n, pmi = other[order], n[order].astype(float), pmi[order]
         f_j = self._firings[other].astype(float)
         precision = n / of
         both = precision * f_i
@@ -221,7 +223,7 @@ class Harvest:
                 "precision": precision,
                 "recall": both / f_j,
                 "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
-                "pmi": np.log(both * N / (f_i * f_j)) if len(n) else n,
+                "pmi": pmi,
             }
         )
 

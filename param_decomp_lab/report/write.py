@@ -1,7 +1,7 @@
 """Writes ``report.html``: a run as one self-contained page."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,11 @@ def write_report(run_folder: Path) -> Path:
     return target
 
 
-def render_report(run_folder: Path) -> str:
-    """The page as a string. Raises UserError as `write_report` does, and for files that are links out of the folder."""
+def render_report(run_folder: Path, component_address: Callable[[str, int], str] | None = None) -> str:
+    """The page as a string. Raises UserError as `write_report` does, and for files that are links out of the folder.
+
+    ``component_address``: of the page of a component, by site and number, "" if it has none; for a page that is served.
+    """
     for name in (CONFIG_FILE, METRICS_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE):
         path_within(run_folder, name, str(run_folder), links=False)
     config_text, config = _read_config(run_folder / CONFIG_FILE)
@@ -120,6 +123,7 @@ def render_report(run_folder: Path) -> str:
         other_metrics=_other_metrics(series),
         figures=read_figures(run_folder / "figures"),
         examples=examples,
+        component_address=component_address or (lambda site, number: ""),
         n_snippets=snippets_per_component(examples),
         n_snippets_available=_most_snippets(examples),
         overview=configuration.overview(config, len(l0.sites) if l0 else len(sites), last_step),

@@ -126,6 +126,7 @@ def test_demo_in_an_empty_folder(tmp_path: Path, commands: list[list[str]]) -> N
     assert commands[-1][2:] == ["configs/demo/decompose.yaml", "--set", "pd.steps=8", "--set", "eval=null"]
     load_config(place / "configs" / "demo" / "decompose.yaml")
     read_recipe(place / "configs" / "demo" / "pretrain.yaml")
+    assert "pd harvest" not in done.out  # nothing was trained
     for line in (f"$ cd {place}", "$ pd configs demo", "$ pd pretrain configs/demo/pretrain.yaml", "--set eval=null"):
         assert line in done.out
 
@@ -136,11 +137,16 @@ def test_demo_uses_what_is_there(tmp_path: Path, commands: list[list[str]]) -> N
     mine.write_text(mine.read_text() + "# mine\n")
     (tmp_path / "data" / "demo").mkdir(parents=True)
     (tmp_path / "data" / "demo" / "meta.json").write_text("{}")
+    for name in ("p-00000001", "p-00000002"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("{}")
     del commands[:]
     done = pd_here("demo", "--out", tmp_path)
     assert done.status == 0
     assert "pd configs" not in done.out
-    assert [words[1] for words in commands] == ["pretrain", "train"]
+    assert [words[1] for words in commands] == ["pretrain", "train", "harvest"]
+    assert commands[-1][2:] == ["runs/p-00000002", "--tokens", "100e3"]
+    assert f"$ pd browse {tmp_path}/runs --open" in done.out
     assert mine.read_text().endswith("# mine\n")
 
 
