@@ -11,7 +11,6 @@ compressed.
 import argparse
 import gzip
 import http.client
-import json
 import random
 import re
 import statistics
@@ -21,6 +20,7 @@ import time
 from collections import defaultdict
 from html import unescape
 from pathlib import Path
+from urllib.parse import quote
 
 ORDERS = ("importance", "density", "largest", "activation", "largest_activation", "unlabelled", "number")
 
@@ -65,9 +65,8 @@ def main() -> None:
             number += 1
             if 'rel="next"' not in page:
                 break
-        words = [
-            json.loads(f'"{word}"') for word in re.findall(r"[a-z]{2,8}\d*", get(f"{next(iter(sites))}")[2])[:2000]
-        ] or ["the"]
+        shown = re.findall(r'<span class="token">([^<]+)</span>', get(next(iter(sites)))[2])
+        words = [quote(unescape(token).strip()) for token in shown if token.strip()] or ["the"]
         answers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for _ in range(given.requests):
             site = draw.choice(list(sites))

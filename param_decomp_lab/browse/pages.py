@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import numpy as np
 import pyarrow as pa
+from markupsafe import Markup, escape
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
@@ -40,17 +40,6 @@ SITES = 200
 
 class NotThere(UserError):
     """An address of something that does not exist."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token as it is shown. ``importance`` 0 to `SHADES`, ``activation`` - `SHADES` to `SHADES`: how it is shaded."""
-
-    text: str
-    importance: int = 0
-    activation: int = 0
-    title: str = ""
-    here: bool = False
 
 
 class Pages:
@@ -186,30 +175,29 @@ class Pages:
         )  # fmt: skip
 
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
-        largest = max(largest, 1e-30)
         if opened.harvest.plan.inputs == "features":
             values = opened.harvest.row(example.row)
-            tokens = [
-                Token(f"{text} = {values[f]:.3g}")
-                for f, text in zip(example.tokens, texts(opened, example.tokens), strict=True)
-            ]
+            named = zip(texts(opened, example.tokens), example.tokens, strict=True)
+            context = Markup(", ").join(f"{name} = {values[feature]:.3g}" for name, feature in named)
         else:
-            tokens = [
-                Token(
-                    text, _shade(importance), int(math.copysign(_shade(abs(activation) / largest), activation)),
-                    f"λ {importance:.2f}, a {activation:.3g}", example.first + k == example.position,
-                )
-                for k, (text, importance, activation) in enumerate(
-                    zip(
-                        texts(opened, example.tokens), example.importances.tolist(), example.activations.tolist(),
-                        strict=True,
-                    )
-                )
-            ]  # fmt: skip
-        return {
-            "tokens": tokens, "importance": example.importance, "activation": example.activation,
-            "row": example.row, "position": example.position,
-        }  # fmt: skip
+            context = _context(texts(opened, example.tokens), example, max(largest, 1e-30))
+        return {"context": context, "importance": example.importance, "activation": example.activation}
+
+
+def _context(tokens: Sequence[str], example: Example, largest: float) -> Markup:
+    """The tokens around an example, each with its shades. Not a template: there are a thousand of them on a page."""
+    spans = []
+    here = example.position - example.first
+    values = zip(tokens, example.importances.tolist(), example.activations.tolist(), strict=True)
+    for k, (token, importance, activation) in enumerate(values):
+        classes = [f"l{_shade(importance)}"] if importance > 0 else []
+        if shade := _shade(abs(activation) / largest):
+            classes.append(f"{'p' if activation > 0 else 'n'}{shade}")
+        if k == here:
+            classes.append("at")
+        marked = f' class="{" ".join(classes)}"' if classes else ""
+        spans.append(f'<span{marked} title="λ {importance:.2f}, a {activation:.3g}">{escape(token)}</span>')
+    return Markup("".join(spans))
 
 
 def address(*parts: object, **parameters: object) -> str:
@@ -234,8 +222,9 @@ def texts(opened: Opened, ids: Sequence[int]) -> list[str]:
     return [clean(text, TOKEN_CHARACTERS) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
 
 
-def shown_tokens(opened: Opened, ids: Sequence[int]) -> list[Token]:
-    return [Token(text) for text in texts(opened, [i for i in ids if i >= 0])]
+def shown_tokens(opened: Opened, ids: Sequence[int]) -> list[str]:
+    """Without those that only fill up."""
+    return texts(opened, [i for i in ids if i >= 0])
 
 
 def _shade(value: float) -> int:

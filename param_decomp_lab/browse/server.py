@@ -154,7 +154,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         ],
         middleware=[
             Middleware(Guard, hosts=frozenset(name.lower() for name in (*LOCAL, socket.gethostname(), *hosts))),
-            Middleware(GZipMiddleware, minimum_size=1000),
+            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
         ],
         exception_handlers={
             NotThere: refusal(404, "Not found"),

@@ -25,7 +25,8 @@ from param_decomp_lab.harvest.state import HarvestState, SiteState
 from param_decomp_lab.harvest.totals import UNIT
 from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
-    GROUP,
+    FIRINGS_FILE,
+    GROUPS,
     INPUTS_FILE,
     PLAN_FILE,
     POSITIONS_FILE,
@@ -44,7 +45,7 @@ TOKENS_KEPT = 32
 NEURONS = 8
 LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
-ASKED_AT_ONCE = 8 * GROUP
+ASKED_AT_ONCE = 8 * GROUPS["tokens"]
 """Components whose tokens one query adds up: each looks into every file."""
 LOW = np.uint64(32)
 """Bits of the lower number of a pair."""
@@ -62,6 +63,7 @@ def publish(run: Run, plan: Plan, source: Source, state: HarvestState, out: Path
         if plan.inputs == "tokens" and run.text is not None:
             texts = pa.table({"text": run.text.tokens(range(plan.n_inputs))})
             pq.write_table(texts, folder / VOCABULARY_FILE, compression="zstd")
+        np.save(folder / FIRINGS_FILE, np.concatenate([site.totals.firings for site in state.sites]))
         with _engine(folder, totals) as engine:
             for number, site in enumerate(plan.sites):
                 found = state.sites.pop(0)
@@ -103,9 +105,9 @@ def _write_groups(file: Path, table: Table, groups: Iterator[dict[str, Any]]) ->
             writer.write_table(made, row_group_size=max(1, len(made)))
 
 
-def _groups(C: int) -> Iterator[slice]:
-    for first in range(0, C, GROUP):
-        yield slice(first, min(C, first + GROUP))
+def _groups(table: Table, C: int) -> Iterator[slice]:
+    for first in range(0, C, GROUPS[table]):
+        yield slice(first, min(C, first + GROUPS[table]))
 
 
 def _write_components(run: Run, site: PlannedSite, state: SiteState, top_tokens: np.ndarray, file: Path) -> None:
@@ -129,7 +131,7 @@ def _write_components(run: Run, site: PlannedSite, state: SiteState, top_tokens:
             "activation_histogram": _lists(found.activation_histogram[part]),
         }
 
-    _write_groups(file, "components", map(columns, _groups(site.C)))
+    _write_groups(file, "components", map(columns, _groups("components", site.C)))
 
 
 def _write_examples(state: SiteState, file: Path) -> None:
@@ -146,7 +148,7 @@ def _write_examples(state: SiteState, file: Path) -> None:
         kind = pa.DictionaryArray.from_arrays(pa.array(arrays["kind"], pa.int8()), list(kinds))
         return {**arrays, **binary, "kind": kind}
 
-    _write_groups(file, "examples", map(columns, _groups(len(state.totals.firings))))
+    _write_groups(file, "examples", map(columns, _groups("examples", len(state.totals.firings))))
 
 
 def _sorted_examples(kind: Kind, examples: Examples, part: slice) -> dict[str, np.ndarray]:
@@ -200,9 +202,8 @@ def write_tokens(
         top[component[best], place[place < TOP_TOKENS]] = token[best]
         return table
 
-    tables = (
-        _tokens_by_group(engine, files, number, C) if files else (SCHEMAS["tokens"].empty_table() for _ in _groups(C))
-    )
+    nothing = (SCHEMAS["tokens"].empty_table() for _ in _groups("tokens", C))
+    tables = _tokens_by_group(engine, files, number, C) if files else nothing
     _write_groups(table_file(folder, "tokens", number), "tokens", map(columns, tables))
     return top
 
@@ -212,7 +213,7 @@ def _tokens_by_group(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], s
     for first in range(0, C, ASKED_AT_ONCE):
         asked = slice(first, min(C, first + ASKED_AT_ONCE))
         found = _tokens_of(engine, files, site, asked)
-        starts = range(asked.start, asked.stop, GROUP)
+        starts = range(asked.start, asked.stop, GROUPS["tokens"])
         cuts = [*np.searchsorted(found["component"].to_numpy(), list(starts)).tolist(), len(found)]
         for start, stop in pairwise(cuts):
             yield found.slice(start, stop - start)
@@ -258,7 +259,7 @@ def _write_weights(run: Run, site: PlannedSite, file: Path) -> None:
             found |= {name: _lists(numbers.astype(np.int32)), f"{name}_logits": _lists(logits.astype(np.float32))}
         return found
 
-    _write_groups(file, "weights", map(columns, _groups(site.C)))
+    _write_groups(file, "weights", map(columns, _groups("weights", site.C)))
 
 
 def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,8 @@ from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
-    GROUP,
+    FIRINGS_FILE,
+    GROUPS,
     INPUTS_FILE,
     PLAN_FILE,
     POSITIONS_FILE,
@@ -41,6 +42,7 @@ DAMAGE = (
 """What reading a damaged file raises."""
 MOST_POSITIONS = 256
 """Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
+MOST_MEMBERS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class Harvest:
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
         self.sites = {site.name: number for number, site in enumerate(self.plan.sites)}
-        self._file = lru_cache(maxsize=64)(self._open)
+        self._file = lru_cache(maxsize=256)(self._open)
+        self._component_row = lru_cache(maxsize=64)(self._row_of)
 
     # --- tables of a site ---
 
@@ -151,7 +154,7 @@ class Harvest:
 
     def component(self, site: str, number: int) -> dict[str, Any]:
         """A row of `components`, and the means: of λ and |a| over all positions, and of |a| where it fires."""
-        row: dict[str, Any] = self._rows("components", site, number).to_pylist()[0]
+        row = self._component_row(site, number)
         n, f = self.plan.n_positions, row["firings"]
         return row | {
             "density": f / n,
@@ -190,7 +193,8 @@ class Harvest:
         """The components of any site that fire where this one does, by n · PMI: those that are there more often than
         by chance, and often.
 
-        Counted at up to `MOST_POSITIONS` of its firings at the sampled positions: ``n`` of ``of``. ``precision``:
+        Counted at up to `MOST_POSITIONS` of its firings at the sampled positions, fewer if more than `MOST_MEMBERS`
+        components fire there together: ``n`` of ``of``. ``precision``:
         P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
         are ``jaccard`` and ``pmi``.
         """
@@ -198,16 +202,23 @@ class Harvest:
         places = self._firing_places(me)
         with self._damage(self.folder):
             ends, members = self._lists["positions"]
-            found = [np.zeros(0, np.int32), *(members.read(*ends.read(p, p + 2).tolist()) for p in places.tolist())]
+            spans = [ends.read(place, place + 2) for place in places.tolist()]
+            read = np.cumsum([stop - start for start, stop in spans])
+            spans = spans[: max(1, int(np.searchsorted(read, MOST_MEMBERS, side="right")))]
+            found = [np.zeros(0, np.int32), *(members.read(int(start), int(stop)) for start, stop in spans)]
             together = np.sort(np.concatenate(found))
             starts = np.flatnonzero(np.diff(together, prepend=-1))
             other, n = together[starts], np.diff(starts, append=len(together))
             if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
                 raise ValueError("no such component")
         other, n = other[other != me], n[other != me]
-        f_i, of, N = int(self._firings[me]), max(len(places), 1), self.plan.n_positions
+        f_i, of, N = int(self._firings[me]), max(len(spans), 1), self.plan.n_positions
         pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
-        order = np.lexsort((other, -n * pmi))[:most]
+        score = n * pmi
+        best = np.arange(len(score))
+        if len(score) > most:  # what is surely not among them need not be sorted
+            best = np.flatnonzero(score >= np.partition(score, -most)[-most])
+        order = best[np.lexsort((other[best], -score[best]))][:most]
         other, n, pmi = other[order], n[order].astype(float), pmi[order]
         f_j = self._firings[other].astype(float)
         precision = n / of
@@ -219,7 +230,7 @@ class Harvest:
                 "site": pa.array([names[s] for s in numbers], pa.string()),
                 "component": (other - self._offsets[numbers]).astype(np.int32),
                 "n": n.astype(np.int64),
-                "of": np.full(len(n), len(places), np.int64),
+                "of": np.full(len(n), len(spans), np.int64),
                 "precision": precision,
                 "recall": both / f_j,
                 "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
@@ -228,15 +239,14 @@ class Harvest:
         )
 
     def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
-        """The target's predictions where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
+        """What the target predicts more where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
         difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
         position counts as 0."""
         with self._damage(self.folder):
             here = self._mean_outputs(self._firing_places(self._global(site, number)))
         everywhere = self._outputs_everywhere
-        difference = here - everywhere
-        order = np.argsort(-difference, kind="stable")[:most]
-        order = order[here[order] > 0]
+        more = np.flatnonzero(here > everywhere)
+        order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
         return pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]})
 
     def weights(self, site: str, number: int) -> dict[str, Any]:
@@ -272,13 +282,17 @@ class Harvest:
             tuple(tokens.tolist()), importances, activations,
         )  # fmt: skip
 
+    def _row_of(self, site: str, number: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._rows("components", site, number).to_pylist()[0]
+        return row
+
     def _rows(self, table: Table, site: str, number: int) -> pa.Table:
         """The rows of one component."""
         found = self.site(site)
         if not 0 <= number < found.C:
             raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
         with self._reading(table, site) as file:
-            group = file.read_row_group(number // GROUP, use_threads=False)
+            group = file.read_row_group(number // GROUPS[table], use_threads=False)
             mine = np.flatnonzero(group["component"].to_numpy() == number)
             return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
 
@@ -288,7 +302,7 @@ class Harvest:
         path = table_file(Path(), table, self.sites[site])
         with self._damage(self.folder / path):
             file = self._file(str(path))
-            if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != -(-self.site(site).C // GROUP):
+            if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != -(-self.site(site).C // GROUPS[table]):
                 raise ValueError("other columns than a harvest has")
             yield file
 
@@ -325,9 +339,11 @@ class Harvest:
 
     @cached_property
     def _firings(self) -> Int64[np.ndarray, " C"]:
-        return np.concatenate(
-            [self.components(site.name, ["firings"])["firings"].to_numpy() for site in self.plan.sites]
-        )
+        with self._damage(self.folder / FIRINGS_FILE):
+            numbers = NumberList(self.folder / FIRINGS_FILE)
+            if len(numbers) != sum(site.C for site in self.plan.sites):
+                raise ValueError(f"{len(numbers)} components")
+            return numbers.read(0, len(numbers))
 
     @cached_property
     def vocabulary(self) -> pa.Array | None:

@@ -1,7 +1,7 @@
 """Tables of a harvest: their files, their columns, and how the components of a site are cut into row groups.
 
-Each site has a file of every kind, sorted by component. A row group has the rows of `GROUP` components, so that what is
-known of one component is read from one row group, whose number follows from the component's.
+Each site has a file of every kind, sorted by component. A row group has the rows of `GROUPS` components, so that what
+is known of one component is read from one row group, whose number follows from the component's.
 """
 
 from pathlib import Path
@@ -9,8 +9,6 @@ from typing import Literal
 
 import pyarrow as pa
 
-GROUP = 512
-"""Components of a row group."""
 IMPORTANCE_BINS = 20
 """Bins of equal width over (0, 1], of λ where a component fires."""
 OCTAVES = range(-12, 12)
@@ -21,6 +19,8 @@ TOP_TOKENS = 4
 RARE_TOKEN = 10
 """Tokens that occur less often are raised by chance."""
 Table = Literal["components", "examples", "tokens", "weights"]
+GROUPS: dict[Table, int] = {"components": 2048, "examples": 512, "tokens": 512, "weights": 512}
+"""Components of a row group. All rows of `components` are read for a list, and cheap; of the others one group is."""
 
 COMPONENTS = pa.schema(
     [
@@ -82,6 +82,8 @@ PLAN_FILE = "harvest.json"
 ROWS_FILE = "rows.parquet"
 INPUTS_FILE = "inputs.parquet"
 POSITIONS_FILE = "positions.parquet"
+FIRINGS_FILE = "firings.npy"
+"""Firings of every component, numbered through the sites."""
 VOCABULARY_FILE = "vocabulary.parquet"
 """The text of each token, by id; missing if the run has no tokenizer."""
 

@@ -336,7 +336,9 @@ def test_damaged_harvests(mine: Path) -> None:
     number = Harvest(harvest).sites[SITE]
     tables = [f"{table}/{number}.parquet" for table in ("components", "examples", "tokens", "weights")]
     files = [*tables, *(f"{name}.parquet" for name in ("rows", "inputs", "positions", "vocabulary")), "harvest.json"]
-    files += [f"{kind}_{part}.npy" for kind in ("positions", "components") for part in ("ends", "members")]
+    files += ["firings.npy"] + [
+        f"{kind}_{part}.npy" for kind in ("positions", "components") for part in ("ends", "members")
+    ]
     here = f"{base(mine)}/sites/{SITE}"
     for file in files:
         whole = (harvest / file).read_bytes()

@@ -190,7 +190,8 @@ def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
 def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
     """All positions are sampled in so small a harvest, so that estimates are counts."""
     _, read, counted = made
-    monkeypatch.setattr("param_decomp_lab.harvest_files.reading.MOST_POSITIONS", 10**9)
+    for limit in ("MOST_POSITIONS", "MOST_MEMBERS"):
+        monkeypatch.setattr(f"param_decomp_lab.harvest_files.reading.{limit}", 10**9)
     N = read.plan.n_positions
     fires = {site: counted.importances[site] > read.plan.threshold for site in read.sites}
     k = read.plan.outputs
