@@ -232,7 +232,7 @@ class Harvest:
                 "n": n.astype(np.int64),
                 "of": np.full(len(n), len(spans), np.int64),
                 "precision": precision,
-                "recall": both / f_j,
+                "recall": both / np.maximum(f_j, 1),
                 "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
                 "pmi": pmi,
             }
