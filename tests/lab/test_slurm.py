@@ -14,7 +14,7 @@ from param_decomp_lab.metrics.sinks import read_metrics
 from tests.lab.one_node import Checkout, Cluster, one_node, sets
 from tests.lab.several import environment_of
 from tests.lab.test_processes import SMALL
-from tests.lab.tiny_run import LIGHT, Tiny, rows, saved_arrays, saved_steps
+from tests.lab.tiny_run import LIGHT, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 pytestmark = pytest.mark.slurm
 STEPS, EVALUATED = 140, 120
@@ -270,6 +270,31 @@ def test_by_hand(tiny: Tiny, cluster: Cluster, checkout: Checkout, runs: Path) -
     commit = json.loads((run / "environment.json").read_text())["git_commit"]
     assert commit == f"{checkout.git('rev-parse', 'HEAD')}, with changes.patch"
     (checkout.folder / "slurm" / "note.txt").unlink()
+
+
+def test_a_harvest(finished: Path, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
+    """`slurm/harvest.sbatch`: two tasks make what one process makes."""
+    run = Path(shutil.copytree(finished, tmp_path / finished.name))
+    [alone] = [Path(pd_here("harvest", run, "--tokens", "3e4").out.split()[-1])]
+    expected = {path.relative_to(alone): path.read_bytes() for path in alone.rglob("*") if path.is_file()}
+    shutil.rmtree(alone)
+    options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", f"--output={tmp_path}/harvest.log")
+    where = {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, "slurm/harvest.sbatch", str(run), "--tokens", "3e4"],
+        env={**cluster.environment(), **environment_of(1, where)}, cwd=checkout.folder, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+
+    def log() -> str:
+        file = tmp_path / "harvest.log"
+        return file.read_text() if file.exists() else ""
+
+    cluster.wait(lambda: cluster.state(job) not in UNFINISHED, "the end", log)
+    assert cluster.state(job) == "COMPLETED", log()
+    made = {path.relative_to(alone): path.read_bytes() for path in alone.rglob("*") if path.is_file()}
+    assert [path for path in expected if made[path] != expected[path]] == []
 
 
 def test_refused_by_slurm(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
