@@ -1,9 +1,9 @@
 """How much of the speed of clean pass and CI function a harvest keeps: side by side, in one process.
 
-    python -m experiments.harvest_speed RUN                      # 2e5 tokens, 5 rounds
-    python -m experiments.harvest_speed RUN --tokens 2e4 --rounds 3
+    python -m experiments.harvest_speed RUN                      # the first 2e5 positions of a harvest of 1e6, 5 rounds
+    python -m experiments.harvest_speed RUN --positions 2e4 --rounds 3
 
-A round runs all blocks three times: the clean pass and the CI function alone (λ of every site, read by nobody), what
+A round runs these blocks three times: the clean pass and the CI function alone (λ of every site, read by nobody), what
 the devices do of a harvest, and the harvest itself with its last save. Tokens a second, and ratios to the first.
 """
 
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from param_decomp_lab.opening.forward import importances
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--tokens", type=float, default=2e5)
+    parser.add_argument("--tokens", type=float, default=1e6, help="of the whole harvest")
+    parser.add_argument("--positions", type=float, default=2e5, help="of it that are run")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
     source = Source(run, HarvestRequest(tokens=given.tokens))
-    plan = make_plan(run, HarvestRequest(tokens=given.tokens), source)
+    whole = make_plan(run, HarvestRequest(tokens=given.tokens), source)
+    blocks = max(1, round(given.positions / (whole.block_rows * whole.length)))
+    plan = replace(whole, rows=min(whole.rows, blocks * whole.block_rows))
     names = tuple(run.sites)
     alone = jax.jit(partial(importances, run.problem), static_argnums=(4, 5))
 

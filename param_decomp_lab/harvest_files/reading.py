@@ -43,6 +43,10 @@ DAMAGE = (
 MOST_POSITIONS = 256
 """Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
 MOST_MEMBERS = 1 << 18
+BY_CHANCE = 32
+"""Among so many positions, once is by chance: such companions are left out."""
+FILES_OPEN = 256
+"""Tables of sites that stay open: looking into one again is much faster."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class Harvest:
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
         self.sites = {site.name: number for number, site in enumerate(self.plan.sites)}
-        self._file = lru_cache(maxsize=256)(self._open)
+        self._file = lru_cache(maxsize=8)(self._open)
+        self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
         self._component_row = lru_cache(maxsize=64)(self._row_of)
 
     # --- tables of a site ---
@@ -211,7 +216,8 @@ class Harvest:
             other, n = together[starts], np.diff(starts, append=len(together))
             if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
                 raise ValueError("no such component")
-        other, n = other[other != me], n[other != me]
+        kept = (other != me) & (n > (len(spans) >= BY_CHANCE))
+        other, n = other[kept], n[kept]
         f_i, of, N = int(self._firings[me]), max(len(spans), 1), self.plan.n_positions
         pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
         score = n * pmi
@@ -298,13 +304,15 @@ class Harvest:
 
     @contextmanager
     def _reading(self, table: Table, site: str) -> Iterator[pq.ParquetFile]:
-        self.site(site)
-        path = table_file(Path(), table, self.sites[site])
-        with self._damage(self.folder / path):
-            file = self._file(str(path))
-            if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != -(-self.site(site).C // GROUPS[table]):
-                raise ValueError("other columns than a harvest has")
-            yield file
+        C = self.site(site).C
+        with self._damage(table_file(self.folder, table, self.sites[site])):
+            yield self._table(table, self.sites[site], -(-C // GROUPS[table]))
+
+    def _open_table(self, table: Table, number: int, groups: int) -> pq.ParquetFile:
+        file = self._open(str(table_file(Path(), table, number)))
+        if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != groups:
+            raise ValueError("other columns than a harvest has")
+        return file
 
     def _open(self, name: str) -> pq.ParquetFile:
         path = self.folder / name
