@@ -70,7 +70,7 @@ class Example:
 
 
 class Summary(NamedTuple):
-    """All components of a site: densities, means over all positions and largest values of λ and |a|, and the tokens
+    """All components of a site: densities, means over all positions and largest values of λ and ``|a|``, and the tokens
     that tell the most (-1 where there are fewer)."""
 
     firings: Int64[np.ndarray, " C"]
@@ -158,7 +158,7 @@ class Harvest:
     # --- one component ---
 
     def component(self, site: str, number: int) -> dict[str, Any]:
-        """A row of `components`, and the means: of λ and |a| over all positions, and of |a| where it fires."""
+        """A row of `components`, and the means: of λ and ``|a|`` over all positions, and of ``|a|`` where it fires."""
         row = self._component_row(site, number)
         n, f = self.plan.n_positions, row["firings"]
         return row | {

@@ -146,6 +146,10 @@ def test_input_tokens(made: tuple[Run, Harvest, Counted]) -> None:
                 sorted((row["n"] for row in rows), reverse=True)[:32]
                 == sorted(n.values(), reverse=True)[: min(32, len(n))]
             )
+            told = {t: k * math.log(k * N / (f * totals[t])) for t, k in n.items() if totals[t] >= 10}
+            best = sorted((score for score in told.values() if score > 0), reverse=True)[:4]
+            kept = [t for t in read.summary(site).tokens[c].tolist() if t >= 0]
+            assert [told[t] for t in kept] == pytest.approx(best)
             for row in rows:
                 k, t = n[row["token"]], totals[row["token"]]
                 assert row["total"] == t
@@ -247,7 +251,10 @@ def test_weights(made: tuple[Run, Harvest, Counted]) -> None:
 
 
 def test_opened_run_has_it(made: tuple[Run, Harvest, Counted]) -> None:
-    run, read, _ = made
+    run, read, counted = made
+    for site, found in run.activations(counted.inputs).items():
+        expected = counted.activations[site]
+        np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
     assert run.harvest.folder == read.folder
     assert run.harvest.plan.n_positions == read.plan.n_positions
     with pytest.raises(UserError, match="is no site"):
