@@ -18,6 +18,9 @@ NUMBERS = (
 )
 """Error numbers of a folder that was writable before."""
 
+UNREADABLE_SAVE = "No ArrayMetadata found"
+"""What orbax says when a file that it has just written is no longer there; the folder around it may be."""
+
 
 def why_not_written(error: BaseException, folder: Path) -> str | None:
     """The file system's reason, if ``error`` comes from writing to ``folder``; None if it comes from anything else."""
@@ -33,11 +36,14 @@ def why_not_written(error: BaseException, folder: Path) -> str | None:
             removed = Path(cause.filename) if Path(cause.filename).is_relative_to(folder) else removed
         if isinstance(cause, ValueError):  # orbax's, of files that it wrote itself
             named = [Path(path.rstrip(".:,'")) for path in re.findall(re.escape(str(folder)) + r"/\S+", str(cause))]
-            removed = next((path for path in named if not path.exists()), removed)
+            lost = UNREADABLE_SAVE in str(cause)
+            removed = next((path for path in named if lost or not path.exists()), removed)
         cause = cause.__cause__ or cause.__context__
     if not folder.is_dir():
         return f"{folder} is gone"
-    return None if removed is None else f"{removed} was removed meanwhile"
+    if removed is None:
+        return None
+    return f"files were removed from {removed} meanwhile" if removed.is_dir() else f"{removed} was removed meanwhile"
 
 
 @contextmanager

@@ -45,4 +45,7 @@ def test_a_file_removed_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
     )
     as_orbax_says = ValueError(f"No ArrayMetadata found in the directory: {tmp_path}/ckpts/3.tmp. But input PyTree …")
     assert why_not_written(as_orbax_says, tmp_path / "ckpts") == f"{tmp_path}/ckpts/3.tmp was removed meanwhile"
+    (tmp_path / "ckpts" / "3.tmp").mkdir()
+    emptied = f"files were removed from {tmp_path}/ckpts/3.tmp meanwhile"
+    assert why_not_written(as_orbax_says, tmp_path / "ckpts") == emptied
     assert why_not_written(FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere"), tmp_path) is None

@@ -27,7 +27,7 @@ DEMO = ROOT / "configs" / "demo"
 
 RUN = "runs/p-1a2b3c4d"
 """A run in the examples. In Python it stands for the tests' tiny run, on the command line for the demo's."""
-SITES = {"layers.2.mlp.up_proj": "layers.1.mlp.up_proj"}
+SITES = {"layers.2.mlp.up_proj": "layers.1.mlp.up_proj", "layers.3.mlp.down_proj": "layers.1.mlp.up_proj"}
 """Sites of the demo's run that are named in Python, and the tiny run's that take their place."""
 FRAGMENTS = {"development.md"}
 """Pages whose Python is no program."""
@@ -46,11 +46,11 @@ def run(finished: Path) -> Run:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in FRAGMENTS])
-def test_python(page: str, finished: Path, run: Run) -> None:
+def test_python(page: str, harvested: Path, run: Run) -> None:
     """Statement by statement, in one namespace; shapes in a comment such as ``# [T, C]`` are those of the values."""
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
-        for documented, used in {RUN: str(finished), **SITES}.items():
+        for documented, used in {RUN: str(harvested / "p-00000001"), **SITES}.items():
             block = block.replace(documented, used)
         lines = block.splitlines()
         for statement in ast.parse(block).body:
