@@ -61,7 +61,7 @@ Seed {seed}:
 """
 
 
-def page(cases: Sequence[fuzz.Result], of_races: Sequence[races.Result]) -> str:
+def page(cases: Sequence[fuzz.Result], of_races: Sequence[races.Result], notes: Sequence[str] = ()) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     parts = [HEAD.format(machine=machine, seed=", ".join(map(str, sorted({case.seed for case in cases}))))]
     parts += [fuzz.table(cases), "\n", sentence(sum(bool(case.wrong) for case in cases), len(cases), "cases")]
@@ -80,6 +80,7 @@ def page(cases: Sequence[fuzz.Result], of_races: Sequence[races.Result]) -> str:
         "configurations, which grow file by file, may be left by a failure; such a run can be resumed.\n\n"
     )
     parts += [races.table(of_races), "\n", sentence(sum(bool(r.wrong) for r in of_races), len(of_races), "races"), "\n"]
+    parts += ["\n## Notes\n\n" + "\n\n".join(notes) + "\n"] if notes else []
     return "".join(parts)
 
 
@@ -107,8 +108,9 @@ def main() -> None:
     parser.add_argument("cases", type=Path, help="results of `experiments.fuzz`")
     parser.add_argument("races", type=Path, help="results of `experiments.races`")
     parser.add_argument("--page", type=Path, required=True)
+    parser.add_argument("--note", action="append", default=[], help="a paragraph below, such as what was done again")
     given = parser.parse_args()
-    given.page.write_text(page(fuzz.read(given.cases), races.read(given.races)))
+    given.page.write_text(page(fuzz.read(given.cases), races.read(given.races), given.note))
 
 
 if __name__ == "__main__":
