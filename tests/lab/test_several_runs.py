@@ -186,9 +186,9 @@ def test_all_go_on_from_the_same_checkpoint(tiny: Tiny, often_saved: Path, tmp_p
     whole, damaged = often_saved, tmp_path / often_saved.name
     shutil.copytree(whole, damaged)
     checkpoint = damaged / "ckpts" / "40"
-    files = (checkpoint / "learned" / "ocdbt.process_1" / "d").iterdir()
-    largest = max(files, key=lambda path: path.stat().st_size)
-    os.truncate(largest, largest.stat().st_size // 2)
+    # All of its files: what the end of one holds may be written again in another, and is not read then.
+    for file in (checkpoint / "learned" / "ocdbt.process_1" / "d").iterdir():
+        os.truncate(file, file.stat().st_size // 10)
     if damage == "unlisted":
         (checkpoint / "files.json").unlink()
     found = train(tiny, options(), ["train", "--resume", damaged], devices=1)

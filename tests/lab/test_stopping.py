@@ -90,7 +90,7 @@ def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["run.compile_steps", "eval.evaluation.Evaluation.compile"])
+@pytest.mark.parametrize("function", ["training.run.compile_steps", "eval.evaluation.Evaluation.compile"])
 def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
     """Compiling is native code that nothing interrupts; the run begins anew when it is resumed."""
     start = tiny.train(tmp_path, 1, *EVALUATED, "pd.faithfulness_warmup_steps=3")
