@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
+from param_decomp_lab.harvest.device import SiteSums
 from param_decomp_lab.harvest.examples import AROUND
-from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.firings import ListedFirings
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.keys import keys as hashes
 from param_decomp_lab.harvest.plan import examples_kept, positions_sampled
@@ -72,9 +73,8 @@ class Made:
             return np.where(values > 0.95, values, 0), values - 0.5
 
         sums = np.bincount(component, importance, self.C), np.bincount(component, np.abs(activation), self.C)
-        return SiteBlock(
-            Firings(position, component, importance, activation, gather), *sums, sums[1].astype(np.float32)
-        )
+        found = ListedFirings(position, component, importance, activation, gather)
+        return SiteBlock(found, SiteSums(*sums, sums[1].astype(np.float32)))
 
 
 class MadeRows:

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Float, Int, Int64
 
 from param_decomp_lab.harvest import keys
-from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.device import SiteSums
+from param_decomp_lab.harvest.firings import Firings, Tables
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
 from param_decomp_lab.harvest.state import HarvestState
@@ -16,12 +17,10 @@ from param_decomp_lab.harvest_files.plan import Plan
 
 
 class SiteBlock(NamedTuple):
-    """One site in one block: what fires, and sums and largest |a| over all positions."""
+    """One site in one block: what fires, and NumPy's sums over all positions."""
 
     found: Firings
-    importance_sum: Float[np.ndarray, " C"]
-    activation_sum: Float[np.ndarray, " C"]
-    activation_max: Float[np.ndarray, " C"]
+    sums: SiteSums
 
 
 class BlockCounter:
@@ -59,14 +58,19 @@ class BlockCounter:
         position_keys = keys.keys(self._streams[1], first + np.arange(n))
 
         def count_site(number: int) -> None:
-            found, *sums = sites[number]()
-            site = state.sites[number]
-            # For one component these are independent draws, which is what its sample needs; sums cost less than hashes.
-            drawn = position_keys[found.position] + self._component_keys[number][found.component]
-            site.totals.add(found, *sums)
-            site.top.add("top", found, drawn, first_row, plan.length)
-            site.uniform.add("uniform", found, drawn, first_row, plan.length)
-            state.tokens.add(number, plan.sites[number].C, found, inputs)
+            found, sums = sites[number]()
+            site, C = state.sites[number], plan.sites[number].C
+            n_firings, totals = len(found), site.totals
+            pairs, activation_sum = inputs.table(C, n_firings), np.zeros(C)
+            counts = totals.firings, totals.importance_max, totals.importance_histogram, totals.activation_histogram
+            keys_of_firings = position_keys, self._component_keys[number]
+            worst = site.top.worst, site.uniform.worst
+            tables = Tables(*counts, activation_sum, pairs, inputs.places, *keys_of_firings, *worst)
+            top, uniform = found.count(tables, n_firings)
+            totals.add(sums, activation_sum)
+            site.top.add("top", found, top, first_row, plan.length)
+            site.uniform.add("uniform", found, uniform, first_row, plan.length)
+            state.tokens.add(number, inputs.counted(found, pairs))
             chosen.add(number, found, sampled[kept])
 
         list(pool.map(count_site, range(len(sites))))

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int, Int8, Int32, UInt8, UInt64
 
-from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.firings import Firings, Ranked, Selected
 
 Kind = Literal["top", "uniform"]
 AROUND = 20
@@ -43,45 +43,41 @@ class Examples:
             np.zeros((C, K, width), np.uint8), np.zeros((C, K, width), np.int8),
         )  # fmt: skip
 
-    def add(self, kind: Kind, found: Firings, keys: UInt64[np.ndarray, " n"], first_row: int, length: int) -> None:
-        """Takes the firings of one block that belong here. ``keys``: of each firing. ``first_row``: number of the
-        block's first row. ``length``: positions in a row."""
-        worst = self.rank.max(axis=1)
-        if kind == "top":
-            # Almost all fall at the first comparison; the ranks of the rest are worth computing.
-            likely = np.flatnonzero(found.importance >= _importance_of(worst)[found.component])
-            rank = by_importance(found.importance[likely], keys[likely])
-            among = np.flatnonzero(rank < worst[found.component[likely]])
-            better, rank = likely[among], rank[among]
-        else:
-            better = np.flatnonzero(keys < worst[found.component])
-            rank = keys[better]
-        if not len(better):
+    @property
+    def worst(self) -> UInt64[np.ndarray, " C"]:
+        """The rank that a firing must be below to take the place of an example."""
+        return self.rank.max(axis=1)
+
+    def add(self, kind: Kind, found: Firings, ranked: Ranked, first_row: int, length: int) -> None:
+        """Takes those of some firings of one block that belong here. ``first_row``: number of the block's first row.
+        ``length``: positions in a row."""
+        if not len(ranked.number):
             return
-        component = found.component[better]
-        row = found.position[better] // length
+        better, rank = found.select(ranked.number), ranked.rank
+        component, row = better.component, better.position // length
         if kind == "top":
             order = np.lexsort((rank, row, component))
             first = order[place_in_group(component[order].astype(np.int64) * (1 << 31) + row[order]) < PER_ROW]
         else:
-            first = np.arange(len(better))
+            first = np.arange(len(rank))
         order = first[np.lexsort((rank[first], component[first]))]
         order = order[place_in_group(component[order]) < self.rank.shape[1]]
-        self._take(found, better[order], rank[order], first_row, length)
+        self._take(found, Selected(*(x[order] for x in better)), rank[order], first_row, length)
 
-    def _take(self, found: Firings, chosen: np.ndarray, rank: np.ndarray, first_row: int, length: int) -> None:
+    def _take(self, found: Firings, better: Selected, rank: np.ndarray, first_row: int, length: int) -> None:
         """Puts these firings, sorted by component and rank and at most K of each component, in the place of worse."""
-        where, slot, new = self._make_room(found.component[chosen], rank)
-        accepted, rank = chosen[new], rank[new]
+        where, slot, new = self._make_room(better.component, rank)
+        accepted, rank = Selected(*(x[new] for x in better)), rank[new]
         # In parts: what surrounds the examples of a whole block takes more memory than all that is kept.
-        for first in range(0, len(accepted), AT_ONCE):
+        for first in range(0, len(rank), AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            self._put(found, accepted[part], where[part], slot[part], rank[part], first_row, length)
+            of_part = Selected(*(x[part] for x in accepted))
+            self._put(found, of_part, where[part], slot[part], rank[part], first_row, length)
 
     def _put(
         self,
         found: Firings,
-        firings: np.ndarray,
+        firings: Selected,
         where: np.ndarray,
         slot: np.ndarray,
         rank: np.ndarray,
@@ -89,18 +85,18 @@ class Examples:
         length: int,
     ) -> None:
         """Fills slots of the components ``where``."""
-        row, position = np.divmod(found.position[firings], np.int32(length))
+        row, position = np.divmod(firings.position, np.int32(length))
         width = self.importances.shape[2]
         around = position[:, None] + np.arange(width, dtype=np.int32) - width // 2
         inside = (around >= 0) & (around < length)
         at = row[:, None] * length + np.clip(around, 0, length - 1)
-        gathered = found.gather(at.astype(np.int32), found.component[firings])
+        gathered = found.gather(at.astype(np.int32), firings.component)
         importances, activations = (np.where(inside, x, np.float32(0)) for x in gathered)
         scale = np.abs(activations).max(axis=1)
         self.rank[where, slot] = rank
         self.row[where, slot], self.position[where, slot] = first_row + row, position
-        self.importance[where, slot] = found.importance[firings]
-        self.activation[where, slot] = found.activation[firings]
+        self.importance[where, slot] = firings.importance
+        self.activation[where, slot] = firings.activation
         self.scale[where, slot] = scale
         # What fires stays visible, however small.
         self.importances[where, slot] = np.ceil(np.clip(importances, 0, 1) * 255).astype(np.uint8)
@@ -135,19 +131,6 @@ class Examples:
         source = component[new], slots[new]
         for name, mine in vars(self).items():
             mine[where, slot] = getattr(other, name)[source]
-
-
-def by_importance(importance: Float32[np.ndarray, " n"], keys: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """Ranks by which the largest importance comes first, and equal ones in the order of the keys' lower halves: in that
-    of whole keys, a component whose importances are all 1 would have the same examples as its uniform sample."""
-    # The bits of floats that are not negative are in the order of the floats.
-    smaller = np.uint64(0xFFFFFFFF) - importance.astype(np.float32).view(np.uint32)
-    return (smaller.astype(np.uint64) << np.uint64(32)) | (keys & np.uint64(0xFFFFFFFF))
-
-
-def _importance_of(rank: UInt64[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
-    """The importance in the ranks of `by_importance`; 0 of an empty slot."""
-    return (np.uint64(0xFFFFFFFF) - (rank >> np.uint64(32))).astype(np.uint32).view(np.float32)
 
 
 def place_in_group(sorted_groups: np.ndarray) -> np.ndarray:

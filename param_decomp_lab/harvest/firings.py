@@ -1,66 +1,296 @@
-"""The positions of a block at which the components of one site fire."""
+"""The positions of a block at which the components of one site fire, and counting them.
+
+Counting is what a harvest spends its time on beside the devices: it is compiled (Numba), and goes through the firings
+once. NumPy takes three times as long, since each of its steps is a pass through memory (docs/measurements/harvest.md).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, UInt32, UInt64
+from numba import njit
 
-Gather = Callable[[Int[np.ndarray, "m w"], Int[np.ndarray, " m"]], tuple[np.ndarray, np.ndarray]]
-"""Importances and activations ``[m, w]`` of components at positions of the block, whether they fire there or not."""
+from param_decomp_lab.harvest_files.tables import OCTAVES
+
+
+def compiled(loop: Any) -> Any:
+    """The loop without the interpreter and its lock, so that sites are counted side by side."""
+    settings = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **settings)(loop)
+    except RuntimeError:  # neither this folder nor the home can be written: it is compiled again in each process
+        return njit(**settings)(loop)
+
+
+AT_ONCE = 1 << 13
+"""Firings that are collected before they are counted: they stay in the processor's cache."""
+
+
+class Tables(NamedTuple):
+    """With what the firings of one site in one block are counted.
+
+    The first six are added to. ``activation_sum``: of |a|. ``pairs``: how often each of the block's u different inputs
+    is where a component fires; ``u`` is 0 where these are not counted here. ``place``: which input is at each position.
+
+    The key of a firing is the sum of that of its position and that of its component: independent draws for the firings
+    of one component, which is what its sample needs. ``worst_top``, ``worst_uniform``: the ranks that a firing must be
+    below to be among a component's examples. The rank in a uniform sample is the key. By the rank of the top examples,
+    the largest λ comes first, and equal ones in the order of the keys' lower halves: in that of whole keys, a component
+    whose importances are all 1 would have the same examples as its uniform sample.
+    """
+
+    firings: Int64[np.ndarray, " C"]
+    importance_max: Float32[np.ndarray, " C"]
+    importance_histogram: UInt32[np.ndarray, "C bins"]
+    activation_histogram: UInt32[np.ndarray, "C bins"]
+    activation_sum: Float64[np.ndarray, " C"]
+    pairs: Int32[np.ndarray, "C u"]
+    place: Int32[np.ndarray, " n"]
+    key_of_position: UInt64[np.ndarray, " n"]
+    key_of_component: UInt64[np.ndarray, " C"]
+    worst_top: UInt64[np.ndarray, " C"]
+    worst_uniform: UInt64[np.ndarray, " C"]
+
+
+class Ranked(NamedTuple):
+    """Firings that are better than the examples so far: their numbers (see `Firings.select`) and ranks."""
+
+    number: Int64[np.ndarray, " k"]
+    rank: UInt64[np.ndarray, " k"]
+
+
+class Selected(NamedTuple):
+    """Some firings."""
+
+    position: Int32[np.ndarray, " k"]
+    component: Int32[np.ndarray, " k"]
+    importance: Float32[np.ndarray, " k"]
+    activation: Float32[np.ndarray, " k"]
+
+
+class Firings(Protocol):
+    """Where λ is above the threshold."""
+
+    def __len__(self) -> int: ...
+
+    def count(self, tables: Tables, n_firings: int) -> tuple[Ranked, Ranked]:
+        """Adds all firings, of which there are ``n_firings``, to ``tables``. What may become a top example, and what
+        one of the uniform sample."""
+
+    def select(self, number: Int64[np.ndarray, " k"]) -> Selected: ...
+
+    def places(self) -> tuple[Int32[np.ndarray, " firings"], Int32[np.ndarray, " firings"]]:
+        """Position and component of all of them, in order."""
+
+    def components_at(
+        self, positions: Int64[np.ndarray, " s"]
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
+        """How many components fire at each of these positions, and which: one position after another."""
+
+    def gather(
+        self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
+    ) -> tuple[Float32[np.ndarray, "m w"], Float32[np.ndarray, "m w"]]:
+        """Importances and activations of components at positions of the block, whether they fire there or not."""
 
 
 @dataclass(frozen=True)
-class Firings:
-    """Where λ is above the threshold, in order of the positions, then of the components.
+class HostFirings:
+    """In the arrays of a CPU device, which are read where they lie. The number of a firing is that of its value."""
 
-    ``position``: within the block. ``gather``: values at other positions, for the surroundings of an example.
-    """
+    importance: Float32[np.ndarray, "n C"]
+    activation: Float32[np.ndarray, "n C"]
+    threshold: np.float32
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.importance > self.threshold))
+
+    def count(self, tables: Tables, n_firings: int) -> tuple[Ranked, Ranked]:
+        ranked = _room_for(n_firings)
+        bits = self.importance.view(np.uint32), self.activation.view(np.uint32)
+        return _cut(ranked, _count_array(self.importance, *bits, self.threshold, tables, ranked))
+
+    def select(self, number: Int64[np.ndarray, " k"]) -> Selected:
+        position, component = np.divmod(number.astype(np.int32), np.int32(self.importance.shape[1]))
+        return Selected(position, component, self.importance.ravel()[number], self.activation.ravel()[number])
+
+    def places(self) -> tuple[Int32[np.ndarray, " firings"], Int32[np.ndarray, " firings"]]:
+        # `np.nonzero` of two axes takes several times as long.
+        flat = np.flatnonzero(self.importance > self.threshold).astype(np.int32)
+        position, component = np.divmod(flat, np.int32(self.importance.shape[1]))
+        return position, component
+
+    def components_at(
+        self, positions: Int64[np.ndarray, " s"]
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
+        fires = self.importance[positions] > self.threshold
+        return fires.sum(1, dtype=np.int32), np.nonzero(fires)[1].astype(np.int32)
+
+    def gather(
+        self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
+    ) -> tuple[Float32[np.ndarray, "m w"], Float32[np.ndarray, "m w"]]:
+        at = positions * np.int32(self.importance.shape[1]) + components[:, None]
+        return self.importance.ravel().take(at), self.activation.ravel().take(at)
+
+
+@dataclass(frozen=True)
+class ListedFirings:
+    """One after another, in order of the positions, then of the components; ``values_at`` is `gather`."""
 
     position: Int32[np.ndarray, " firings"]
     component: Int32[np.ndarray, " firings"]
     importance: Float32[np.ndarray, " firings"]
     activation: Float32[np.ndarray, " firings"]
-    gather: Gather
+    values_at: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
     def __len__(self) -> int:
         return len(self.position)
 
+    def count(self, tables: Tables, n_firings: int) -> tuple[Ranked, Ranked]:
+        ranked = _room_for(n_firings)
+        bits = self.importance.view(np.uint32), self.activation.view(np.uint32)
+        number = np.arange(len(self))
+        return _cut(ranked, _count_list(number, self.position, self.component, *bits, tables, ranked, 0, 0))
 
-def find_firings(importance: Float[Array, "1 n C"], activation: Float[Array, "1 n C"], threshold: float) -> Firings:
-    """The firings of one site in one block, from arrays of one device.
+    def select(self, number: Int64[np.ndarray, " k"]) -> Selected:
+        return Selected(*(x[number] for x in (self.position, self.component, self.importance, self.activation)))
+
+    def places(self) -> tuple[Int32[np.ndarray, " firings"], Int32[np.ndarray, " firings"]]:
+        return self.position, self.component
+
+    def components_at(
+        self, positions: Int64[np.ndarray, " s"]
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
+        starts, stops = (np.searchsorted(self.position, positions, side) for side in ("left", "right"))
+        found = [self.component[a:b] for a, b in zip(starts, stops, strict=True)]
+        return (stops - starts).astype(np.int32), np.concatenate([np.zeros(0, np.int32), *found])
+
+    def gather(
+        self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
+    ) -> tuple[Float32[np.ndarray, "m w"], Float32[np.ndarray, "m w"]]:
+        return self.values_at(positions, components)
+
+
+# ---- counting ----
+
+
+def _room_for(n: int) -> tuple[Ranked, Ranked]:
+    top, uniform = (Ranked(np.empty(n, np.int64), np.empty(n, np.uint64)) for _ in range(2))
+    return top, uniform
+
+
+def _cut(ranked: tuple[Ranked, Ranked], lengths: tuple[int, int]) -> tuple[Ranked, Ranked]:
+    top, uniform = (Ranked(*(x[:n] for x in one)) for one, n in zip(ranked, lengths, strict=True))
+    return top, uniform
+
+
+def _bins_of_first_bits() -> Int32[np.ndarray, "512"]:
+    sign, exponent = np.divmod(np.arange(512, dtype=np.int32), 256)
+    place = np.clip(exponent - 127, OCTAVES[0], OCTAVES[-1]) - OCTAVES[0]
+    return np.where(sign == 1, len(OCTAVES) - 1 - place, len(OCTAVES) + place).astype(np.int32)
+
+
+_BIN_OF_FIRST_BITS = _bins_of_first_bits()
+"""The activation's bin: sign and exponent of a float32 are its first nine bits; the exponent is the whole part of its
+logarithm."""
+
+
+@compiled
+def _count_list(
+    number: Int64[np.ndarray, " k"],
+    position: Int32[np.ndarray, " k"],
+    component: Int32[np.ndarray, " k"],
+    importance_bits: UInt32[np.ndarray, " k"],
+    activation_bits: UInt32[np.ndarray, " k"],
+    tables: Tables,
+    ranked: tuple[Ranked, Ranked],
+    n_top: int,
+    n_uniform: int,
+) -> tuple[int, int]:
+    """Counts firings, and appends those of a low rank to the ``n_top`` and ``n_uniform`` of ``ranked``."""
+    firings, importance_max, importances, activations, activation_sum, pairs, place = tables[:7]
+    of_position, of_component, worst_top, worst_uniform = tables[7:]
+    (top, top_rank), (uniform, uniform_rank) = ranked
+    importance, activation = importance_bits.view(np.float32), activation_bits.view(np.float32)
+    n_bins, low, half = importances.shape[1], np.uint64(0xFFFFFFFF), np.uint64(32)
+    for i in range(len(number)):
+        p, c = position[i], component[i]
+        firings[c] += 1
+        importance_max[c] = max(importance_max[c], importance[i])
+        activation_sum[c] += abs(activation[i])
+        importances[c, min(max(int(np.ceil(importance[i] * np.float32(n_bins))) - 1, 0), n_bins - 1)] += 1
+        activations[c, _BIN_OF_FIRST_BITS[activation_bits[i] >> 23]] += 1
+        if pairs.shape[1]:
+            pairs[c, place[p]] += 1
+        key = of_position[p] + of_component[c]
+        if key < worst_uniform[c]:
+            uniform[n_uniform], uniform_rank[n_uniform] = number[i], key
+            n_uniform += 1
+        # The bits of floats that are not negative are in the order of the floats.
+        rank = ((low - np.uint64(importance_bits[i])) << half) | (key & low)
+        if rank < worst_top[c]:
+            top[n_top], top_rank[n_top] = number[i], rank
+            n_top += 1
+    return n_top, n_uniform
+
+
+@compiled
+def _count_array(
+    importance: Float32[np.ndarray, "n C"],
+    importance_bits: UInt32[np.ndarray, "n C"],
+    activation_bits: UInt32[np.ndarray, "n C"],
+    threshold: np.float32,
+    tables: Tables,
+    ranked: tuple[Ranked, Ranked],
+) -> tuple[int, int]:
+    n, C = importance.shape
+    size = max(AT_ONCE, C + 1)
+    number, position, component = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
+    lam, a = np.empty(size, np.uint32), np.empty(size, np.uint32)
+    found = n_top = n_uniform = 0
+    for p in range(n):
+        first = found
+        for c in range(C):
+            # Written in any case, and written over where nothing fires: a branch that cannot be foreseen takes longer.
+            component[found] = c
+            found += importance[p, c] > threshold
+        for i in range(first, found):
+            c = component[i]
+            number[i], position[i], lam[i], a[i] = p * C + c, p, importance_bits[p, c], activation_bits[p, c]
+        if found + C >= size or p == n - 1:
+            these = number[:found], position[:found], component[:found], lam[:found], a[:found]
+            n_top, n_uniform = _count_list(*these, tables, ranked, n_top, n_uniform)
+            found = 0
+    return n_top, n_uniform
+
+
+# ---- finding them ----
+
+
+def find_firings(
+    importance: Float[Array, "1 n C"], activation: Float[Array, "1 n C"], n_valid: int, threshold: float
+) -> Firings:
+    """The firings of one site in the first ``n_valid`` positions of one block, from arrays of one device.
 
     A CPU's arrays are read where they lie. From other devices only what fires is fetched: few of the values.
     """
     if next(iter(importance.devices())).platform == "cpu":
-        return _from_host(np.asarray(importance)[0], np.asarray(activation)[0], threshold)
-    return _from_device(importance, activation, threshold)
+        lam, a = (np.asarray(x)[0, :n_valid] for x in (importance, activation))
+        return HostFirings(lam, a, np.float32(threshold))
+    return _from_device(importance, activation, n_valid, threshold)
 
 
-def _from_host(importance: np.ndarray, activation: np.ndarray, threshold: float) -> Firings:
-    # Neither `np.nonzero` of two axes, nor a division, nor a mask as index: several times slower.
-    n, C = importance.shape
-    fires = importance > np.float32(threshold)
-    flat = np.flatnonzero(fires)
-    position = np.repeat(np.arange(n, dtype=np.int32), np.diff(np.searchsorted(flat, np.arange(n + 1) * C)))
-    component = flat.astype(np.int32) - position * np.int32(C)
-
-    def gather(positions: np.ndarray, components: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return importance[positions, components[:, None]], activation[positions, components[:, None]]
-
-    return Firings(position, component, importance.ravel().take(flat), activation.ravel().take(flat), gather)
-
-
-def _from_device(importance: Array, activation: Array, threshold: float) -> Firings:
-    n_firings = int(_count(importance, threshold))
+def _from_device(importance: Array, activation: Array, n_valid: int, threshold: float) -> ListedFirings:
+    n_firings = int(_number(importance, n_valid, threshold))
     size = _rounded(n_firings)
-    found = jax.device_get(_compact(importance, activation, threshold, size))
+    found = jax.device_get(_compact(importance, activation, n_valid, threshold, size))
     flat, lam, a = (x[:n_firings] for x in found)
     position, component = np.divmod(flat, np.int32(importance.shape[-1]))
 
-    def gather(positions: np.ndarray, components: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def values_at(positions: np.ndarray, components: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         m = len(components)
         rows = np.zeros((_rounded(m), positions.shape[1]), np.int32)
         columns = np.zeros(_rounded(m), np.int32)
@@ -68,7 +298,7 @@ def _from_device(importance: Array, activation: Array, threshold: float) -> Firi
         lam, a = jax.device_get(_take(importance, activation, rows, columns))
         return lam[:m], a[:m]
 
-    return Firings(position, component, lam, a, gather)
+    return ListedFirings(position, component, lam, a, values_at)
 
 
 def _rounded(n: int) -> int:
@@ -77,16 +307,22 @@ def _rounded(n: int) -> int:
 
 
 @jax.jit
-def _count(importance: Array, threshold: float) -> Array:
-    return jnp.sum(importance > threshold, dtype=jnp.int32)
+def _number(importance: Array, n_valid: int, threshold: float) -> Array:
+    return jnp.sum(_fires(importance, n_valid, threshold), dtype=jnp.int32)
 
 
-def _compacted(importance: Array, activation: Array, threshold: float, size: int) -> tuple[Array, Array, Array]:
-    [flat] = jnp.nonzero(importance.ravel() > threshold, size=size, fill_value=0)
+def _fires(importance: Float[Array, "1 n C"], n_valid: int, threshold: float) -> Bool[Array, "1 n C"]:
+    return (importance > threshold) & (jnp.arange(importance.shape[1]) < n_valid)[:, None]
+
+
+def _compacted(
+    importance: Array, activation: Array, n_valid: int, threshold: float, size: int
+) -> tuple[Array, Array, Array]:
+    [flat] = jnp.nonzero(_fires(importance, n_valid, threshold).ravel(), size=size, fill_value=0)
     return flat.astype(jnp.int32), importance.ravel()[flat], activation.ravel()[flat]
 
 
-_compact = jax.jit(_compacted, static_argnums=3)
+_compact = jax.jit(_compacted, static_argnums=4)
 
 
 @jax.jit

@@ -24,7 +24,7 @@ from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_lab.errors import CannotWrite
 from param_decomp_lab.folders import DISK_ERRORS, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
-from param_decomp_lab.harvest.device import BatchValues, SiteValues, batch_values
+from param_decomp_lab.harvest.device import BatchValues, SiteSums, SiteValues, batch_values
 from param_decomp_lab.harvest.firings import find_firings
 from param_decomp_lab.harvest.plan import HarvestRequest, Source, as_inputs, make_plan
 from param_decomp_lab.harvest.publish import publish
@@ -150,24 +150,25 @@ class Harvester:
         sizes, outputs = (np.asarray(x) for x in values.outputs)
         rows, threshold = self._plan.block_rows, self._plan.threshold
         for n, block in enumerate(blocks):
+            n_valid = len(self._plan.rows_of_block(block)) * self._plan.length
             self._counter.add(
                 block,
                 as_inputs(self._plan, inputs[n * rows : (n + 1) * rows]),
                 outputs[n],
                 sizes[n],
-                [partial(_site_block, values.sites[name], n, threshold) for name in self._names],
+                [partial(_site_block, values.sites[name], n, n_valid, threshold) for name in self._names],
                 pool,
             )
 
 
-def _site_block(values: SiteValues, n: int, threshold: float) -> SiteBlock:
-    """What one device has found, in its block."""
+def _site_block(values: SiteValues, n: int, n_valid: int, threshold: float) -> SiteBlock:
+    """What one device has found, in the first ``n_valid`` positions of its block."""
 
     def part(x: Any) -> Any:
         return next(shard.data for shard in x.addressable_shards if (shard.index[0].start or 0) == n)
 
-    importance, activation, *sums = (part(x) for x in values)
-    return SiteBlock(find_firings(importance, activation, threshold), *(np.asarray(x)[0] for x in sums))
+    found = find_firings(part(values.importance), part(values.activation), n_valid, threshold)
+    return SiteBlock(found, SiteSums(*(np.asarray(part(x))[0] for x in values.sums)))
 
 
 def _process_folders(work: Path) -> list[Path]:

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Float32, Int, Int32, UInt64
+
+from param_decomp_lab.harvest.firings import Firings
+from param_decomp_lab.harvest.token_counts import pack
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,31 @@ class Inputs:
         assert self.features is not None
         return np.arange(self.features.shape[1])
 
-    def at(self, positions: Int[np.ndarray, " m"]) -> tuple[Int[np.ndarray, " k"] | None, Int[np.ndarray, " k"]]:
-        """The inputs at these positions: which of the positions each is at (None: one at each), and its place among
-        those `occurring`."""
-        if self.tokens is not None:
-            return None, self._places[positions]
-        which, feature = np.nonzero(self._active[positions])
-        return which, feature.astype(np.int32)
-
     @cached_property
-    def _places(self) -> Int32[np.ndarray, " n"]:
-        assert self.tokens is not None
+    def places(self) -> Int32[np.ndarray, " n"]:
+        """Which of those `occurring` is at each position; of features, of which there may be any number, 0."""
+        if self.tokens is None:
+            assert self.features is not None
+            return np.zeros(len(self.features), np.int32)
         return np.searchsorted(self.occurring, self.tokens).astype(np.int32)
+
+    def table(self, C: int, n_firings: int) -> Int32[np.ndarray, "C u"]:
+        """For the counts of how often a component fires at an input; of no inputs where sorting the firings is
+        cheaper, since the table would be much larger than what is counted, and where positions have features."""
+        n = len(self.occurring) if self.tokens is not None and C * len(self.occurring) <= 4 * n_firings else 0
+        return np.zeros((C, n), np.int32)
+
+    def counted(self, found: Firings, table: Int32[np.ndarray, "C u"]) -> UInt64[np.ndarray, " n"]:
+        """Packed counts, from a table that is filled or, if it is of no inputs, from the firings."""
+        if table.shape[1]:
+            pairs = np.flatnonzero(table)
+            component, place = np.divmod(pairs, table.shape[1])
+            return pack(component, self.occurring[place], table.ravel()[pairs])
+        position, component = found.places()
+        if self.tokens is not None:
+            return pack(component, self.tokens[position], np.ones(1, np.int64))
+        which, feature = np.nonzero(self._active[position])
+        return pack(component[which], feature, np.ones(1, np.int64))
 
     @cached_property
     def _active(self) -> np.ndarray:

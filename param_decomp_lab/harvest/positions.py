@@ -26,10 +26,7 @@ class BlockPositions:
 
     def add(self, site: int, found: Firings, chosen: Int64[np.ndarray, " s"]) -> None:
         """What fires at the positions ``chosen``, numbered within the block."""
-        starts, stops = (np.searchsorted(found.position, chosen, side) for side in ("left", "right"))
-        self.counts[site] = (stops - starts).astype(np.int32)
-        ranges = [found.component[a:b] for a, b in zip(starts, stops, strict=True)]
-        self.components[site] = np.concatenate(ranges) if ranges else np.zeros(0, np.int32)
+        self.counts[site], self.components[site] = found.components_at(chosen)
 
 
 def choose_positions(stream: int, first: int, n: int, n_valid: int, size: int) -> Int64[np.ndarray, " s"]:

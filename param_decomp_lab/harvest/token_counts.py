@@ -8,9 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
-from param_decomp_lab.harvest.firings import Firings
-from param_decomp_lab.harvest.inputs import Inputs
-
 BUFFER = 1 << 24
 """Counts that all sites together keep in memory before they are added up and written."""
 COUNT_BITS, TOKEN_BITS = 24, 20
@@ -33,18 +30,8 @@ class TokenCounts:
     def paths(self) -> list[Path]:
         return [self.folder / file for file in self.files]
 
-    def add(self, site: int, C: int, found: Firings, inputs: Inputs) -> None:
-        """Counts the inputs at the firings of one block. Different sites may be added at the same time."""
-        firing, place = inputs.at(found.position)
-        component = found.component if firing is None else found.component[firing]
-        tokens = inputs.occurring
-        if C * len(tokens) <= 4 * len(component):
-            # Cheaper than sorting, if the table is about as large as what is counted.
-            n = np.bincount(component * np.int32(len(tokens)) + place, minlength=C * len(tokens))
-            pairs = np.flatnonzero(n)
-            packed = _packed(pairs // len(tokens), tokens[pairs % len(tokens)], n[pairs])
-        else:
-            packed = _packed(component, tokens[place], np.ones(1, np.int64))
+    def add(self, site: int, packed: UInt64[np.ndarray, " n"]) -> None:
+        """Takes the counts of one block, see `Inputs.counted`. Different sites may be added at the same time."""
         self._waiting.setdefault(site, []).append(packed)
 
     def spill(self, name: str, *, always: bool = False) -> None:
@@ -61,7 +48,7 @@ class TokenCounts:
         self.files.append(file)
 
 
-def _packed(
+def pack(
     component: Int[np.ndarray, " n"], token: Int[np.ndarray, " n"], n: Int[np.ndarray, " #n"]
 ) -> UInt64[np.ndarray, " n"]:
     """One number for a component, a token and a count: sorting numbers is fast."""

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Float32, Int32, Int64, UInt32
+from jaxtyping import Float, Float32, Float64, Int64, UInt32
 
-from param_decomp_lab.harvest.firings import Firings
-from param_decomp_lab.harvest_files.tables import ACTIVATION_BINS, IMPORTANCE_BINS, OCTAVES
+from param_decomp_lab.harvest.device import AnyArray, SiteSums
+from param_decomp_lab.harvest_files.tables import ACTIVATION_BINS, IMPORTANCE_BINS
 
 UNIT = 2.0**-26
 """Sums are kept as whole multiples of this: integers add up to the same in every order, floats do not."""
@@ -38,24 +38,12 @@ class Totals:
             np.zeros((C, IMPORTANCE_BINS), np.uint32), np.zeros((C, ACTIVATION_BINS), np.uint32),
         )  # fmt: skip
 
-    def add(
-        self,
-        found: Firings,
-        importance_sum: Float[np.ndarray, " C"],
-        activation_sum: Float[np.ndarray, " C"],
-        activation_max: Float[np.ndarray, " C"],
-    ) -> None:
-        """Adds one block; the sums and the largest |a| are over all of its positions."""
-        C = len(self.firings)
-        self.firings += np.bincount(found.component, minlength=C)
-        self.importance_sum += _whole(importance_sum)
-        self.activation_sum += _whole(activation_sum)
-        size = np.abs(found.activation)
-        self.firing_activation_sum += _whole(np.bincount(found.component, size, C))
-        np.maximum.at(self.importance_max, found.component, found.importance)
-        np.maximum(self.activation_max, activation_max, out=self.activation_max)
-        _count(self.importance_histogram, found.component, importance_bin(found.importance))
-        _count(self.activation_histogram, found.component, activation_bin(found.activation))
+    def add(self, sums: SiteSums, firing_activation_sum: Float64[np.ndarray, " C"]) -> None:
+        """Adds the sums of one block. The rest is added by `Firings.count`, into the arrays."""
+        self.importance_sum += _whole(sums.importance_sum)
+        self.activation_sum += _whole(sums.activation_sum)
+        self.firing_activation_sum += _whole(firing_activation_sum)
+        np.maximum(self.activation_max, sums.activation_max, out=self.activation_max)
 
     def merge(self, other: "Totals") -> None:
         """Adds what was summed up of other positions."""
@@ -64,34 +52,5 @@ class Totals:
             mine[...] = np.maximum(mine, theirs) if name.endswith("_max") else mine + theirs
 
 
-def importance_bin(importance: Float32[np.ndarray, " n"]) -> np.ndarray:
-    """Number of the bin of each λ > 0."""
-    return np.clip(np.ceil(importance * np.float32(IMPORTANCE_BINS)).astype(np.int32) - 1, 0, IMPORTANCE_BINS - 1)
-
-
-def activation_bin(activation: Float32[np.ndarray, " n"]) -> np.ndarray:
-    """Number of the bin of each activation."""
-    # Sign and exponent of a float32 are its first nine bits; the exponent is the whole part of its logarithm.
-    return _BIN_OF_FIRST_BITS[activation.view(np.uint32) >> np.uint32(23)]
-
-
-def _bins_of_first_bits() -> Int32[np.ndarray, "512"]:
-    sign, exponent = np.divmod(np.arange(512, dtype=np.int32), 256)
-    place = np.clip(exponent - 127, OCTAVES[0], OCTAVES[-1]) - OCTAVES[0]
-    return np.where(sign == 1, len(OCTAVES) - 1 - place, len(OCTAVES) + place).astype(np.int32)
-
-
-_BIN_OF_FIRST_BITS = _bins_of_first_bits()
-
-
-def _count(histogram: UInt32[np.ndarray, "C bins"], component: np.ndarray, bins: np.ndarray) -> None:
-    C, n_bins = histogram.shape
-    places = component * np.int32(n_bins) + bins
-    if len(places) * 4 > histogram.size:
-        histogram += np.bincount(places, minlength=histogram.size).reshape(C, n_bins).astype(np.uint32)
-    else:
-        np.add.at(histogram.reshape(-1), places, np.uint32(1))
-
-
-def _whole(sums: Float[np.ndarray, " C"]) -> Int64[np.ndarray, " C"]:
+def _whole(sums: Float[AnyArray, " C"]) -> Int64[np.ndarray, " C"]:
     return np.rint(np.asarray(sums, np.float64) / UNIT).astype(np.int64)

@@ -17,12 +17,12 @@ from param_decomp_jax.step import run_clean_pass
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.examples import Examples
-from param_decomp_lab.harvest.firings import Firings, find_firings
+from param_decomp_lab.harvest.firings import HostFirings, ListedFirings, Ranked, Tables, find_firings
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.keys import keys, stream
 from param_decomp_lab.harvest.plan import HarvestRequest
 from param_decomp_lab.harvest.share import Share, find_share
-from param_decomp_lab.harvest.totals import activation_bin, importance_bin
+from param_decomp_lab.harvest.totals import Totals
 from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
 from tests.lab.tiny_run import SEQ_LEN, pd_here
@@ -343,7 +343,7 @@ def test_the_sample_is_uniform() -> None:
     """Each of 60 firings is as likely in the sample of 6, over 200 seeds; in two parts that are merged, too."""
     n, chosen = 60, np.zeros((2, 60), int)
     positions, ones = np.arange(10, dtype=np.int32), np.ones(10, np.float32)
-    row = Firings(
+    row = ListedFirings(
         positions, ones.astype(np.int32), ones, ones, lambda at, components: (np.ones(at.shape, np.float32),) * 2
     )
     for seed in range(200):
@@ -353,7 +353,7 @@ def test_the_sample_is_uniform() -> None:
             for of in halves:
                 sample = Examples.empty(3, 6, 2)
                 for first in range(of.start, of.stop, 10):
-                    sample.add("uniform", row, drawn[first : first + 10], first // 10, 10)
+                    sample.add("uniform", row, Ranked(np.arange(10), drawn[first : first + 10]), first // 10, 10)
                 if merged is None:
                     merged = sample
                 else:
@@ -365,33 +365,57 @@ def test_the_sample_is_uniform() -> None:
     assert chisquare(chosen[0]).pvalue > 1e-3
 
 
+def tables(n: int, C: int, places: np.ndarray, worst: int) -> Tables:
+    """For n positions; ``places`` of one of up to 4 inputs at each. Every other component has its examples already."""
+    totals, high = Totals.zeros(C), np.iinfo(np.uint64).max
+    limits = [np.where(np.arange(C) % 2, np.uint64(worst), high) for _ in range(2)]
+    of_firings = totals.firings, totals.importance_max, totals.importance_histogram, totals.activation_histogram
+    drawn = keys(1, np.arange(n)), keys(2, np.arange(C))
+    return Tables(*of_firings, np.zeros(C), np.zeros((C, 4), np.int32), places, *drawn, *limits)
+
+
 def test_bins() -> None:
-    assert importance_bin(np.array([1e-9, 0.05, 0.0500001, 0.999, 1.0, 1.3], np.float32)).tolist() == [
-        0,
-        0,
-        1,
-        19,
-        19,
-        19,
-    ]
-    values = np.array([1.0, 1.99, 2.0, -1.0, 1e-9, 1e9, -1e9, -1e-9], np.float32)
-    assert activation_bin(values).tolist() == [36, 36, 37, 11, 24, 47, 0, 23]
+    lam = np.array([1e-9, 0.05, 0.0500001, 0.999, 1.0, 1.3, 1, 1], np.float32)
+    a = np.array([1.0, 1.99, 2.0, -1.0, 1e-9, 1e9, -1e9, -1e-9], np.float32)
+    counted = tables(1, 8, np.zeros(1, np.int32), 0)
+    HostFirings(lam[None], a[None], np.float32(0)).count(counted, 8)
+    assert counted.importance_histogram.argmax(1).tolist() == [0, 0, 1, 19, 19, 19, 19, 19]
+    assert counted.activation_histogram.argmax(1).tolist() == [36, 36, 37, 11, 24, 47, 0, 23]
+    assert (counted.firings == 1).all()
+    np.testing.assert_array_equal(counted.activation_sum, np.abs(a.astype(float)))
 
 
 def test_firings_of_another_device_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fires is found on a device that is no CPU, and only that is fetched."""
+    """What fires is found on a device that is no CPU, and only that is fetched. Many, so that they are counted in parts
+    (`firings.AT_ONCE`)."""
     rng = np.random.default_rng(0)
-    lam = np.where(rng.random((1, 30, 17)) < 0.1, rng.random((1, 30, 17)), 0).astype(np.float32)
+    shape = (1, 900, 170)
+    lam = np.where(rng.random(shape) < 0.1, rng.random(shape), 0).astype(np.float32)
     a = rng.normal(size=lam.shape).astype(np.float32)
-    here = find_firings(jax.numpy.asarray(lam), jax.numpy.asarray(a), 0.0)
+    here = find_firings(jax.numpy.asarray(lam), jax.numpy.asarray(a), 880, 0.0)
     from param_decomp_lab.harvest.firings import _from_device
 
-    there = _from_device(jax.numpy.asarray(lam), jax.numpy.asarray(a), 0.0)
-    for name in ("position", "component", "importance", "activation"):
-        np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
-    at = rng.integers(0, 30, (5, 7)).astype(np.int32)
-    for mine, theirs in zip(here.gather(at, here.component[:5]), there.gather(at, here.component[:5]), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    there = _from_device(jax.numpy.asarray(lam), jax.numpy.asarray(a), 880, 0.0)
+    assert isinstance(here, HostFirings)
+    assert len(here) == len(there) == (lam[:, :880] > 0).sum()
+    chosen = np.array([3, 4, 700])
+    at = rng.integers(0, 880, (5, 7)).astype(np.int32)
+    for mine, theirs in (
+        (here.places(), there.places()),
+        (here.components_at(chosen), there.components_at(chosen)),
+        (here.gather(at, there.component[:5]), there.gather(at, there.component[:5])),
+    ):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    counted = [tables(880, 170, (np.arange(880) % 4).astype(np.int32), 1 << 61) for _ in range(2)]
+    ranked = here.count(counted[0], len(here)), there.count(counted[1], len(there))
+    for one, other in zip(*counted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(*ranked, strict=True):
+        np.testing.assert_array_equal(one.rank, other.rank)
+        assert 0.5 < len(one.rank) / len(here) < 0.65
+        for mine, theirs in zip(here.select(one.number), there.select(other.number), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
