@@ -118,7 +118,7 @@ def _problem(policy: str, exact: bool) -> tuple[Any, tuple[int, int]]:
 
     from experiments.mlp_decompositions import POLICIES, MLPs, problem_of
     from param_decomp_jax.ci import GlobalTransformer
-    from param_decomp_jax.targets.llama import Llama
+    from param_decomp_jax.targets.transformer import Transformer
 
     of = MLPs(
         batch=16,
@@ -134,7 +134,7 @@ def _problem(policy: str, exact: bool) -> tuple[Any, tuple[int, int]]:
     if policy != "plain":
         memory = replace(memory, **SMALL_BLOCKS)
     problem = problem_of(of, memory)
-    assert isinstance(problem.target, Llama)
+    assert isinstance(problem.target, Transformer)
     dtype = jnp.float64 if exact else jnp.float32
     return replace(problem, target=replace(problem.target, compute_dtype=dtype)), (of.batch, of.seq)
 

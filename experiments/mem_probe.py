@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.step_bench import GIB, ROOT, planned_bytes, random_weights
-from param_decomp_jax.targets.llama import Llama
+from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
 from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile
@@ -92,7 +92,7 @@ def _place(config: RunConfig, *kinds: type[Any]) -> int:
 def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any]:
     """The line of JSON. ``steps``: timed ones, after a first."""
     inputs, target = outline.train.input_shapes(1), outline.problem.target
-    assert isinstance(target, Llama)
+    assert isinstance(target, Transformer)
     places = jax.tree.map(lambda x: x.sharding, outline.weights)
     with jax.set_mesh(outline.mesh):
         started = time.perf_counter()

@@ -24,16 +24,18 @@ from param_decomp_jax.mesh import whole
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.placement import batch_sharding, shardings, state_shardings, with_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.rotary import Llama3Scaling
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition, init_state
 from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, RopeScaling, module_name
+from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.eval.ce_kl import ce_and_kl
 
 LLAMA_8B = LlamaConfig(
-    128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
+    128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)
 )
 LARGE_CI = GlobalTransformer(d_model=4096, n_blocks=4, mlp_hidden=(16384,), n_heads=64)
 SMALL, SMALL_CI = LlamaConfig(4096, 512, 8, 8, 2, 64, 1024), GlobalTransformer(512, 2, (2048,), 8)
@@ -82,7 +84,9 @@ def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
         compute_dtype=of.compute_dtype,
         memory=policy,
     )
-    return Problem(decomposition, Llama(of.model, choose_sites(of.model.matrices(), chosen), policy, jnp.bfloat16))
+    return Problem(
+        decomposition, Transformer(of.model, choose_sites(of.model.matrices(), chosen), policy, jnp.bfloat16)
+    )
 
 
 def weights_of(model: LlamaConfig) -> Any:
@@ -126,7 +130,7 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
     def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
         clean_pass, reader = read_batch(problem, state.components, state.ci, weights, tokens)
         target, key = problem.target, jax.random.key(0)
-        assert isinstance(target, Llama)
+        assert isinstance(target, Transformer)
         return ce_and_kl(target, clean_pass, state.components, reader, key, Stochastic(), 0.0)
 
     _, arguments = step_of(problem, of, mesh)

@@ -5,12 +5,12 @@ All three take and give the same arrays and differ only in what they keep and in
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from param_decomp_jax.memory import Attention
 from param_decomp_jax.numerics import wide
@@ -20,35 +20,54 @@ BLOCK = 128
 CPU no size was faster (docs/measurements/attention.md)."""
 
 
+class Window(NamedTuple):
+    """A query reads the ``size`` keys up to its own where ``applies`` (of one layer of a scan, so it may be traced),
+    else all up to its own."""
+
+    size: int
+    applies: Bool[Array, ""] | bool = True
+
+
 def attend(
     q: Float[Array, "B T heads d"],
     k: Float[Array, "B T kv_heads d"],
     v: Float[Array, "B T kv_heads d"],
     causal: bool,
     implementation: Attention = "plain",
+    window: Window | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
     """Query head h reads key head ``h // (heads / kv_heads)``; scores times ``d^-½``, softmax in fp32 or wider.
 
+    ``window``: how far back causal attention reads. ``cap``: a score s becomes ``cap · tanh(s / cap)`` (Gemma 2).
     Raises RuntimeError for ``flash`` where JAX's CUDA plugin is installed and cuDNN is not to be found.
     """
+    assert window is None or causal, "windows are of causal attention"
+    if window is not None and q.shape[1] <= window.size:
+        window = None
     match implementation:
         case "plain":
-            return plain(q, k, v, causal)
+            return plain(q, k, v, causal, window, cap)
         case "blocked":
-            return blocked(q, k, v, causal)
+            return blocked(q, k, v, causal, window=window, cap=cap)
         case "flash":
-            if not (_takes(q) and _can_be_lowered_for_cuda()):
-                return blocked(q, k, v, causal)
-            return lax.platform_dependent(
-                q, k, v, cuda=partial(_flash, causal), default=partial(blocked, causal=causal)
-            )
+            # cuDNN has no cap.
+            if cap is not None or not (_takes(q) and _can_be_lowered_for_cuda()):
+                return blocked(q, k, v, causal, window=window, cap=cap)
+            flash = partial(_flash_in_window, causal, window)
+            return lax.platform_dependent(q, k, v, cuda=flash, default=partial(blocked, causal=causal, window=window))
 
 
 def plain(
-    q: Float[Array, "B T heads d"], k: Float[Array, "B T kv_heads d"], v: Float[Array, "B T kv_heads d"], causal: bool
+    q: Float[Array, "B T heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    v: Float[Array, "B T kv_heads d"],
+    causal: bool,
+    window: Window | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
     """The reference: every score ``[B, heads, T, T]`` exists, and is kept for the backward."""
-    return _attend_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None)
+    return _attend_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None, window, cap)
 
 
 def blocked(
@@ -57,6 +76,8 @@ def blocked(
     v: Float[Array, "B T kv_heads d"],
     causal: bool,
     block: int = BLOCK,
+    window: Window | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
     """`plain` for ``block`` queries after the other: scores ``[B, heads, block, T]`` exist for one block at a time."""
     B, T, heads, d = q.shape
@@ -70,7 +91,8 @@ def blocked(
     # A loop's body cannot be merged with its recomputation anyway; the barrier is for a block that stands alone.
     @partial(jax.checkpoint, prevent_cse=n_blocks == 1)
     def attend_block(wide_k: Array, wide_v: Array, queries: Array, first: Array) -> Array:
-        return _attend_queries(queries, wide_k.astype(k.dtype), wide_v.astype(v.dtype), first if causal else None)
+        keys, values = wide_k.astype(k.dtype), wide_v.astype(v.dtype)
+        return _attend_queries(queries, keys, values, first if causal else None, window, cap)
 
     if n_blocks == 1:
         return attend_block(wide_k, wide_v, q, jnp.zeros((), jnp.int32))
@@ -87,6 +109,8 @@ def _attend_queries(
     k: Float[Array, "B T kv_heads d"],
     v: Float[Array, "B T kv_heads d"],
     first: Int[Array, ""] | None,
+    window: Window | None,
+    cap: float | None,
 ) -> Float[Array, "B Q heads d"]:
     """Queries of the positions ``first, first + 1, …`` read the keys up to their own; with None, every key.
 
@@ -95,8 +119,14 @@ def _attend_queries(
     B, Q, heads, d = q.shape
     groups = q.reshape(B, Q, k.shape[2], heads // k.shape[2], d)
     scores = jnp.einsum("BQkgd,BTkd->BkgQT", groups, k, preferred_element_type=wide(q).dtype) * d**-0.5
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     if first is not None:
-        past = first + jnp.arange(Q, dtype=jnp.int32)[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)
+        own = first + jnp.arange(Q, dtype=jnp.int32)[:, None]
+        read = jnp.arange(k.shape[1], dtype=jnp.int32)
+        past = own >= read
+        if window is not None:
+            past &= (own - read < window.size) | ~jnp.asarray(window.applies)
         scores = jnp.where(past, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("BkgQT,BTkd->BQkgd", weights, v).reshape(B, Q, heads, d)
@@ -119,7 +149,7 @@ def _can_be_lowered_for_cuda() -> bool:
     """False where JAX has no CUDA plugin: it cannot even trace the kernel there, nor lower anything for a GPU."""
     heads = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
     try:
-        jax.eval_shape(partial(_cudnn, False), heads, heads, heads)
+        jax.eval_shape(partial(_cudnn, False, None), heads, heads, heads)
     except RuntimeError as error:
         if "not detected" in str(error):
             return False
@@ -127,21 +157,32 @@ def _can_be_lowered_for_cuda() -> bool:
     return True
 
 
-def _cudnn(causal: bool, q: Array, k: Array, v: Array) -> Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+def _flash_in_window(causal: bool, window: Window | None, q: Array, k: Array, v: Array) -> Array:
+    if window is None or window.applies is True:
+        return _flash(causal, None if window is None else window.size, q, k, v)
+    # The kernel's window is part of the program: layers of both kinds in one scan choose between two kernels.
+    inside, everywhere = partial(_flash, causal, window.size), partial(_flash, causal, None)
+    out: Array = lax.cond(window.applies, inside, everywhere, q, k, v)
+    return out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(causal: bool, q: Array, k: Array, v: Array) -> Array:
+def _cudnn(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
+    # The window of a causal mask: so many keys before the query's own.
+    before = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, local_window_size=before, implementation="cudnn")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
     """`_cudnn`, under `jax.vmap` too whatever is mapped: its own rule takes for granted that everything is."""
-    return _cudnn(causal, *_mapped_alike((q, k, v)))
+    return _cudnn(causal, window, *_mapped_alike((q, k, v)))
 
 
-def _flash_forward(causal: bool, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-    return jax.vjp(partial(_cudnn, causal), *_mapped_alike((q, k, v)))
+def _flash_forward(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    return jax.vjp(partial(_cudnn, causal, window), *_mapped_alike((q, k, v)))
 
 
-def _flash_backward(causal: bool, pullback: Any, gradient: Array) -> tuple[Array, Array, Array]:
+def _flash_backward(causal: bool, window: int | None, pullback: Any, gradient: Array) -> tuple[Array, Array, Array]:
     pullback, gradient = _mapped_alike((pullback, gradient))
     return pullback(gradient)
 

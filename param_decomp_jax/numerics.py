@@ -27,6 +27,16 @@ def rms_norm(x: Float[Array, "*n d"], eps: float, scale: Float[Array, " d"] | No
     return y if scale is None else y * scale.astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "*n d"], eps: float, scale: Float[Array, " d"], bias: Float[Array, " d"]
+) -> Float[Array, "*n d"]:
+    """``(x − mean) / √(variance + eps) · scale + bias``, in fp32; the result in the dtype of ``x``."""
+    y = wide(x)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale + bias).astype(x.dtype)
+
+
 def kl_divergence(clean: Float[Array, "*n vocab"], masked: Float[Array, "*n vocab"]) -> Float[Array, "*n"]:
     """KL(softmax(clean) ‖ softmax(masked)) per position, in nats, of logits in fp32 or wider (R1)."""
     log_p, log_q = jax.nn.log_softmax(wide(clean)), jax.nn.log_softmax(wide(masked))

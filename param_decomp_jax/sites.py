@@ -25,6 +25,7 @@ class Matrix:
     ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``). ``reads``: name of
     the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: layers that
     do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
+    ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Matrix:
     d_in: int
     d_out: int
     group: int = field(default=0, kw_only=True)
+    part_of: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,14 @@ class FeatureInputs:
 class Tensors:
     """Where an array of the weights lies in safetensors files.
 
-    ``names``: of one tensor or, if ``stacked``, of one tensor per layer. ``transposed``: stored ``[d_out, d_in]``.
+    ``names``: of one tensor or, if ``stacked``, of one tensor per layer, or of ``per_layer`` of them if the array has
+    an axis of experts behind that of layers. ``transposed``: stored ``[d_out, d_in]``.
     """
 
     names: tuple[str, ...]
     stacked: bool = False
     transposed: bool = False
+    per_layer: int | None = None
 
 
 class Architecture(ABC):

@@ -7,7 +7,7 @@ the error, which may then take it in blocks of tokens.
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -37,9 +37,6 @@ class Decoder:
     the inputs of products (N1). The weights have ``layers``: of all layers, each array with a leading layer axis.
     """
 
-    writes_residual: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of the matrices whose output is added to the residual stream."""
-
     architecture: Any
     sites: Sites
     memory: MemoryPolicy = PLAIN
@@ -61,6 +58,11 @@ class Decoder:
 
         ``dtype``: of the product's inputs.
         """
+
+    @property
+    def writes_residual(self) -> frozenset[str]:
+        """Kinds of the matrices whose output is added to the residual stream as it is."""
+        return frozenset()
 
     # ---- what they share ----
 
@@ -97,7 +99,12 @@ class Decoder:
         """What directions of the residual stream add to the logits, as far as that is linear: through the scales of the
         final norm and the unembedding, without the norm's division (the logit lens; nostalgebraist, 2020)."""
         matrix = self.head(weights, directions.dtype).args[0]
-        return matmul_wide((directions * weights["norm"]).astype(directions.dtype), matrix)
+        return matmul_wide((directions * self.final_scale(weights)).astype(directions.dtype), matrix)
+
+    def final_scale(self, weights: Weights) -> Float[Array, " d"]:
+        """What the final norm multiplies each dimension by."""
+        scale: Array = weights["norm"]
+        return scale
 
     def errors(
         self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]

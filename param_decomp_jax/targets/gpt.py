@@ -19,7 +19,7 @@ from param_decomp_jax.attention import attend
 from param_decomp_jax.fused_kl import Head
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import gather
-from param_decomp_jax.numerics import matmul, matmul_wide, wide
+from param_decomp_jax.numerics import layer_norm, matmul, matmul_wide
 from param_decomp_jax.remat import named, over_layers
 from param_decomp_jax.sites import Matrix, Sites
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
@@ -147,7 +147,7 @@ def gpt_logits(
         return x + attention(x, w, of_attention), None
 
     x, _ = over_layers(MemoryPolicy(layers=how.layers), recomputed("block", layer), x, (weights["layers"], keys))
-    x = _layer_norm(x, weights["norm"], weights["norm_bias"], config.norm_eps)
+    x = layer_norm(x, config.norm_eps, weights["norm"], weights["norm_bias"])
     return matmul_wide(x, weights["head"]) + weights["head_bias"]
 
 
@@ -182,7 +182,7 @@ def _mlp(
     config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], product: Product
 ) -> Float[Array, "B T d"]:
     """What the MLP block adds to the residual stream."""
-    h = _layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], config.norm_eps)
+    h = layer_norm(x, config.norm_eps, w["mlp_norm"], w["mlp_norm_bias"])
     h = jax.nn.gelu(_affine(product, h, w, "mlp_in"))
     return _affine(product, h, w, "mlp_out")
 
@@ -193,7 +193,7 @@ def _attention(
     """What the attention block adds to the residual stream."""
     B, T, d = x.shape
     head_dim = d // config.n_heads
-    h = _layer_norm(x, w["attention_norm"], w["attention_norm_bias"], config.norm_eps)
+    h = layer_norm(x, config.norm_eps, w["attention_norm"], w["attention_norm_bias"])
     q, k, v = (
         _affine(product, h, w, name).reshape(B, T, config.n_heads, head_dim) for name in ("q_proj", "k_proj", "v_proj")
     )
@@ -204,16 +204,6 @@ def _affine(
     product: Product, x: Float[Array, "*n d_in"], w: Mapping[str, Array], kind: str
 ) -> Float[Array, "*n d_out"]:
     return product(kind, x, w[kind]) + w[f"{kind}_bias"].astype(x.dtype)
-
-
-def _layer_norm(
-    x: Float[Array, "*n d"], scale: Float[Array, " d"], bias: Float[Array, " d"], eps: float
-) -> Float[Array, "*n d"]:
-    """``(x − mean) / √(variance + eps) · scale + bias``, in fp32; the result in the dtype of ``x``."""
-    y = wide(x)
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale + bias).astype(x.dtype)
 
 
 def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*s"]:
@@ -227,9 +217,11 @@ def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Fl
 class GPT(Decoder):
     """A GPT as a target; nothing is dropped."""
 
-    writes_residual = frozenset({"o_proj", "mlp_out"})
-
     architecture: GPTConfig
+
+    @property
+    def writes_residual(self) -> frozenset[str]:
+        return frozenset({"o_proj", "mlp_out"})
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         positions = gather(weights["positions"], FROZEN, self.compute_dtype)[: tokens.shape[1]]
@@ -256,4 +248,4 @@ class GPT(Decoder):
         norm_bias: Float[Array, " d"],
         hidden: Float[Array, "*n d"],
     ) -> Float[Array, "*n vocab"]:
-        return matmul_wide(_layer_norm(hidden, norm, norm_bias, self.architecture.norm_eps), head) + bias
+        return matmul_wide(layer_norm(hidden, self.architecture.norm_eps, norm, norm_bias), head) + bias

@@ -4,8 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.architecture import Architecture, UnsupportedConfig, check_sizes
+from param_decomp_jax.targets.gemma2 import Gemma2Config
 from param_decomp_jax.targets.gpt import GPTConfig
+from param_decomp_jax.targets.gpt2 import GPT2Config
+from param_decomp_jax.targets.gpt_neox import GPTNeoXConfig
 from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.llama_simple_mlp import LlamaSimpleMLPConfig
+from param_decomp_jax.targets.mistral import MistralConfig
+from param_decomp_jax.targets.olmo2 import Olmo2Config
+from param_decomp_jax.targets.olmoe import OlmoeConfig
+from param_decomp_jax.targets.qwen2 import Qwen2Config
+from param_decomp_jax.targets.qwen3 import Qwen3Config
+from param_decomp_jax.targets.qwen3_moe import Qwen3MoeConfig
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 
@@ -13,6 +23,16 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
     kind.name: kind
     for kind in (
         LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        OlmoeConfig,
+        Olmo2Config,
+        Gemma2Config,
+        GPT2Config,
+        GPTNeoXConfig,
+        LlamaSimpleMLPConfig,
         GPTConfig,
         TMSConfig,
         ResidMLPConfig,
@@ -28,6 +48,10 @@ def read_config(raw: Mapping[str, Any]) -> Architecture:
     architecture = ARCHITECTURES[name].from_config(raw)
     check_sizes(architecture)
     return architecture
+
+
+PREFIXES = tuple(sorted({kind.prefix for kind in ARCHITECTURES.values()} - {""}))
+"""With which files begin the names of modules, and patterns may."""
 
 
 def find_published(hub_id: str) -> Architecture | None:

@@ -4,21 +4,19 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from param_decomp_jax.targets.registry import PREFIXES
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import UserError
-
-_PREFIX = "model."
 
 
 def match_sites(
     targets: Sequence[DecompositionTarget], module_names: Sequence[str], key: str = "pd.decomposition_targets"
 ) -> list[tuple[str, int]]:
-    """The decomposed modules with their C, in the order of ``module_names``, without `model.`. ``key``: for errors.
+    """The decomposed modules with their C, in the order of ``module_names``. ``key``: for errors.
 
-    A pattern matches a name by fnmatch, with or without `model.` on either side. UserError for a pattern that
-    matches nothing and for a module that two patterns match.
+    UserError for a pattern that matches nothing and for a module that two patterns match.
     """
-    names = [name.removeprefix(_PREFIX) for name in module_names]
+    names = list(module_names)
     found: dict[str, tuple[int, DecompositionTarget]] = {}
     for n, target in enumerate(targets):
         where = f"{key}.{n}.module_pattern"
@@ -37,10 +35,11 @@ def match_sites(
 
 
 def matches_module(pattern: str, name: str) -> bool:
-    """Whether an fnmatch pattern, with or without `model.`, matches the module ``name`` (without `model.`)."""
-    return fnmatchcase(name, pattern) or fnmatchcase(_PREFIX + name, pattern)
+    """Whether an fnmatch pattern matches the module ``name``, alone or behind a prefix such as `model.`."""
+    return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))
 
 
 def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(target.module_pattern.removeprefix(_PREFIX), names, n=3, cutoff=0.0)
+    prefix = next((prefix for prefix in PREFIXES if target.module_pattern.startswith(prefix)), "")
+    close = difflib.get_close_matches(target.module_pattern.removeprefix(prefix), names, n=3, cutoff=0.0)
     return f"the nearest are {', '.join(close)}" if close else "this target has no modules to decompose"

@@ -14,7 +14,8 @@ from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
-from param_decomp_jax.targets.llama import LlamaConfig, language_logits
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.recipe import GPTRecipe, PretrainRecipe

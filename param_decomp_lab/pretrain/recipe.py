@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from param_decomp_jax.rotary import Llama3Scaling
 from param_decomp_jax.targets.gpt import GPTConfig, Part
-from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
+from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.config.strict import (
     ConfigSource,
     Count,
@@ -71,7 +72,7 @@ class LlamaRecipe(Strict):
         return self
 
     def config(self, vocab_size: int) -> LlamaConfig:
-        scaling = RopeScaling(**self.rope_scaling.model_dump()) if self.rope_scaling else None
+        scaling = Llama3Scaling(**self.rope_scaling.model_dump()) if self.rope_scaling else None
         return LlamaConfig(
             vocab_size=vocab_size,
             d_model=self.d_model,
@@ -80,7 +81,7 @@ class LlamaRecipe(Strict):
             n_kv_heads=self.n_kv_heads,
             head_dim=self.head_dim or self.d_model // self.n_heads,
             d_mlp=self.d_mlp,
-            rms_norm_eps=self.rms_norm_eps,
+            norm_eps=self.rms_norm_eps,
             rope_theta=self.rope_theta,
             rope_scaling=scaling,
             tied=self.tied,

@@ -1,6 +1,6 @@
 """The sites that a configuration chooses among a target's matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Sites
 from param_decomp_jax.targets.base import choose_sites
@@ -15,10 +15,26 @@ def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
     UserError for a pattern that matches nothing or twice, and for sites that cannot be tied.
     """
     names = [matrix.name for matrix in matrices]
-    chosen = dict(match_sites(pd.decomposition_targets, names, "pd.decomposition_targets"))
+    given = match_sites(pd.decomposition_targets, names, "pd.decomposition_targets")
+    chosen = _without_slices(matrices, dict(given))
     identities = match_sites(pd.identity_decomposition_targets or (), names, "pd.identity_decomposition_targets")
-    chosen |= {name + PRE_IDENTITY: C for name, C in identities}
+    chosen |= {name + PRE_IDENTITY: C for name, C in _without_slices(matrices, dict(identities)).items()}
     return choose_sites(matrices, chosen, _tied(pd, choose_sites(matrices, chosen)))
+
+
+def _without_slices(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> dict[str, int]:
+    """``chosen`` without slices of matrices that are chosen as a whole: `*.attn.*` means the whole ones. UserError where
+    one layer's is chosen as a whole and another's by its slices, which one pass does not compute."""
+    whole = {matrix.name: matrix.part_of for matrix in matrices}
+    found = {name: C for name, C in chosen.items() if whole[name] not in chosen}
+    slices = [name for name in found if whole[name] is not None]
+    fused = {part_of for part_of in whole.values() if part_of is not None}
+    if slices and (others := [name for name in found if name in fused]):
+        raise UserError(
+            f"pd.decomposition_targets: {slices[0]} is a slice, but {others[0]} is chosen as a whole; choose the whole "
+            "matrix or its slices, in all layers alike"
+        )
+    return found
 
 
 def _tied(pd: PDConfig, sites: Sites) -> list[tuple[str, str]]:

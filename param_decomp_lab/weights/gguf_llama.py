@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
+from param_decomp_jax.rotary import Llama3Scaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig, check_sizes
-from param_decomp_jax.targets.llama import (
-    DEFAULT_THETA,
-    KINDS,
-    LlamaConfig,
-    RopeScaling,
-    module_name,
-    rotary_frequencies,
-)
+from param_decomp_jax.targets.config_json import DEFAULT_THETA
+from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.transformer import rotary_frequencies
+from param_decomp_jax.targets.transformer_config import KINDS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.gguf_file import GgufFile
 
@@ -93,7 +90,7 @@ def _config(file: GgufFile, heads: int, kv_heads: int, head_dim: int) -> LlamaCo
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         d_mlp=file.count("llama.feed_forward_length"),
-        rms_norm_eps=file.number("llama.attention.layer_norm_rms_epsilon"),
+        norm_eps=file.number("llama.attention.layer_norm_rms_epsilon"),
         rope_theta=file.number("llama.rope.freq_base", DEFAULT_THETA),
         tied=HEAD not in file.shapes,
     )
@@ -148,12 +145,12 @@ def _expect_tensors(file: GgufFile, config: LlamaConfig) -> None:
         )
 
 
-def _rope_scaling(file: GgufFile, config: LlamaConfig) -> RopeScaling | None:
+def _rope_scaling(file: GgufFile, config: LlamaConfig) -> Llama3Scaling | None:
     """Llama 3's frequency scaling, which a GGUF keeps as what every frequency is divided by, ``[head_dim / 2]``."""
     if ROPE_DIVISORS not in file.shapes:
         return None
     divisors = file.read(ROPE_DIVISORS)
-    scaling = RopeScaling(max(float(divisors.max()), 1.0), LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT)
+    scaling = Llama3Scaling(max(float(divisors.max()), 1.0), LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT)
     plain, scaled = (rotary_frequencies(replace(config, rope_scaling=s)) for s in (None, scaling))
     if divisors.shape != plain.shape or not np.allclose(plain / scaled, divisors, rtol=1e-4, atol=0):
         raise UserError(

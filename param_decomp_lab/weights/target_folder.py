@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _as_stored(architecture: Architecture, names: frozenset[str]) -> Any:
         return tensors
 
     def without_prefix(leaf: Tensors) -> Tensors:
-        return Tensors(tuple(name.removeprefix(prefix) for name in leaf.names), leaf.stacked, leaf.transposed)
+        return replace(leaf, names=tuple(name.removeprefix(prefix) for name in leaf.names))
 
     return jax.tree.map(without_prefix, tensors, is_leaf=_is_leaf)
 
@@ -156,27 +157,34 @@ def _arrays(architecture: Architecture, weights: Weights, dtype: np.dtype[Any]) 
     jax.tree.map(lambda leaf, array: pairs.append((leaf, array)), architecture.tensors(), weights, is_leaf=_is_leaf)
     for leaf, array in pairs:
         rows = np.asarray(array).astype(dtype)
-        for name, row in zip(leaf.names, rows if leaf.stacked else [rows], strict=True):
+        rows = rows.reshape(len(leaf.names), *rows.shape[_leading(leaf) :])
+        for name, row in zip(leaf.names, rows, strict=True):
             yield name, np.ascontiguousarray(row.T if leaf.transposed else row)
 
 
 def _read(files: SafetensorsFolder, leaf: Tensors, dtype: np.dtype[Any], index: tuple[slice, ...]) -> np.ndarray:
     """The part ``index`` of a leaf: the only array of that size that is made, filled block by block of the file."""
-    names = leaf.names[index[0]] if leaf.stacked else leaf.names
-    inner = index[1:] if leaf.stacked else index
-    out = np.empty((len(names), *(part.stop - part.start for part in inner)), dtype)
-    for row, name in zip(out, names, strict=True):
+    n = _leading(leaf)
+    names = np.array(leaf.names).reshape((-1, leaf.per_layer)[:n] if leaf.per_layer else (-1,) * n)[index[:n]]
+    inner = index[n:]
+    out = np.empty((names.size, *(part.stop - part.start for part in inner)), dtype)
+    for row, name in zip(out, names.ravel().tolist(), strict=True):
         to = row.T if leaf.transposed else row  # as stored
         first, *rest = reversed(inner) if leaf.transposed else inner
         step = max(1, BLOCK_ELEMENTS // max(1, math.prod(to.shape[1:])))
         for start in range(first.start, first.stop, step):
             stop = min(start + step, first.stop)
             to[start - first.start : stop - first.start] = files.read(name, (slice(start, stop), *rest))
-    return out if leaf.stacked else out[0]
+    return out.reshape(*names.shape, *out.shape[1:])
+
+
+def _leading(leaf: Tensors) -> int:
+    """Number of the array's axes that no tensor has."""
+    return (2 if leaf.per_layer else 1) if leaf.stacked else 0
 
 
 def _expect(files: SafetensorsFolder, leaf: Tensors, shape: tuple[int, ...]) -> None:
-    inner = shape[1:] if leaf.stacked else shape
+    inner = shape[_leading(leaf) :]
     for name in leaf.names:
         files.expect(name, inner[::-1] if leaf.transposed else inner)
 

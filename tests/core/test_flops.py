@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.targets.llama import KINDS
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_jax.targets.transformer_config import KINDS
 from tests.core import tiny
 
 N = 4

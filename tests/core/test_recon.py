@@ -27,7 +27,8 @@ from param_decomp_jax.recon import (
 )  # fmt: skip
 from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset
 from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.targets.llama import Llama, module_name
+from param_decomp_jax.targets.llama import module_name
+from param_decomp_jax.targets.transformer import Transformer
 from tests import reference as ref
 from tests.core import tiny
 
@@ -91,7 +92,7 @@ def setting() -> Setting:
     return Setting(*map(tiny.to_float64, arrays))
 
 
-def core_term(term: Reconstruction, target: Llama, given: Setting, key: Any) -> tuple[Any, Any]:
+def core_term(term: Reconstruction, target: Transformer, given: Setting, key: Any) -> tuple[Any, Any]:
     """Value, and gradients by components, logits and raw sources."""
     target = dataclasses.replace(target, compute_dtype=jnp.float64)
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Site, Sites
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import KINDS, LlamaConfig, module_name
+from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.transformer_config import KINDS
 
 CONFIG = LlamaConfig(vocab_size=5, d_model=8, n_layers=12, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6)
 

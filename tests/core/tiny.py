@@ -52,14 +52,13 @@ from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import Decomposition, State, init_state
 from param_decomp_jax.step import Gradients, Problem, StepOutcome, run_clean_pass, step_outcome
 from param_decomp_jax.targets.base import choose_sites
-from param_decomp_jax.targets.llama import Llama, LlamaConfig, module_name
+from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from param_decomp_jax.targets.tms import TMS
+from param_decomp_jax.targets.transformer import Transformer
 from tests import reference as ref
 
-CONFIG = LlamaConfig(
-    vocab_size=11, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=2, d_mlp=6, rms_norm_eps=1e-5
-)
+CONFIG = LlamaConfig(vocab_size=11, d_model=8, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=2, d_mlp=6, norm_eps=1e-5)
 CHOSEN = {
     module_name(0, "q_proj"): 4,
     module_name(0, "up_proj"): 6,
@@ -76,7 +75,7 @@ SHARED = LayerwiseMLP("shared_mlp", (5, 4))
 SCALAR = LayerwiseMLP("mlp", (3,))
 
 Tree = Any
-AnyTarget = Llama | TMS | ResidMLP
+AnyTarget = Transformer | TMS | ResidMLP
 
 
 def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
@@ -94,8 +93,8 @@ def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> Tree:
 
 def target(
     config: LlamaConfig = CONFIG, chosen: Mapping[str, int] = CHOSEN, memory: MemoryPolicy = PLAIN, dtype: Any = None
-) -> Llama:
-    return Llama(config, choose_sites(config.matrices(), chosen), memory, dtype or jnp.float32)
+) -> Transformer:
+    return Transformer(config, choose_sites(config.matrices(), chosen), memory, dtype or jnp.float32)
 
 
 def decomposition(terms: tuple[Term, ...], **changes: Any) -> Decomposition:
@@ -306,7 +305,7 @@ def ref_gradients(gradients: Gradients, problem: Problem) -> Tree:
 def ref_target(of: AnyTarget, weights: Tree, inputs: np.ndarray) -> ref.Target:
     """The reference's network with the core's weights and site names, identities put before what has such a site."""
     match of:
-        case Llama():
+        case Transformer():
             plain = ref_llama(of, weights, inputs)
         case TMS():
             plain = ref.tms_target({"hidden_layers": [], **ref.tree_map(array, dict(weights))}, array(inputs))
@@ -322,7 +321,7 @@ def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     return [{name: array(w[n]) for name, w in layers.items()} for n in range(n_layers)]
 
 
-def ref_llama(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
+def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
     layers = by_layer(weights["layers"])
     embed = array(weights["embed"])
     head = embed.T if of.architecture.tied else array(weights["head"])
@@ -338,7 +337,7 @@ def ref_llama(of: Llama, weights: Tree, tokens: np.ndarray) -> ref.Target:
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
+            eps=config.norm_eps,
             rope_theta=config.rope_theta,
             rope_scaling=scaling,
         )
@@ -495,7 +494,7 @@ def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -
 
 def leading_axes(of: AnyTarget, inputs: Any) -> tuple[int, ...]:
     """Of an activation, for these inputs: token ids have no axis of their own, feature vectors have one."""
-    return inputs.shape if isinstance(of, Llama) else inputs.shape[:-1]
+    return inputs.shape if isinstance(of, Transformer) else inputs.shape[:-1]
 
 
 def ref_step(problem: Problem, state: Tree, weights: Tree, inputs: np.ndarray) -> ref.StepResult:
@@ -503,7 +502,7 @@ def ref_step(problem: Problem, state: Tree, weights: Tree, inputs: np.ndarray) -
     target = problem.target
     names = [site.name for site in target.sites.all]
     draws = ref_draws(problem, state["step"], leading_axes(target, inputs))
-    error = ref.kl_error if isinstance(target, Llama) else ref.mse_error
+    error = ref.kl_error if isinstance(target, Transformer) else ref.mse_error
     forward = ref_target(target, weights, inputs)
     return ref.training_step(forward, error, names, schema(problem), state, draws)
 

@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from param_decomp_jax.targets.llama import LlamaConfig
 
 CONFIG = LlamaConfig(
-    vocab_size=288, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, rms_norm_eps=1e-5,
+    vocab_size=288, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, norm_eps=1e-5,
     rope_theta=5000.0, tied=True,
 )  # fmt: skip
 UNIGRAMS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -56,7 +56,7 @@ def metadata(config: LlamaConfig) -> dict[str, Any]:
         "llama.feed_forward_length": config.d_mlp,
         "llama.attention.head_count": config.n_heads,
         "llama.attention.head_count_kv": config.n_kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
         "llama.rope.freq_base": config.rope_theta,
         "llama.rope.dimension_count": config.head_dim,
         "llama.vocab_size": config.vocab_size,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.targets.llama import language_logits
+from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.weights.target_folder import load_target
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama"

@@ -19,7 +19,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
-from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling, rotary_frequencies
+from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.transformer import rotary_frequencies
 from param_decomp_lab.data.tokenizers import load_tokenizer
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.weights import gguf_file
@@ -96,7 +98,7 @@ def test_a_large_model_goes_into_several_files(tmp_path: Path) -> None:
 
 
 def test_scaling_of_llama_3_is_read_off_its_divisors(tmp_path: Path) -> None:
-    plain, scaling = dataclasses.replace(CONFIG, rope_theta=500_000.0), RopeScaling(32.0, 1.0, 4.0, 8192)
+    plain, scaling = dataclasses.replace(CONFIG, rope_theta=500_000.0), Llama3Scaling(32.0, 1.0, 4.0, 8192)
     config = dataclasses.replace(plain, rope_scaling=scaling)
     divisors = (rotary_frequencies(plain) / rotary_frequencies(config)).astype(np.float32)
     assert len(set(divisors)) > 2

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import param_decomp_lab
-from param_decomp_jax.targets.llama import language_logits
 from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from param_decomp_jax.recon import Reconstruction, n_forwards
 from param_decomp_jax.state import init_state
 from param_decomp_jax.step import training_step
-from param_decomp_jax.targets.llama import LlamaConfig, language_logits
+from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.metrics.sinks import read_metrics

@@ -14,15 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from param_decomp_jax.targets.llama import LlamaConfig, RopeScaling
+from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 UNTIED = LlamaConfig(20, 12, 2, 4, 2, 6, 16, rope_theta=500.0, rope_scaling=SCALING)
-TIED = LlamaConfig(20, 12, 3, 2, 2, 6, 16, rms_norm_eps=1e-6, tied=True)
+TIED = LlamaConfig(20, 12, 3, 2, 2, 6, 16, norm_eps=1e-6, tied=True)
 
 
 def weights_of(config):
@@ -122,7 +123,7 @@ def test_both_layouts_of_the_rotary_embedding(golden):
 def test_defaults_of_config_json(golden):
     edit_config(golden, head_dim=..., num_key_value_heads=..., rms_norm_eps=..., tie_word_embeddings=...)
     config = read_architecture(golden)
-    assert (config.head_dim, config.n_kv_heads, config.rms_norm_eps, config.tied) == (8, 3, 1e-6, False)
+    assert (config.head_dim, config.n_kv_heads, config.norm_eps, config.tied) == (8, 3, 1e-6, False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Gemma 2: norms before and after each block, windows in every other layer, caps on scores and logits, scaled
+embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson, activation_name, layer_types
+from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import ATTENTION
+
+
+class Gemma2Config(Family):
+    """Hugging Face's ``Gemma2ForCausalLM``. Refused: quantized weights, attention in both directions."""
+
+    name = "gemma2"
+    title = "Gemma 2"
+    model_classes = ("Gemma2ForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = NAMES | {
+        "attention_out_norm": "model.layers.{}.post_attention_layernorm",
+        "post_norm": "model.layers.{}.pre_feedforward_layernorm",
+        "mlp_out_norm": "model.layers.{}.post_feedforward_layernorm",
+    }
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Gemma2Config":
+        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
+        c.only("use_bidirectional_attention", None, False)
+        own["head_dim"] = c.whole("head_dim", 256)
+        own["tied"] = c.flag("tie_word_embeddings", True)
+        activation = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
+        own["activation"] = c.activation(activation, "gelu_pytorch_tanh")
+        if "num_key_value_heads" not in raw:
+            own["n_kv_heads"] = 4
+        window = None if raw.get("sliding_window", 4096) is None else c.whole("sliding_window", 4096)
+        layers = () if window is None else c.window_layers(own["n_layers"], range(0, own["n_layers"], 2))
+        return cls(
+            **own,
+            norm="rms_plus_one",
+            norms="around",
+            window=window if layers else None,
+            window_layers=layers,
+            query_scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
+            attention_cap=c.optional("attn_logit_softcapping") if "attn_logit_softcapping" in raw else 50.0,
+            logit_cap=c.optional("final_logit_softcapping") if "final_logit_softcapping" in raw else 30.0,
+            embed_scale=own["d_model"] ** 0.5,
+            biases=ATTENTION if c.flag("attention_bias", False) else (),
+        )
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        assert self.query_scale is not None
+        activation = activation_name(self.activation)
+        return llama_keys(self, "Gemma2ForCausalLM", dtype, eos_token_id) | {
+            "hidden_act": activation,
+            "hidden_activation": activation,
+            "sliding_window": self.window,
+            "layer_types": layer_types(self),
+            "query_pre_attn_scalar": _whole_if_it_is(self.query_scale**-2),
+            "attn_logit_softcapping": self.attention_cap,
+            "final_logit_softcapping": self.logit_cap,
+            "attention_bias": bool(self.biases),
+        }
+
+
+def _whole_if_it_is(x: float) -> float | int:
+    """What was read as a whole number, in spite of the root that was taken since."""
+    return round(x) if abs(x - round(x)) < 1e-9 * x else x

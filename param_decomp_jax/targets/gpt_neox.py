@@ -1,0 +1,74 @@
+"""GPT-NeoX, which Pythia is: attention and MLP side by side, a part of each head rotary, one matrix for queries, keys
+and values, head by head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys, rope_keys
+from param_decomp_jax.targets.transformer import Family
+
+BIASES = ("qkv_proj", "o_proj", "up_proj", "down_proj")
+NAMES = {
+    "embed": "gpt_neox.embed_in",
+    "input_norm": "gpt_neox.layers.{}.input_layernorm",
+    "qkv_proj": "gpt_neox.layers.{}.attention.query_key_value",
+    "o_proj": "gpt_neox.layers.{}.attention.dense",
+    "post_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "up_proj": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "down_proj": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+    "norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+}
+
+
+class GPTNeoXConfig(Family):
+    """Hugging Face's ``GPTNeoXForCausalLM``. Refused: quantized weights."""
+
+    name = "gpt_neox"
+    title = "GPT-NeoX"
+    model_classes = ("GPTNeoXForCausalLM",)
+    prefix = "gpt_neox."
+    # The masks of attention and the rotary frequencies are in the published files.
+    unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq", "embed_out.weight")
+    names = NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "GPTNeoXConfig":
+        c = ConfigJson(raw, cls.title)
+        n_heads, d_model = c.heads("num_attention_heads"), c.whole("hidden_size")
+        head_dim = d_model // n_heads
+        share = {"rotary_pct": c.rope().get("partial_rotary_factor"), **raw}.get("rotary_pct")
+        share = 0.25 if share is None else c.number("rotary_pct", share) if "rotary_pct" in raw else float(share)
+        longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
+        attention_biases = BIASES[:2] if c.flag("attention_bias", True) else ()
+        return cls(
+            vocab_size=c.whole("vocab_size"),
+            d_model=d_model,
+            n_layers=c.whole("num_hidden_layers"),
+            n_heads=n_heads,
+            n_kv_heads=n_heads,
+            head_dim=head_dim,
+            d_mlp=c.whole("intermediate_size"),
+            norm_eps=c.epsilon("layer_norm_eps", 1e-5),
+            rope_theta=c.theta("rotary_emb_base"),
+            rope_scaling=c.rope_scaling(longest),
+            tied=c.flag("tie_word_embeddings", False),
+            max_positions=longest,
+            norm="layer",
+            parallel=c.flag("use_parallel_residual", True),
+            rotary_dim=int(head_dim * share),
+            biases=(*attention_biases, *BIASES[2:]),
+            fused="heads",
+            activation=c.activation("hidden_act", "gelu"),
+            gated=False,
+        )
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return {
+            **common_keys(self, "GPTNeoXForCausalLM", dtype, eos_token_id),
+            **rope_keys(self, "rotary_emb_base"),
+            "rotary_pct": self.turning / self.head_dim,
+            "layer_norm_eps": self.norm_eps,
+            "use_parallel_residual": self.parallel,
+            "attention_bias": "qkv_proj" in self.biases,
+        }

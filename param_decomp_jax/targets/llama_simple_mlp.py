@@ -1,0 +1,84 @@
+"""LlamaSimpleMLP of the torch project: a small Llama with an MLP of two matrices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.architecture import UnsupportedConfig
+from param_decomp_jax.targets.config_json import DEFAULT_THETA, ConfigJson
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import ATTENTION
+
+NAMES = {
+    "embed": "wte",
+    "input_norm": "h.{}.rms_1",
+    "q_proj": "h.{}.attn.q_proj",
+    "k_proj": "h.{}.attn.k_proj",
+    "v_proj": "h.{}.attn.v_proj",
+    "o_proj": "h.{}.attn.o_proj",
+    "post_norm": "h.{}.rms_2",
+    "up_proj": "h.{}.mlp.c_fc",
+    "down_proj": "h.{}.mlp.down_proj",
+    "norm": "ln_f",
+    "head": "lm_head",
+}
+NORM_EPS = 1e-6
+
+
+class LlamaSimpleMLPConfig(Family):
+    """Its own keys, under ``model_type: llama_simple_mlp``; the head is tied. Refused: ungrouped attention."""
+
+    name = "llama_simple_mlp"
+    title = "LlamaSimpleMLP"
+    model_classes = ("LlamaSimpleMLP",)
+    # A tied head is stored too; so are the tables of the rotary embedding and of the mask.
+    unread_tensors = ("lm_head.weight", "*.rotary_sin", "*.rotary_cos", "*.attn.bias")
+    names = NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "LlamaSimpleMLPConfig":
+        c = ConfigJson(raw, cls.title)
+        n_heads, d_model = c.heads("n_head"), c.whole("n_embd")
+        head_dim = d_model // n_heads
+        grouped = c.flag("use_grouped_query_attention", True)
+        biased = c.flag("attn_bias", False), c.flag("mlp_bias", False)
+        if not grouped:
+            raise UnsupportedConfig("use_grouped_query_attention is False; only the grouped form can be loaded")
+        return cls(
+            vocab_size=c.whole("vocab_size"),
+            d_model=d_model,
+            n_layers=c.whole("n_layer"),
+            n_heads=n_heads,
+            n_kv_heads=c.heads("n_key_value_heads"),
+            head_dim=head_dim,
+            d_mlp=c.whole("n_intermediate"),
+            norm_eps=NORM_EPS,
+            rope_theta=c.number("rotary_base", DEFAULT_THETA),
+            tied=True,
+            max_positions=c.whole("n_ctx", c.whole("block_size", 1024)),
+            rotary_dim=c.whole("rotary_dim", head_dim),
+            rotary_pairs="adjacent" if c.flag("rotary_adjacent_pairs", False) else "half",
+            biases=ATTENTION * biased[0] + ("up_proj", "down_proj") * biased[1],
+            activation="gelu_tanh",
+            gated=False,
+        )
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return {
+            "model_type": self.name,
+            "vocab_size": self.vocab_size,
+            "block_size": self.max_positions,
+            "n_ctx": self.max_positions,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "n_key_value_heads": self.n_kv_heads,
+            "use_grouped_query_attention": True,
+            "n_embd": self.d_model,
+            "n_intermediate": self.d_mlp,
+            "mlp_bias": "up_proj" in self.biases,
+            "attn_bias": "q_proj" in self.biases,
+            "rotary_adjacent_pairs": self.rotary_pairs == "adjacent",
+            "rotary_dim": self.turning,
+            "rotary_base": self.rope_theta,
+            "eos_token_id": eos_token_id,
+            "dtype": dtype,
+        }

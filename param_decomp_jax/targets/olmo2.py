@@ -1,0 +1,37 @@
+"""OLMo 2: a Llama with its norms after attention and MLP, and queries and keys normalised over all heads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.llama import llama_fields, llama_keys
+from param_decomp_jax.targets.qwen3 import QWEN3_NAMES
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import ATTENTION
+
+DEFAULT_EPS = 1e-5
+
+
+class Olmo2Config(Family):
+    """Hugging Face's ``Olmo2ForCausalLM``. Refused: quantized weights."""
+
+    name = "olmo2"
+    title = "OLMo 2"
+    model_classes = ("Olmo2ForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = QWEN3_NAMES | {
+        "attention_out_norm": "model.layers.{}.post_attention_layernorm",
+        "mlp_out_norm": "model.layers.{}.post_feedforward_layernorm",
+    }
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Olmo2Config":
+        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
+        own["norm_eps"] = c.epsilon("rms_norm_eps", DEFAULT_EPS)
+        biases = ATTENTION if c.flag("attention_bias", False) else ()
+        return cls(**own, norms="after", qk_norm="all", biases=biases)
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        keys = llama_keys(self, "Olmo2ForCausalLM", dtype, eos_token_id)
+        return keys | {"attention_bias": bool(self.biases)}

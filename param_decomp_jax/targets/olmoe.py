@@ -1,0 +1,43 @@
+"""OLMoE: experts in every layer, queries and keys normalised over all heads, and clipped if the file says so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.llama import llama_fields, llama_keys
+from param_decomp_jax.targets.qwen3 import QWEN3_NAMES
+from param_decomp_jax.targets.qwen3_moe import EXPERT_NAMES, expert_keys, n_experts
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import ATTENTION, Experts
+
+DEFAULT_EPS = 1e-5
+
+
+class OlmoeConfig(Family):
+    """Hugging Face's ``OlmoeForCausalLM``. Refused: quantized weights."""
+
+    name = "olmoe"
+    title = "OLMoE"
+    model_classes = ("OlmoeForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = QWEN3_NAMES | EXPERT_NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "OlmoeConfig":
+        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
+        own["norm_eps"] = c.epsilon("rms_norm_eps", DEFAULT_EPS)
+        experts = Experts(
+            n=n_experts(c, 64),
+            per_token=c.whole("num_experts_per_tok", 8),
+            d_mlp=c.whole("intermediate_size"),
+            normalised=c.flag("norm_topk_prob", False),
+        )
+        biases = ATTENTION if c.flag("attention_bias", False) else ()
+        return cls(**own, qk_norm="all", clip=c.optional("clip_qkv"), experts=experts, biases=biases)
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        assert self.experts is not None
+        keys = llama_keys(self, "OlmoeForCausalLM", dtype, eos_token_id) | expert_keys(self.experts)
+        del keys["moe_intermediate_size"]
+        return keys | {"clip_qkv": self.clip, "attention_bias": bool(self.biases)}

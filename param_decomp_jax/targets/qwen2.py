@@ -1,0 +1,48 @@
+"""Qwen 2 and 2.5: a Llama with biases on queries, keys and values; where windows are used, its upper layers slide."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson, layer_types
+from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import SLICES, TransformerConfig
+
+
+class Qwen2Config(Family):
+    """Hugging Face's ``Qwen2ForCausalLM``. Refused: quantized weights."""
+
+    name = "qwen2"
+    title = "Qwen2"
+    model_classes = ("Qwen2ForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Qwen2Config":
+        return cls(**llama_fields(raw, cls.title), **window_fields(raw, cls.title), biases=SLICES)
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return llama_keys(self, "Qwen2ForCausalLM", dtype, eos_token_id) | window_keys(self)
+
+
+def window_fields(raw: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Layers from ``max_window_layers`` on slide, where ``use_sliding_window`` is set."""
+    c = ConfigJson(raw, title)
+    if not c.flag("use_sliding_window", False) or raw.get("sliding_window", 4096) is None:
+        return {}
+    n_layers = c.whole("num_hidden_layers")
+    layers = c.window_layers(n_layers, range(c.whole("max_window_layers", 28), n_layers))
+    return {"window": c.whole("sliding_window", 4096), "window_layers": layers} if layers else {}
+
+
+def window_keys(config: TransformerConfig) -> dict[str, Any]:
+    """The keys that `window_fields` reads."""
+    first = min(config.window_layers, default=config.n_layers)
+    return {
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "max_window_layers": first,
+        "layer_types": layer_types(config),
+    }

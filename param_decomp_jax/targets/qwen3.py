@@ -1,0 +1,52 @@
+"""Qwen 3: a Llama whose queries and keys are normalised head by head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.qwen2 import window_fields, window_keys
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import ATTENTION, TransformerConfig
+
+QWEN3_NAMES = NAMES | {
+    "q_norm": "model.layers.{}.self_attn.q_norm",
+    "k_norm": "model.layers.{}.self_attn.k_norm",
+}
+DEFAULT_HEAD_DIM = 128
+
+
+class Qwen3Config(Family):
+    """Hugging Face's ``Qwen3ForCausalLM``. Refused: quantized weights."""
+
+    name = "qwen3"
+    title = "Qwen3"
+    model_classes = ("Qwen3ForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = QWEN3_NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Qwen3Config":
+        return cls(**qwen3_fields(raw, cls.title))
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        return qwen3_keys(self, "Qwen3ForCausalLM", dtype, eos_token_id)
+
+
+def qwen3_fields(raw: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Fields that are alike with and without experts."""
+    c = ConfigJson(raw, title)
+    return {
+        **llama_fields(raw, title),
+        **window_fields(raw, title),
+        "head_dim": c.whole("head_dim", DEFAULT_HEAD_DIM),
+        "qk_norm": "head",
+        "biases": ATTENTION if c.flag("attention_bias", False) else (),
+    }
+
+
+def qwen3_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+    """The keys that `qwen3_fields` reads."""
+    keys = llama_keys(config, model_class, dtype, eos_token_id) | window_keys(config)
+    return keys | {"attention_bias": bool(config.biases)}

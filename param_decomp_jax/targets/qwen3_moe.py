@@ -1,0 +1,66 @@
+"""Qwen 3 with experts: in most layers, a mixture in place of the MLP."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.qwen3 import QWEN3_NAMES, qwen3_fields, qwen3_keys
+from param_decomp_jax.targets.transformer import Family
+from param_decomp_jax.targets.transformer_config import Experts
+
+EXPERT_NAMES = {
+    "router": "model.layers.{}.mlp.gate",
+    "experts.gate_proj": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "experts.up_proj": "model.layers.{}.mlp.experts.{}.up_proj",
+    "experts.down_proj": "model.layers.{}.mlp.experts.{}.down_proj",
+}
+
+
+class Qwen3MoeConfig(Family):
+    """Hugging Face's ``Qwen3MoeForCausalLM``. Refused: quantized weights."""
+
+    name = "qwen3_moe"
+    title = "Qwen3-MoE"
+    model_classes = ("Qwen3MoeForCausalLM",)
+    prefix = "model."
+    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    names = QWEN3_NAMES | EXPERT_NAMES
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> "Qwen3MoeConfig":
+        c, own = ConfigJson(raw, cls.title), qwen3_fields(raw, cls.title)
+        every = c.whole("decoder_sparse_step", 1)
+        dense = c.layers("mlp_only_layers")
+        experts = Experts(
+            n=n_experts(c, 128),
+            per_token=c.whole("num_experts_per_tok", 8),
+            d_mlp=c.whole("moe_intermediate_size", 768),
+            normalised=c.flag("norm_topk_prob", False),
+            dense_layers=tuple(n for n in range(own["n_layers"]) if n in dense or every < 1 or (n + 1) % every),
+        )
+        if experts.n < 1 or len(experts.dense_layers) == own["n_layers"]:
+            return cls(**own)
+        return cls(**own, experts=experts)
+
+    def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
+        keys = qwen3_keys(self, "Qwen3MoeForCausalLM", dtype, eos_token_id)
+        e = self.experts
+        if e is None:
+            return keys | {"num_experts": 0, "num_local_experts": 0, "mlp_only_layers": list(range(self.n_layers))}
+        return keys | expert_keys(e) | {"decoder_sparse_step": 1, "mlp_only_layers": list(e.dense_layers)}
+
+
+def n_experts(c: ConfigJson, default: int) -> int:
+    """Published files say ``num_experts``, transformers 5 writes ``num_local_experts``."""
+    return c.whole("num_local_experts" if "num_local_experts" in c.raw else "num_experts", default)
+
+
+def expert_keys(experts: Experts) -> dict[str, Any]:
+    """Keys of a mixture."""
+    return {
+        "num_experts": experts.n,
+        "num_local_experts": experts.n,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.d_mlp,
+        "norm_topk_prob": experts.normalised,
+    }

@@ -1,0 +1,238 @@
+"""The decoder that a `transformer_config.py:TransformerConfig` describes, as a target.
+
+Matrices are kept for multiplication from the right (``x @ W``) and stacked over layers; biases are frozen and always
+on. All layers run in one scan, those with a sliding window beside those without, for the window is a number of the
+layer's. Layers with experts and layers without are runs of their own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.attention import Window, attend
+from param_decomp_jax.fused_kl import Head
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import gather
+from param_decomp_jax.numerics import layer_norm, matmul_wide, rms_norm
+from param_decomp_jax.remat import named
+from param_decomp_jax.rotary import frequencies, rotate
+from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, site_weights
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.experts import mixture
+from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
+from param_decomp_jax.targets.transformer_config import QKV, SLICES, TransformerConfig
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+IN_WINDOW, DEPTH = "in_window", "depth"
+"""Numbers of a layer that its scan brings along with its weights."""
+
+
+def rotary_frequencies(config: TransformerConfig) -> np.ndarray:
+    """Angular frequencies ``[turning / 2]`` in radians per position, scaled as configured."""
+    assert config.rope_theta is not None
+    plain = frequencies(config.turning, config.rope_theta)
+    return plain if config.rope_scaling is None else config.rope_scaling.scaled(plain, config.rope_theta)
+
+
+@dataclass(frozen=True)
+class Transformer(Decoder):
+    """A decoder of any family."""
+
+    architecture: TransformerConfig
+
+    @property
+    def writes_residual(self) -> frozenset[str]:
+        """What a norm after the block changes first is not simply added."""
+        return frozenset({"o_proj", "down_proj"}) if self.architecture.norms == "before" else frozenset()
+
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        x = self.look_up(weights["embed"], tokens)
+        if self.architecture.embed_scale != 1:
+            x = x * jnp.asarray(self.architecture.embed_scale, x.dtype)
+        if self.architecture.learned_positions is not None:
+            x = x + gather(weights["positions"], FROZEN, self.compute_dtype)[: tokens.shape[1]]
+        return x
+
+    def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
+        c = self.architecture
+        layers = dict(weights["layers"])
+        if c.window is not None:
+            layers[IN_WINDOW] = jnp.isin(jnp.arange(c.n_layers), jnp.asarray(c.window_layers))
+        if c.scale_by_layer:
+            layers[DEPTH] = jnp.arange(1, c.n_layers + 1, dtype=jnp.float32)
+        if c.experts is None:
+            return (UniformLayers(self.layer, layers, 0, c.n_layers),)
+        groups, done = [], {"dense": 0, "experts": 0}
+        for run in c.runs():
+            first, stop = run[0], run[-1] + 1
+            of = "dense" if c.has_mlp(first) else "experts"
+            rows = slice(done[of], done[of] + len(run))
+            done[of] += len(run)
+            own = {name: x[first:stop] for name, x in layers.items()} | {n: x[rows] for n, x in weights[of].items()}
+            groups.append(UniformLayers(self.layer, own, first, stop))
+        return groups
+
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        after_attention = x + self._added("attention_out_norm", self._attention(x, w, linear), w)
+        mlp_reads = x if self.architecture.parallel else after_attention
+        return after_attention + self._added("mlp_out_norm", self._mlp(mlp_reads, w, linear), w)
+
+    # ---- the two blocks ----
+
+    def _attention(
+        self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears
+    ) -> Float[Array, "B T d"]:
+        c = self.architecture
+        B, T, _ = x.shape
+        q, k, v = self._queries_keys_values(self._read("input_norm", x, w), w, linear)
+        if c.qk_norm == "all":
+            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+        if c.clip is not None:
+            q, k, v = (jnp.clip(y, -c.clip, c.clip) for y in (q, k, v))
+        q = q.reshape(B, T, c.n_heads, c.head_dim)
+        k, v = (y.reshape(B, T, c.n_kv_heads, c.head_dim) for y in (k, v))
+        if c.qk_norm == "head":
+            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+        if c.rope_theta is not None:
+            factor = 1.0 if c.rope_scaling is None else c.rope_scaling.attention_factor
+            turn = partial(rotate, per_position=rotary_frequencies(c), pairs=c.rotary_pairs, factor=factor)
+            q, k = turn(q), turn(k)
+        if c.query_scale is not None:
+            q = q * jnp.asarray(c.query_scale * c.head_dim**0.5, q.dtype)
+        if c.scale_by_layer:
+            q = q / w[DEPTH].astype(q.dtype)
+        window = None if c.window is None else Window(c.window, w[IN_WINDOW])
+        attended = attend(q, k, v, True, self.memory.attention, window, c.attention_cap)
+        return self._affine("o_proj", named(attended, "attention").reshape(B, T, -1), w, linear)
+
+    def _queries_keys_values(
+        self, h: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears
+    ) -> list[Float[Array, "B T _"]]:
+        if self.architecture.fused is not None and not self.sliced:
+            y = self._affine(QKV, h, w, linear)
+            return [self._slice(y, kind) for kind in SLICES]
+        return [self._affine(kind, h, w, linear) for kind in SLICES]
+
+    def _mlp(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        c = self.architecture
+        h = self._read("post_norm", x, w)
+        if "router" in w:
+            assert c.experts is not None
+            return mixture(c.experts, h, w)
+        act = ACTIVATIONS[c.activation]
+        if c.gated:
+            gate = act(self._affine("gate_proj", h, w, linear))
+            return self._affine("down_proj", gate * self._affine("up_proj", h, w, linear), w, linear)
+        return self._affine("down_proj", act(self._affine("up_proj", h, w, linear)), w, linear)
+
+    # ---- what they are made of ----
+
+    def _affine(self, kind: str, x: Array, w: Mapping[str, Array], linear: LayerLinears) -> Array:
+        y = linear(kind, x, self._of_kind(w, kind, ""))
+        return (
+            y + self._of_kind(w, kind, "_bias").astype(y.dtype) if self._stored(kind) in self.architecture.biases else y
+        )
+
+    def _stored(self, kind: str) -> str:
+        """The kind of the matrix in which the weights keep this one."""
+        return QKV if self.architecture.fused is not None and kind in SLICES else kind
+
+    def _of_kind(self, w: Mapping[str, Array], kind: str, ending: str) -> Array:
+        """A matrix of a layer or of many, or its bias; of a fused matrix, its slice."""
+        stored = self._stored(kind)
+        array = w[stored + ending]
+        return array if stored == kind else self._slice(array, kind)
+
+    def _slice(self, fused: Float[Array, "*n qkv"], kind: str) -> Float[Array, "*n _"]:
+        """The columns of queries, keys or values."""
+        c = self.architecture
+        if c.fused == "heads":
+            by_head = fused.reshape(*fused.shape[:-1], c.n_heads, len(SLICES), c.head_dim)
+            return by_head[..., SLICES.index(kind), :].reshape(*fused.shape[:-1], -1)
+        widths = [c.matrix_shape(part)[1] for part in SLICES]
+        start = sum(widths[: SLICES.index(kind)])
+        return fused[..., start : start + c.matrix_shape(kind)[1]]
+
+    @cached_property
+    def sliced(self) -> bool:
+        """Whether slices of the fused matrix are sites; then they are multiplied one by one."""
+        return any(site.kind.removesuffix(PRE_IDENTITY) in SLICES for site in self.sites.all)
+
+    def _read(self, name: str, x: Array, w: Mapping[str, Array]) -> Array:
+        """What a block reads: its norm of the residual stream, where it has one before it."""
+        return self._norm(x, w[name], w.get(f"{name}_bias")) if name in w else x
+
+    def _added(self, name: str, y: Array, w: Mapping[str, Array]) -> Array:
+        """What a block adds: its output, through the norm where there is one after it."""
+        return self._read(name, y, w)
+
+    def _norm(self, x: Float[Array, "*n d"], weight: Float[Array, " d"], bias: Array | None = None) -> Array:
+        c = self.architecture
+        if c.norm == "layer":
+            assert bias is not None
+            return layer_norm(x, c.norm_eps, weight, bias)
+        return rms_norm(x, c.norm_eps, self._scale(weight))
+
+    def _scale(self, weight: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return weight + 1 if self.architecture.norm == "rms_plus_one" else weight
+
+    # ---- the end ----
+
+    def head(self, weights: Weights, dtype: Any) -> Head:
+        matrix = (
+            gather(weights["embed"], FROZEN, dtype).T
+            if self.architecture.tied
+            else gather(weights["head"], FROZEN, dtype)
+        )
+        norm = [weights[name] for name in ("norm", "norm_bias") if name in weights]
+        return Head(self._logits, matrix, *norm)
+
+    def _logits(self, head: Float[Array, "d vocab"], *norm_and_hidden: Array) -> Float[Array, "*n vocab"]:
+        *norm, hidden = norm_and_hidden
+        logits, cap = matmul_wide(self._norm(hidden, *norm), head), self.architecture.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def final_scale(self, weights: Weights) -> Float[Array, " d"]:
+        return self._scale(weights["norm"])
+
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+        groups = self.uniform_layers(weights)
+
+        def matrix(stack: Stack) -> Array:
+            layers = next(g for g in groups if g.first <= stack.first < g.stop)
+            own = layers.slice_weights(stack.first, stack.first + stack.n_layers)
+            return self._of_kind(own, stack.kind, "")
+
+        return site_weights(self.sites, matrix)
+
+
+class Family(TransformerConfig):
+    """What a family's file subclasses: the description, and the network that it makes."""
+
+    def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> Transformer:
+        return Transformer(self, sites, memory, compute_dtype)
+
+
+def language_logits(
+    weights: Weights,
+    config: TransformerConfig,
+    tokens: Int[Array, "B T"],
+    memory: MemoryPolicy = PLAIN,
+    dtype: Any = None,
+) -> Float[Array, "B T vocab"]:
+    """Logits in fp32 of the network as it stands, no site decomposed. ``dtype``: of activations; None for the
+    weights'."""
+    model = Transformer(config, Sites(()), memory, weights["embed"].dtype if dtype is None else dtype)
+    return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)

@@ -1,0 +1,324 @@
+"""One decoder, described by data: everything in which the families of this folder differ is a field here.
+
+A family is a subclass in a file of its own (of `transformer.py:Family`). It maps a `config.json` to these fields, gives
+the names of its tensors, and says what it refuses.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import groupby
+from typing import Any, ClassVar, Literal
+
+from param_decomp_jax.rotary import LinearScaling, Llama3Scaling, Pairs, RopeScaling, YarnScaling
+from param_decomp_jax.sites import Matrix
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+QKV, SLICES = "qkv_proj", ("q_proj", "k_proj", "v_proj")
+ATTENTION = (*SLICES, "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+KINDS = (*ATTENTION, *MLP)
+"""The matrices of a layer, in order of application."""
+READS = {
+    "qkv_proj": "attn_in", "q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "o_proj": "attn_out",
+    "gate_proj": "mlp_in", "up_proj": "mlp_in", "down_proj": "mlp_hidden",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of ``n`` experts, each a gated MLP of width ``d_mlp``, of which a token takes ``per_token``.
+
+    ``normalised``: their weights are divided by their sum. ``dense_layers``: numbers of the layers that have an
+    ordinary MLP instead.
+    """
+
+    n: int
+    per_token: int
+    d_mlp: int
+    normalised: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransformerConfig(Architecture):
+    """Sizes and kinds of a decoder.
+
+    ``norm``: RMSNorm, RMSNorm whose scale is its weight + 1, or LayerNorm with a bias. ``norms``: before each block,
+    after it (on what it adds), or both. ``parallel``: attention and MLP read the same residual stream.
+    ``rope_theta``: None has a table of ``learned_positions`` instead. ``rotary_dim``: of a head's dimensions, the first
+    that turn (None: all). ``qk_norm``: of queries and keys, of each head or over all of them. ``biases``: kinds of
+    matrices that have one. ``fused``: the file keeps q, k and v in one matrix, one after the other or head by head.
+    ``window``: how far back the ``window_layers`` read. ``query_scale``: of scores, None for ``head_dim^-½``;
+    ``scale_by_layer`` divides it by the layer's number from 1 up. ``clip``: largest absolute value of queries, keys and
+    values. ``attention_cap``, ``logit_cap``: x becomes ``cap · tanh(x / cap)``. ``embed_scale``: multiplies embeddings.
+    ``gated``: ``act(gate) · up``, else ``act(up)``. ``tied``: the unembedding is the embedding.
+    ``max_positions``: longest sequence, None where a run's folder from before it was kept does not say.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_mlp: int
+    norm_eps: float = 1e-5
+    rope_theta: float | None = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    # No part of what the network computes: two that differ in it are the same target.
+    max_positions: int | None = field(default=None, compare=False)
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norms: Literal["before", "after", "around"] = "before"
+    parallel: bool = False
+    learned_positions: int | None = None
+    rotary_dim: int | None = None
+    rotary_pairs: Pairs = "half"
+    qk_norm: Literal["head", "all"] | None = None
+    biases: tuple[str, ...] = ()
+    fused: Literal["blocks", "heads"] | None = None
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    query_scale: float | None = None
+    scale_by_layer: bool = False
+    clip: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embed_scale: float = 1.0
+    activation: Activation = "silu"
+    gated: bool = True
+    experts: Experts | None = None
+
+    names: ClassVar[Mapping[str, str]]
+    """Of every array (a matrix, a norm, ``embed``, …), the module in which a file keeps it; ``{}`` is the layer's
+    number."""
+    transposed: ClassVar[bool] = True
+    """Whether files keep matrices ``[d_out, d_in]``."""
+
+    def __post_init__(self) -> None:
+        """Raises UnsupportedConfig for sizes that do not fit together, and for numbers that give NaN or nonsense."""
+        check_numbers(self)
+        if self.n_heads % self.n_kv_heads:
+            raise UnsupportedConfig(
+                f"the number of key heads, {self.n_kv_heads}, does not divide that of the heads, {self.n_heads}"
+            )
+        if self.rope_theta is not None and (self.turning % 2 or not 0 < self.turning <= self.head_dim):
+            raise UnsupportedConfig(
+                f"the rotary embedding turns {self.turning} of a head's {self.head_dim} dimensions; it should be an "
+                "even number of them"
+            )
+        for name, layers in (("window_layers", self.window_layers), ("dense_layers", self.dense_layers)):
+            if any(not 0 <= layer < self.n_layers for layer in layers):
+                raise UnsupportedConfig(f"{name}: {layers} are not all layers from 0 to {self.n_layers - 1}")
+
+    @property
+    def turning(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Of a mixture of experts, the layers without."""
+        return () if self.experts is None else self.experts.dense_layers
+
+    @property
+    def inputs(self) -> TokenInputs:
+        return TokenInputs(self.vocab_size, self.max_positions)
+
+    # ---- matrices ----
+
+    def matrix_shape(self, kind: str) -> tuple[int, int]:
+        """``(d_in, d_out)`` of a kind of matrix."""
+        d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "qkv_proj": (d, q + 2 * kv), "q_proj": (d, q), "k_proj": (d, kv), "v_proj": (d, kv), "o_proj": (q, d),
+            "gate_proj": (d, self.d_mlp), "up_proj": (d, self.d_mlp), "down_proj": (self.d_mlp, d),
+        }[kind]  # fmt: skip
+
+    @cached_property
+    def attention_kinds(self) -> tuple[str, ...]:
+        """The matrices of attention as they are kept."""
+        return ATTENTION if self.fused is None else (QKV, "o_proj")
+
+    @cached_property
+    def mlp_kinds(self) -> tuple[str, ...]:
+        """The matrices of an ordinary MLP."""
+        return MLP if self.gated else MLP[1:]
+
+    @classmethod
+    def module_name(cls, layer: int, kind: str) -> str:
+        """The module of a matrix without the files' prefix: ``layers.18.mlp.up_proj``."""
+        return cls.names[kind].format(layer).removeprefix(cls.prefix)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(m for run, layers in enumerate(self.runs()) for n in layers for m in self._of_layer(n, run))
+
+    def _of_layer(self, layer: int, run: int) -> Iterator[Matrix]:
+        mlp = self.mlp_kinds if self.has_mlp(layer) else ()
+        for kind in (*self.attention_kinds, *mlp):
+            name = self.module_name(layer, kind)
+            yield Matrix(name, layer, kind, READS[kind], *self.matrix_shape(kind), group=run)
+            for part in SLICES if kind == QKV else ():
+                shape = self.matrix_shape(part)
+                yield Matrix(f"{name}.{part[0]}", layer, part, READS[part], *shape, group=run, part_of=name)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an ordinary MLP, not experts."""
+        return self.experts is None or layer in self.dense_layers
+
+    def runs(self) -> list[tuple[int, ...]]:
+        """Neighbouring layers that are alike: with experts, or without."""
+        return [tuple(layers) for _, layers in groupby(range(self.n_layers), self.has_mlp)]
+
+    # ---- weights ----
+
+    def weight_shapes(self) -> dict[str, Any]:
+        d, n = self.d_model, self.n_layers
+        shapes: dict[str, Any] = {
+            "embed": (self.vocab_size, d),
+            "layers": self._norm_shapes(n) | self._matrix_shapes(self.attention_kinds, n),
+            "norm": (d,),
+        }
+        if self.norm == "layer":
+            shapes["norm_bias"] = (d,)
+        if self.learned_positions is not None:
+            shapes["positions"] = (self.learned_positions, d)
+        if not self.tied:
+            shapes["head"] = (d, self.vocab_size)
+        mlp = self._matrix_shapes(self.mlp_kinds, n - self.n_expert_layers)
+        if self.experts is None:
+            shapes["layers"] |= mlp
+            return shapes
+        if self.dense_layers:
+            shapes["dense"] = mlp
+        e = self.experts
+        leading = (self.n_expert_layers, e.n)
+        shapes["experts"] = {
+            "router": (self.n_expert_layers, d, e.n),
+            "gate_proj": (*leading, d, e.d_mlp), "up_proj": (*leading, d, e.d_mlp), "down_proj": (*leading, e.d_mlp, d),
+        }  # fmt: skip
+        return shapes
+
+    @property
+    def n_expert_layers(self) -> int:
+        return 0 if self.experts is None else self.n_layers - len(self.dense_layers)
+
+    def _matrix_shapes(self, kinds: tuple[str, ...], n: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {kind: (n, *self.matrix_shape(kind)) for kind in kinds}
+        return shapes | {f"{k}_bias": (n, self.matrix_shape(k)[1]) for k in kinds if k in self.biases}
+
+    def _norm_shapes(self, n: int) -> dict[str, tuple[int, ...]]:
+        names = {
+            "before": ("input_norm", "post_norm"),
+            "after": ("attention_out_norm", "mlp_out_norm"),
+            "around": ("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"),
+        }[self.norms]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (n, self.d_model))
+        if self.norm == "layer":
+            shapes |= {f"{name}_bias": (n, self.d_model) for name in names}
+        heads = {"head": (1, 1), "all": (self.n_heads, self.n_kv_heads)}
+        for name, count in zip(("q_norm", "k_norm"), heads.get(self.qk_norm or "", ()), strict=False):
+            shapes[name] = (n, count * self.head_dim)
+        return shapes
+
+    def tensors(self) -> dict[str, Any]:
+        """In the structure of `weight_shapes`: ``<module>.weight``, of biases ``<module>.bias``."""
+        layers = {
+            "layers": tuple(range(self.n_layers)),
+            "dense": self.dense_layers,
+            "experts": tuple(n for n in range(self.n_layers) if not self.has_mlp(n)),
+        }
+
+        def tensor(name: str, numbers: tuple[int, ...] | None, is_matrix: bool) -> Tensors:
+            array = name.removesuffix("_bias")
+            ending = ".weight" if array == name else ".bias"
+            stored = self.names[array] + ending
+            return Tensors(
+                (stored,) if numbers is None else tuple(stored.format(n) for n in numbers),
+                stacked=numbers is not None,
+                transposed=is_matrix and self.transposed,
+            )
+
+        found: dict[str, Any] = {}
+        for name, shape in self.weight_shapes().items():
+            if not isinstance(shape, dict):
+                # An unembedding is a Linear everywhere, also where the layers' matrices are kept as they are used.
+                found[name] = (
+                    Tensors((self.names["head"] + ".weight",), transposed=True)
+                    if name == "head"
+                    else tensor(name, None, False)
+                )
+            elif name == "experts":
+                found[name] = {kind: self._expert_tensors(kind, layers[name]) for kind in shape}
+            else:
+                found[name] = {kind: tensor(kind, layers[name], len(of) == 3) for kind, of in shape.items()}
+        return found
+
+    def _expert_tensors(self, kind: str, numbers: tuple[int, ...]) -> Tensors:
+        assert self.experts is not None
+        if kind == "router":
+            return Tensors(tuple(f"{self.names[kind].format(n)}.weight" for n in numbers), True, True)
+        stored = self.names[f"experts.{kind}"] + ".weight"
+        names = tuple(stored.format(n, e) for n in numbers for e in range(self.experts.n))
+        return Tensors(names, stacked=True, transposed=True, per_layer=self.experts.n)
+
+    # ---- the rest of an architecture ----
+
+    def describe(self) -> str:
+        width = f"{self.n_layers} layers of width {self.d_model:,}, MLP {self.d_mlp:,}"
+        kv = f" ({self.n_kv_heads} kv)" if self.fused is None else ""
+        parts = [f"{self.title}, {width}, {self.n_heads} heads{kv}, vocabulary {self.vocab_size:,}"]
+        if self.window is not None:
+            where = f" in {len(self.window_layers)} layers" if len(self.window_layers) < self.n_layers else ""
+            parts.append(f"window {self.window:,}{where}")
+        if self.experts is not None:
+            e = self.experts
+            where = f" in {self.n_expert_layers} layers" if self.dense_layers else ""
+            parts.append(f"{e.n} experts of width {e.d_mlp:,}{where}, {e.per_token} a token")
+        return ", ".join(parts)
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, Any]) -> "TransformerConfig":
+        given = dict(raw)
+        if "rms_norm_eps" in given:  # as runs from before there were other families than Llama have it
+            given["norm_eps"] = given.pop("rms_norm_eps")
+        known = {f.name for f in fields(cls)}
+        if unknown := given.keys() - known:
+            raise UnsupportedConfig(f"unknown keys: {', '.join(sorted(unknown))}")
+        for name, value in given.items():
+            if isinstance(value, list):
+                given[name] = tuple(value)
+        if scaling := given.get("rope_scaling"):
+            kinds = {"llama3": Llama3Scaling, "linear": LinearScaling, "yarn": YarnScaling}
+            given["rope_scaling"] = kinds[scaling.get("rope_type", "llama3")](**scaling)
+        if experts := given.get("experts"):
+            given["experts"] = Experts(**{**experts, "dense_layers": tuple(experts["dense_layers"])})
+        return cls(**given)
+
+
+def check_numbers(config: TransformerConfig) -> None:
+    """Raises UnsupportedConfig for numbers with which positions, norms or attention give NaN or nonsense."""
+    positive = {name: getattr(config, name) for name in (
+        "rope_theta", "query_scale", "clip", "attention_cap", "logit_cap", "embed_scale", "window",
+    )}  # fmt: skip
+    if config.rope_scaling is not None:
+        positive |= {f"rope_scaling.{name}": value for name, value in asdict(config.rope_scaling).items()}
+    if config.experts is not None:
+        e = config.experts
+        positive |= {"experts.n": e.n, "experts.per_token": e.per_token, "experts.d_mlp": e.d_mlp}
+        if e.per_token > e.n:
+            raise UnsupportedConfig(f"a token takes {e.per_token} of {e.n} experts; at most all of them")
+    for name, value in positive.items():
+        if type(value) in (int, float) and not (math.isfinite(value) and value > 0):
+            raise UnsupportedConfig(f"{name}: should be a positive number, not {value}")
+    if not (math.isfinite(config.norm_eps) and config.norm_eps >= 0):
+        raise UnsupportedConfig(f"norm_eps: should be a number of at least 0, not {config.norm_eps}")
+    if isinstance(scaling := config.rope_scaling, Llama3Scaling):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if low >= high:
+            raise UnsupportedConfig(
+                f"rope_scaling.high_freq_factor: should be above low_freq_factor, {low}, not {high}"
+            )
