@@ -1,0 +1,359 @@
+"""The tiny models of ``make_family_fixtures.py``: for each its configuration, with every special thing of the family
+switched on, and how each of these things is switched off, by which the script sees that it matters.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+Tensors = dict[str, torch.Tensor]
+# What takes a special thing away: other values in the configuration, or a change of the finished model.
+Without = Mapping[str, Any] | Callable[[torch.nn.Module], None]
+
+COMMON = {"vocab_size": 48, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+LLAMA_LIKE = {
+    "hidden_size": 24,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"n_positions": 24, "n_embd": 24, "n_layer": 3, "n_head": 4}
+
+
+@dataclass(frozen=True)
+class Family:
+    config: type[transformers.PreTrainedConfig]
+    settings: Mapping[str, Any]
+    without: Mapping[str, Without]
+    # From the file that transformers 5 writes to the file that published models have.
+    published: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda config: config)
+    # From the tensors that transformers writes to those of published models.
+    tensors: Callable[[Tensors], Tensors] = field(default=lambda tensors: tensors)
+    seed: int = 0
+
+
+def rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def zero(*endings: str) -> Callable[[torch.nn.Module], None]:
+    """Sets the parameters whose names end so to 0; one ending at least must be there."""
+
+    def change(model: torch.nn.Module) -> None:
+        found = [p for name, p in model.named_parameters() if name.endswith(endings)]
+        assert found, endings
+        for parameter in found:
+            parameter.data.zero_()
+
+    return change
+
+
+def identity(*endings: str) -> Callable[[torch.nn.Module], None]:
+    """Puts an identity in the place of the modules whose names end so."""
+
+    def change(model: torch.nn.Module) -> None:
+        found = [name for name, _ in model.named_modules() if name.endswith(endings)]
+        assert found, endings
+        for name in found:
+            model.set_submodule(name, torch.nn.Identity())
+
+    return change
+
+
+def swap_key_heads(model: torch.nn.Module) -> None:
+    """The two key-value heads change places: what comes out if they are dealt to the query heads in another way."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            parameter.data = parameter.data.roll(parameter.shape[0] // 2, 0)
+
+
+def norm_per_head(model: torch.nn.Module) -> None:
+    """Norms of q and k over each head by itself in place of the whole projection."""
+
+    class PerHead(torch.nn.Module):
+        def __init__(self, norm: torch.nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.unflatten(-1, (-1, 6))
+            scale = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + self.norm.variance_epsilon)
+            return (heads * scale).flatten(-2) * self.norm.weight
+
+    for name, module in list(model.named_modules()):
+        if name.endswith(("q_norm", "k_norm")):
+            model.set_submodule(name, PerHead(module))
+
+
+def untied(model: torch.nn.Module) -> None:
+    """A head of its own, the embedding's rows in another order."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.data.roll(1, 0).clone())
+
+
+def no_embedding_scale(model: torch.nn.Module) -> None:
+    model.model.embed_tokens.embed_scale.fill_(1.0)
+
+
+def plain_norm_weight(model: torch.nn.Module) -> None:
+    """The norm multiplies by its weight, not by 1 + weight."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data -= 1.0
+
+
+def windows(size: int) -> dict[str, Without]:
+    """A window that is one too short or too long must show as well."""
+    return {f"a window of {other}": {"sliding_window": other} for other in (size - 1, size + 1)}
+
+
+def old_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Configurations before transformers 5: ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``,
+    ``torch_dtype`` in place of ``dtype``, no ``layer_types``, ``num_experts`` in place of ``num_local_experts``."""
+    parameters = dict(config["rope_parameters"])
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types", "dtype")}
+    old |= {"torch_dtype": "float32", "transformers_version": "4.46.0", "rope_theta": parameters.pop("rope_theta")}
+    old["rope_scaling"] = None if parameters == {"rope_type": "default"} else parameters
+    if "num_local_experts" in old:
+        old["num_experts"] = old.pop("num_local_experts")
+    return old
+
+
+def old_linear_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The oldest form, ``type`` in place of ``rope_type``, and no ``head_dim``."""
+    old = old_rope(config)
+    old["rope_scaling"] = {"type": "linear", "factor": config["rope_parameters"]["factor"]}
+    del old["head_dim"]
+    return old
+
+
+def old_gpt_neox(config: dict[str, Any]) -> dict[str, Any]:
+    parameters = config["rope_parameters"]
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    return old | {
+        "rotary_pct": parameters["partial_rotary_factor"],
+        "rotary_emb_base": parameters["rope_theta"],
+        "torch_dtype": "float32",
+        "transformers_version": "4.24.0",
+    }
+
+
+def old_gemma2(config: dict[str, Any]) -> dict[str, Any]:
+    left_out = ("tie_word_embeddings", "use_bidirectional_attention")
+    old = {key: value for key, value in old_rope(config).items() if key not in left_out}
+    return old | {"hidden_act": config["hidden_activation"], "cache_implementation": "hybrid"}
+
+
+def old_gpt2(config: dict[str, Any]) -> dict[str, Any]:
+    old = {key: value for key, value in config.items() if key not in ("dtype", "tie_word_embeddings")}
+    return old | {"n_ctx": config["n_positions"], "task_specific_params": {}, "transformers_version": "4.20.0"}
+
+
+def llama_inverse_frequencies(tensors: Tensors) -> Tensors:
+    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": 100.0 ** -(torch.arange(3) / 3) for n in range(3)}
+    return tensors | frequencies
+
+
+def gpt2_published(tensors: Tensors) -> Tensors:
+    """No prefix, and the causal mask beside the weights of each layer."""
+    mask = torch.ones(24, 24).tril()[None, None]
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    return plain | {f"h.{n}.attn.bias": mask.clone() for n in range(3)}
+
+
+def pythia_published(tensors: Tensors) -> Tensors:
+    """The causal mask, what it is filled with, and the rotary frequencies beside the weights of each layer."""
+    extra = {
+        "bias": torch.ones(32, 32, dtype=torch.bool).tril()[None, None],
+        "masked_bias": torch.tensor(-1e9),
+        "rotary_emb.inv_freq": 100.0 ** -(torch.arange(2) / 2),
+    }
+    layers = {f"gpt_neox.layers.{n}.attention.{name}": extra[name].clone() for n in range(3) for name in extra}
+    return tensors | layers
+
+
+FAMILIES: dict[str, Family] = {
+    "llama_linear": Family(
+        transformers.LlamaConfig,
+        LLAMA_LIKE | rope(100.0, "linear", factor=4.0) | {"tie_word_embeddings": False},
+        {"scaling": rope(100.0), "groups": swap_key_heads},
+        published=old_linear_rope,
+        tensors=llama_inverse_frequencies,
+    ),
+    # A small base and few original positions, so that the ramp lies inside the frequencies.
+    "llama_yarn": Family(
+        transformers.LlamaConfig,
+        LLAMA_LIKE
+        | {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | rope(20.0, "yarn", factor=4.0, original_max_position_embeddings=16),
+        {
+            "scaling": rope(20.0),
+            "ramp": rope(20.0, "linear", factor=4.0),
+            "attention factor": rope(
+                20.0, "yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0
+            ),
+        },
+        published=old_rope,
+    ),
+    "llama_yarn_mscale": Family(
+        transformers.LlamaConfig,
+        LLAMA_LIKE
+        | {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | rope(
+            20.0,
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.5,
+            mscale_all_dim=0.6,
+            beta_fast=2.0,
+            beta_slow=0.5,
+            truncate=False,
+        ),
+        {
+            "mscale": rope(
+                20.0,
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=2.0,
+                beta_slow=0.5,
+                truncate=False,
+            ),
+            "betas": rope(
+                20.0,
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.5,
+                mscale_all_dim=0.6,
+                truncate=False,
+            ),
+            "no truncation": rope(
+                20.0,
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.5,
+                mscale_all_dim=0.6,
+                beta_fast=2.0,
+                beta_slow=0.5,
+            ),
+        },
+        published=old_rope,
+    ),
+    "llama_biases": Family(
+        transformers.LlamaConfig,
+        LLAMA_LIKE | rope(100.0) | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {
+            "attention bias": {"attention_bias": False},
+            "bias of o_proj": zero("o_proj.bias"),
+            "MLP bias": {"mlp_bias": False},
+        },
+        published=old_rope,
+    ),
+    "mistral": Family(
+        transformers.MistralConfig,
+        LLAMA_LIKE | rope(100.0) | {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False},
+        {"window": {"sliding_window": None}, "groups": swap_key_heads, **windows(8)},
+        published=old_rope,
+    ),
+    "qwen2": Family(
+        transformers.Qwen2Config,
+        LLAMA_LIKE
+        | rope(100.0)
+        | {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "biases": zero("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+            "tied": untied,
+            "window": {"use_sliding_window": False},
+            "first layer without a window": {"max_window_layers": 0},
+            "second layer with a window": {"max_window_layers": 2},
+            **windows(8),
+        },
+        published=old_rope,
+    ),
+    "qwen3": Family(
+        transformers.Qwen3Config,
+        LLAMA_LIKE | rope(100.0) | {"head_dim": 8, "tie_word_embeddings": False},
+        {"norm of q": identity("q_norm"), "norm of k": identity("k_norm"), "groups": swap_key_heads},
+        published=old_rope,
+    ),
+    "gpt2": Family(
+        transformers.GPT2Config,
+        GPT2 | {"n_inner": 32, "activation_function": "gelu_new"},
+        {
+            "positions": zero("wpe.weight"),
+            "biases": zero("c_attn.bias", "c_proj.bias", "c_fc.bias"),
+            "tied": untied,
+            "gelu: tanh": {"activation_function": "gelu"},
+        },
+        published=old_gpt2,
+    ),
+    "gpt2_variant": Family(
+        transformers.GPT2Config,
+        GPT2
+        | {
+            "n_inner": None,
+            "n_embd": 16,
+            "activation_function": "relu",
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+        {
+            "1 / layer": {"scale_attn_by_inverse_layer_idx": False},
+            "no 1 / sqrt(head)": {"scale_attn_weights": True},
+            "relu": {"activation_function": "gelu"},
+        },
+        published=old_gpt2,
+        tensors=gpt2_published,
+    ),
+    "gpt_neox": Family(
+        transformers.GPTNeoXConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 20,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "use_parallel_residual": True,
+            "hidden_act": "gelu",
+        }
+        | rope(100.0, partial_rotary_factor=0.25),
+        {
+            "parallel": {"use_parallel_residual": False},
+            "part of the head": rope(100.0, partial_rotary_factor=1.0),
+            "biases": zero("query_key_value.bias", "dense.bias"),
+            "gelu: exact": {"hidden_act": "gelu_new"},
+        },
+        published=old_gpt_neox,
+        tensors=pythia_published,
+    ),
+    "gpt_neox_sequential": Family(
+        transformers.GPTNeoXConfig,
+        {
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "max_position_embeddings": 32,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": False,
+        }
+        | rope(100.0, partial_rotary_factor=0.5),
+        {
+            "sequential": {"use_parallel_residual": True},
+            "part of the head": rope(100.0, partial_rotary_factor=1.0),
+            "bias of the MLP": zero("dense_h_to_4h.bias", "dense_4h_to_h.bias"),
+            "gelu: tanh": {"hidden_act": "gelu"},
+        },
+        published=old_gpt_neox,
+    ),
+}
