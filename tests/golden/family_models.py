@@ -15,14 +15,17 @@ Without = Mapping[str, Any] | Callable[[torch.nn.Module], None]
 
 COMMON = {"vocab_size": 48, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 LLAMA_LIKE = {
-    "hidden_size": 24,
-    "intermediate_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 20,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-GPT2 = {"n_positions": 24, "n_embd": 24, "n_layer": 3, "n_head": 4}
+ONE_KEY_HEAD = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+MSCALE, BETAS = {"mscale": 1.5, "mscale_all_dim": 0.6}, {"beta_fast": 2.0, "beta_slow": 0.5}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+GPT2 = {"n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 4}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Family:
 
 def rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def yarn(**more: Any) -> dict[str, Any]:
+    return rope(20.0, "yarn", factor=4.0, original_max_position_embeddings=16, **more)
 
 
 def zero(*endings: str) -> Callable[[torch.nn.Module], None]:
@@ -81,7 +88,7 @@ def norm_per_head(model: torch.nn.Module) -> None:
             self.norm = norm
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = x.unflatten(-1, (-1, 6))
+            heads = x.unflatten(-1, (-1, 4))
             scale = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + self.norm.variance_epsilon)
             return (heads * scale).flatten(-2) * self.norm.weight
 
@@ -155,7 +162,7 @@ def old_gpt2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_inverse_frequencies(tensors: Tensors) -> Tensors:
-    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": 100.0 ** -(torch.arange(3) / 3) for n in range(3)}
+    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": 100.0 ** -(torch.arange(2) / 2) for n in range(3)}
     return tensors | frequencies
 
 
@@ -188,62 +195,21 @@ FAMILIES: dict[str, Family] = {
     # A small base and few original positions, so that the ramp lies inside the frequencies.
     "llama_yarn": Family(
         transformers.LlamaConfig,
-        LLAMA_LIKE
-        | {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-        | rope(20.0, "yarn", factor=4.0, original_max_position_embeddings=16),
+        LLAMA_LIKE | ONE_KEY_HEAD | yarn(),
         {
             "scaling": rope(20.0),
             "ramp": rope(20.0, "linear", factor=4.0),
-            "attention factor": rope(
-                20.0, "yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0
-            ),
+            "attention factor": yarn(attention_factor=1.0),
         },
         published=old_rope,
     ),
     "llama_yarn_mscale": Family(
         transformers.LlamaConfig,
-        LLAMA_LIKE
-        | {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-        | rope(
-            20.0,
-            "yarn",
-            factor=4.0,
-            original_max_position_embeddings=16,
-            mscale=1.5,
-            mscale_all_dim=0.6,
-            beta_fast=2.0,
-            beta_slow=0.5,
-            truncate=False,
-        ),
+        LLAMA_LIKE | ONE_KEY_HEAD | yarn(**MSCALE, **BETAS, truncate=False),
         {
-            "mscale": rope(
-                20.0,
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=16,
-                beta_fast=2.0,
-                beta_slow=0.5,
-                truncate=False,
-            ),
-            "betas": rope(
-                20.0,
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=16,
-                mscale=1.5,
-                mscale_all_dim=0.6,
-                truncate=False,
-            ),
-            "no truncation": rope(
-                20.0,
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=16,
-                mscale=1.5,
-                mscale_all_dim=0.6,
-                beta_fast=2.0,
-                beta_slow=0.5,
-            ),
+            "mscale": yarn(**BETAS, truncate=False),
+            "betas": yarn(**MSCALE, truncate=False),
+            "no truncation": yarn(**MSCALE, **BETAS),
         },
         published=old_rope,
     ),
@@ -300,7 +266,6 @@ FAMILIES: dict[str, Family] = {
         GPT2
         | {
             "n_inner": None,
-            "n_embd": 16,
             "activation_function": "relu",
             "scale_attn_weights": False,
             "scale_attn_by_inverse_layer_idx": True,
@@ -337,10 +302,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox_sequential": Family(
         transformers.GPTNeoXConfig,
         {
-            "hidden_size": 24,
+            "hidden_size": 16,
             "intermediate_size": 28,
             "num_hidden_layers": 3,
-            "num_attention_heads": 3,
+            "num_attention_heads": 2,
             "max_position_embeddings": 32,
             "use_parallel_residual": False,
             "attention_bias": False,
@@ -355,5 +320,96 @@ FAMILIES: dict[str, Family] = {
             "gelu: tanh": {"hidden_act": "gelu"},
         },
         published=old_gpt_neox,
+    ),
+    "gemma2": Family(
+        transformers.Gemma2Config,
+        LLAMA_LIKE
+        | rope(100.0)
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        {
+            "cap of the scores": {"attn_logit_softcapping": None},
+            "cap of the logits": {"final_logit_softcapping": None},
+            "window": {"layer_types": ["full_attention"] * 3},
+            "middle layer without a window": {"layer_types": ["sliding_attention"] * 3},
+            "scale of the queries": {"query_pre_attn_scalar": 8},
+            "scale of the embedding": no_embedding_scale,
+            "1 + weight": plain_norm_weight,
+            "norm after attention": identity("post_attention_layernorm"),
+            "norm before the MLP": identity("pre_feedforward_layernorm"),
+            "norm after the MLP": identity("post_feedforward_layernorm"),
+            "groups": swap_key_heads,
+            "tied": untied,
+            "gelu: tanh": {"hidden_activation": "gelu"},
+            **windows(8),
+        },
+        published=old_gemma2,
+        seed=1,
+    ),
+    "olmo2": Family(
+        transformers.Olmo2Config,
+        LLAMA_LIKE | rope(100.0) | {"tie_word_embeddings": False},
+        {
+            "norm after attention": identity("post_attention_layernorm"),
+            "norm after the MLP": identity("post_feedforward_layernorm"),
+            "norm of q": identity("q_norm"),
+            "norm of k": identity("k_norm"),
+            "norms of q and k over all heads": norm_per_head,
+            "groups": swap_key_heads,
+        },
+        published=old_rope,
+    ),
+    "qwen3_moe": Family(
+        transformers.Qwen3MoeConfig,
+        LLAMA_LIKE
+        | rope(100.0)
+        | EXPERTS
+        | {"head_dim": 8, "moe_intermediate_size": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        {
+            "weights of the chosen add to 1": {"norm_topk_prob": False},
+            "two experts": {"num_experts_per_tok": 1},
+            "router": zero("mlp.gate.weight"),
+            "dense layer": zero("layers.1.mlp.down_proj.weight"),
+            "norm of q": identity("q_norm"),
+            "norm of k": identity("k_norm"),
+        },
+        published=old_rope,
+    ),
+    "qwen3_moe_step": Family(
+        transformers.Qwen3MoeConfig,
+        LLAMA_LIKE
+        | rope(100.0)
+        | EXPERTS
+        | {"num_experts": 4, "head_dim": 8, "moe_intermediate_size": 8, "norm_topk_prob": True}
+        | {"decoder_sparse_step": 2},
+        {"router": zero("layers.1.mlp.gate.weight"), "dense layers": zero("mlp.down_proj.weight")},
+        published=old_rope,
+    ),
+    "qwen3_moe_all": Family(
+        transformers.Qwen3MoeConfig,
+        LLAMA_LIKE | rope(100.0) | EXPERTS | {"head_dim": 4, "moe_intermediate_size": 8, "norm_topk_prob": False},
+        {"weights as they are": {"norm_topk_prob": True}, "router": zero("mlp.gate.weight")},
+        published=old_rope,
+    ),
+    "olmoe": Family(
+        transformers.OlmoeConfig,
+        LLAMA_LIKE | rope(100.0) | EXPERTS | {"intermediate_size": 8, "norm_topk_prob": False, "clip_qkv": 0.8},
+        {
+            "clipping": {"clip_qkv": None},
+            "weights as they are": {"norm_topk_prob": True},
+            "router": zero("mlp.gate.weight"),
+            "norm of q": identity("q_norm"),
+            "norm of k": identity("k_norm"),
+            "norms of q and k over all heads": norm_per_head,
+            "groups": swap_key_heads,
+        },
+        published=old_rope,
     ),
 }
