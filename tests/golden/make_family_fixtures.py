@@ -22,11 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+import yaml
 from family_models import COMMON, FAMILIES, Family, Without
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
+from torch_family_models import TORCH_MODELS, TorchModel
 
 CONFIG, PUBLISHED, WEIGHTS, EXPECTED = "config.json", "config_published.json", "model.safetensors", "expected.npz"
+CHECKPOINT, CHECKPOINT_CONFIG = "checkpoint.pt", "model_config.yaml"
 BATCH, LENGTH = 2, 24
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 # What a special thing must change in a logit at least. Two kinds of GELU differ by less than 5e-4 themselves.
@@ -130,18 +133,23 @@ def expected(tokens: torch.Tensor, float32: torch.Tensor, float64: torch.Tensor)
     return arrays | ({"logits64": float64.float().numpy()} if error > STORED_ERROR else {})
 
 
-def write(folder: Path, name: str, family: Family) -> None:
+def report(name: str, arrays: dict[str, np.ndarray], changes: dict[str, float]) -> None:
+    print(f"{name}: largest logit {abs(arrays['logits']).max():.2f}, changes of a logit without")
+    for thing, change in changes.items():
+        print(f"    {thing}: {change:.3g}")
+        assert change > (GELU_MATTERS if thing.startswith("gelu") else MATTERS), thing
+
+
+def write(out: Path, name: str, family: Family) -> None:
+    """A family of which transformers has a class."""
+    folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(zlib.crc32(name.encode()) + family.seed)
     model = empty_model(family)
     randomize(model)
     tokens = torch.randint(COMMON["vocab_size"], (BATCH, LENGTH))
     arrays = expected(tokens, logits(model, tokens), float64_logits(family, model, tokens)) | routing(model, tokens)
-    print(f"{name}: largest logit {abs(arrays['logits']).max():.2f}, changes of a logit without")
-    for thing, without in family.without.items():
-        change = changed(family, model, without, tokens)
-        print(f"    {thing}: {change:.3g}")
-        assert change > (GELU_MATTERS if thing.startswith("gelu") else MATTERS), thing
+    report(name, arrays, {thing: changed(family, model, w, tokens) for thing, w in family.without.items()})
 
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -164,12 +172,46 @@ def read_back(folder: Path, config: str, stored: np.ndarray, tokens: torch.Tenso
     assert difference <= 1e-6, f"{folder / config}: {difference:.1e} after writing and reading"
 
 
+def write_torch(out: Path, name: str, model: TorchModel) -> None:
+    """A model of the torch project, with the form of the torch project's own training beside, if it is to have one."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    state = {
+        parameter: torch.randn(shape) * 0.3 + (len(shape) == 1 and parameter.endswith("weight"))
+        for parameter, shape in model.shapes(model.config).items()
+    }
+    tokens = torch.randint(model.config["vocab_size"], (BATCH, LENGTH))
+
+    def change(without: Any) -> float:
+        weights, config = (without(state), {}) if callable(without) else (state, without)
+        other = model.forward(dict(model.config) | config, weights, tokens)
+        return float((other - torch.from_numpy(arrays["logits"])).abs().max())
+
+    exact = model.forward(model.config, {key: tensor.double() for key, tensor in state.items()}, tokens)
+    arrays = expected(tokens, model.forward(model.config, state, tokens), exact)
+    report(name, arrays, {thing: change(without) for thing, without in model.without.items()})
+
+    for folder in {out / name, out / (model.checkpoint or name)}:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        np.savez_compressed(folder / EXPECTED, **arrays)
+    if model.safetensors:
+        (out / name / CONFIG).write_text(json.dumps(model.config, indent=2) + "\n")
+        head = {"lm_head.weight": state["wte.weight"].clone()} if model.head else {}
+        save_file(state | head, out / name / WEIGHTS, metadata={"format": "pt"})
+    if model.checkpoint:
+        torch.save(state | {"lm_head.weight": state["wte.weight"]}, out / model.checkpoint / CHECKPOINT)
+        (out / model.checkpoint / CHECKPOINT_CONFIG).write_text(yaml.safe_dump(dict(model.config), sort_keys=False))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(FAMILIES)}; all without")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join([*FAMILIES, *TORCH_MODELS])}; all without")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for family_name in arguments.names or FAMILIES:
-        write(arguments.out / family_name, family_name, FAMILIES[family_name])
+    for model_name in arguments.names or [*FAMILIES, *TORCH_MODELS]:
+        if model_name in FAMILIES:
+            write(arguments.out, model_name, FAMILIES[model_name])
+        else:
+            write_torch(arguments.out, model_name, TORCH_MODELS[model_name])
