@@ -8,8 +8,27 @@ from typing import Any
 
 import torch
 import transformers
+from published_forms import (
+    Tensors,
+    gpt2_published,
+    llama_inverse_frequencies,
+    old_gemma2,
+    old_gpt2,
+    old_gpt_neox,
+    old_linear_rope,
+    old_rope,
+    pythia_published,
+)
+from switched_off import (
+    identity,
+    no_embedding_scale,
+    norm_per_head,
+    plain_norm_weight,
+    swap_key_heads,
+    untied,
+    zero,
+)
 
-Tensors = dict[str, torch.Tensor]
 # What takes a special thing away: other values in the configuration, or a change of the finished model.
 Without = Mapping[str, Any] | Callable[[torch.nn.Module], None]
 
@@ -48,140 +67,9 @@ def yarn(**more: Any) -> dict[str, Any]:
     return rope(20.0, "yarn", factor=4.0, original_max_position_embeddings=16, **more)
 
 
-def zero(*endings: str) -> Callable[[torch.nn.Module], None]:
-    """Sets the parameters whose names end so to 0; one ending at least must be there."""
-
-    def change(model: torch.nn.Module) -> None:
-        found = [p for name, p in model.named_parameters() if name.endswith(endings)]
-        assert found, endings
-        for parameter in found:
-            parameter.data.zero_()
-
-    return change
-
-
-def identity(*endings: str) -> Callable[[torch.nn.Module], None]:
-    """Puts an identity in the place of the modules whose names end so."""
-
-    def change(model: torch.nn.Module) -> None:
-        found = [name for name, _ in model.named_modules() if name.endswith(endings)]
-        assert found, endings
-        for name in found:
-            model.set_submodule(name, torch.nn.Identity())
-
-    return change
-
-
-def swap_key_heads(model: torch.nn.Module) -> None:
-    """The two key-value heads change places: what comes out if they are dealt to the query heads in another way."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(("k_proj.weight", "v_proj.weight")):
-            parameter.data = parameter.data.roll(parameter.shape[0] // 2, 0)
-
-
-def norm_per_head(model: torch.nn.Module) -> None:
-    """Norms of q and k over each head by itself in place of the whole projection."""
-
-    class PerHead(torch.nn.Module):
-        def __init__(self, norm: torch.nn.Module) -> None:
-            super().__init__()
-            self.norm = norm
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = x.unflatten(-1, (-1, 4))
-            scale = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + self.norm.variance_epsilon)
-            return (heads * scale).flatten(-2) * self.norm.weight
-
-    for name, module in list(model.named_modules()):
-        if name.endswith(("q_norm", "k_norm")):
-            model.set_submodule(name, PerHead(module))
-
-
-def untied(model: torch.nn.Module) -> None:
-    """A head of its own, the embedding's rows in another order."""
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.data.roll(1, 0).clone())
-
-
-def no_embedding_scale(model: torch.nn.Module) -> None:
-    model.model.embed_tokens.embed_scale.fill_(1.0)
-
-
-def plain_norm_weight(model: torch.nn.Module) -> None:
-    """The norm multiplies by its weight, not by 1 + weight."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data -= 1.0
-
-
 def windows(size: int) -> dict[str, Without]:
     """A window that is one too short or too long must show as well."""
     return {f"a window of {other}": {"sliding_window": other} for other in (size - 1, size + 1)}
-
-
-def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Configurations before transformers 5: ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``,
-    ``torch_dtype`` in place of ``dtype``, no ``layer_types``, ``num_experts`` in place of ``num_local_experts``."""
-    parameters = dict(config["rope_parameters"])
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types", "dtype")}
-    old |= {"torch_dtype": "float32", "transformers_version": "4.46.0", "rope_theta": parameters.pop("rope_theta")}
-    old["rope_scaling"] = None if parameters == {"rope_type": "default"} else parameters
-    if "num_local_experts" in old:
-        old["num_experts"] = old.pop("num_local_experts")
-    return old
-
-
-def old_linear_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The oldest form, ``type`` in place of ``rope_type``, and no ``head_dim``."""
-    old = old_rope(config)
-    old["rope_scaling"] = {"type": "linear", "factor": config["rope_parameters"]["factor"]}
-    del old["head_dim"]
-    return old
-
-
-def old_gpt_neox(config: dict[str, Any]) -> dict[str, Any]:
-    parameters = config["rope_parameters"]
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
-    return old | {
-        "rotary_pct": parameters["partial_rotary_factor"],
-        "rotary_emb_base": parameters["rope_theta"],
-        "torch_dtype": "float32",
-        "transformers_version": "4.24.0",
-    }
-
-
-def old_gemma2(config: dict[str, Any]) -> dict[str, Any]:
-    left_out = ("tie_word_embeddings", "use_bidirectional_attention")
-    old = {key: value for key, value in old_rope(config).items() if key not in left_out}
-    return old | {"hidden_act": config["hidden_activation"], "cache_implementation": "hybrid"}
-
-
-def old_gpt2(config: dict[str, Any]) -> dict[str, Any]:
-    old = {key: value for key, value in config.items() if key not in ("dtype", "tie_word_embeddings")}
-    return old | {"n_ctx": config["n_positions"], "task_specific_params": {}, "transformers_version": "4.20.0"}
-
-
-def llama_inverse_frequencies(tensors: Tensors) -> Tensors:
-    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": 100.0 ** -(torch.arange(2) / 2) for n in range(3)}
-    return tensors | frequencies
-
-
-def gpt2_published(tensors: Tensors) -> Tensors:
-    """No prefix, and the causal mask beside the weights of each layer."""
-    mask = torch.ones(24, 24).tril()[None, None]
-    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    return plain | {f"h.{n}.attn.bias": mask.clone() for n in range(3)}
-
-
-def pythia_published(tensors: Tensors) -> Tensors:
-    """The causal mask, what it is filled with, and the rotary frequencies beside the weights of each layer."""
-    extra = {
-        "bias": torch.ones(32, 32, dtype=torch.bool).tril()[None, None],
-        "masked_bias": torch.tensor(-1e9),
-        "rotary_emb.inv_freq": 100.0 ** -(torch.arange(2) / 2),
-    }
-    layers = {f"gpt_neox.layers.{n}.attention.{name}": extra[name].clone() for n in range(3) for name in extra}
-    return tensors | layers
 
 
 FAMILIES: dict[str, Family] = {
