@@ -183,7 +183,7 @@ def _yarn(numbers: _Scaling, longest: int) -> YarnScaling:
         default = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=int(numbers.get("original_max_position_embeddings", longest)),
+        original_max_position_embeddings=int(numbers.get("original_max_position_embeddings", float(longest))),
         attention_factor=numbers.get("attention_factor", default),
         beta_fast=numbers.get("beta_fast", 32.0),
         beta_slow=numbers.get("beta_slow", 1.0),

@@ -42,7 +42,7 @@ class Gemma2Config(Family):
             norms="around",
             window=window if layers else None,
             window_layers=layers,
-            query_scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
+            query_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
             attention_cap=c.optional("attn_logit_softcapping") if "attn_logit_softcapping" in raw else 50.0,
             logit_cap=c.optional("final_logit_softcapping") if "final_logit_softcapping" in raw else 30.0,
             embed_scale=own["d_model"] ** 0.5,

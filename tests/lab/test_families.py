@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax.components import init_components
 from param_decomp_jax.masks import Sources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import MeshShape, make_mesh
@@ -28,8 +29,8 @@ from tests.core import tiny
 
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 NAMES = sorted(folder.name for folder in FAMILIES.iterdir() if (folder / "model.safetensors").is_file())
-WITH_SLICES = [name for name in NAMES if name.startswith("gpt")]
-FAST_ELSEWHERE = ("gemma2", "gpt_neox", "qwen3_moe")
+FUSED = [name for name in NAMES if name.startswith("gpt")]
+TRICKY = ("gemma2", "gpt_neox", "qwen3_moe")
 """With windows in some layers, a fused matrix head by head, runs of unlike layers."""
 
 
@@ -47,10 +48,12 @@ def close(ours: Any, theirs: np.ndarray, tolerance: float = 1e-4) -> None:
 
 def exact_factors(target: Transformer, weights: Any) -> Any:
     """Components that are the matrices: V = W, U = identity."""
-    shapes = jax.eval_shape(lambda: tiny.init_components(jax.random.key(0), target.sites))
+    shapes = jax.eval_shape(lambda: init_components(jax.random.key(0), target.sites))
     found = target.site_weights(weights)
     return {
-        name: dataclasses.replace(factors, V=found[name], U=jnp.broadcast_to(jnp.eye(factors.U.shape[-1]), factors.U.shape))
+        name: dataclasses.replace(
+            factors, V=found[name], U=jnp.broadcast_to(jnp.eye(factors.U.shape[-1]), factors.U.shape)
+        )
         for name, factors in shapes.items()
     }
 
@@ -81,8 +84,102 @@ def with_every_matrix_replaced(name: str, slices: bool) -> tuple[jax.Array, jax.
         return both(weights, tokens, ci)
 
 
+def slow_unless(names: tuple[str, ...]) -> Any:
+    """Parametrised by fixture; the others are slow tests."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in NAMES]
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_every_matrix_as_a_site(name: str) -> None:
+def test_logits(name: str) -> None:
+    architecture, weights = load_target(FAMILIES / name)
+    target = architecture.target(Sites(()), PLAIN, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        close(jax.jit(partial(logits, target))(weights, golden(name)["tokens"]), golden(name)["logits"])
+
+
+@slow_unless(TRICKY)
+def test_every_matrix_as_a_site(name: str) -> None:
     clean, replaced = with_every_matrix_replaced(name, slices=False)
     close(clean, golden(name)["logits"])
     close(replaced, golden(name)["logits"])
+
+
+@pytest.mark.parametrize("name", [n if n == "gpt_neox" else pytest.param(n, marks=pytest.mark.slow) for n in FUSED])
+def test_slices_of_fused_matrices_as_sites(name: str) -> None:
+    _, replaced = with_every_matrix_replaced(name, slices=True)
+    close(replaced, golden(name)["logits"])
+
+
+@slow_unless(TRICKY)
+def test_unrolled_on_eight_devices_in_bfloat16_and_blocked(name: str) -> None:
+    mesh = make_mesh(MeshShape(replica=2, fsdp=2, tensor=2))
+    architecture = read_architecture(FAMILIES / name)
+    _, weights = load_target(FAMILIES / name, shardings=weight_shardings(mesh, architecture))
+    tokens, expected = golden(name)["tokens"], golden(name)["logits"]
+    unrolled = architecture.target(Sites(()), MemoryPolicy(layers="unroll", attention="blocked"), jnp.float32)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        close(jax.jit(partial(logits, unrolled))(weights, tokens), expected)
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), load_target(FAMILIES / name)[1])
+    in_bf16 = jax.jit(partial(logits, architecture.target(Sites(()), PLAIN, jnp.bfloat16)))(rounded, tokens)
+    assert in_bf16.dtype == jnp.float32
+    # A token may take another expert where two are almost equally likely.
+    assert np.median(np.abs(in_bf16 - expected)) < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_read_again(name: str, tmp_path: Path) -> None:
+    """As a folder, in the keys of transformers 4, and in a run's `target.json`."""
+    architecture, weights = load_target(FAMILIES / name)
+    save_target(tmp_path, architecture, weights, eos_token_id=1)
+    again, same = load_target(tmp_path)
+    assert again == architecture
+    jax.tree.map(np.testing.assert_array_equal, same, weights)
+    published = FAMILIES / name / "config_published.json"
+    if published.is_file():
+        assert read_config(json.loads(published.read_text())) == architecture
+    kept = json.loads(json.dumps(describe(architecture)))
+    assert ARCHITECTURES[kept.pop("architecture")].from_fields(kept) == architecture
+    assert architecture.title in architecture.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral", {"num_key_value_heads": 3}, "key heads, 3, does not divide that of the heads, 4"),
+        ("mistral", {"sliding_window": -1}, "window: should be a positive number, not -1"),
+        ("mistral", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; what can be loaded is silu, "),
+        ("mistral", {"rope_parameters": {"rope_type": "longrope"}}, "rotary scaling 'longrope' is not supported"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling lacks the key 'factor'"),
+        ("llama_linear", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: should be a positive"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window: should be true or false, not 1"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 3}, "layer_types: should say sliding_attention or full_att"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; only False can be loaded"),
+        ("gpt2", {"n_head": 0}, "n_head: should be a whole number of at least 1"),
+        ("gpt_neox", {"rotary_pct": 9.0, "rope_parameters": ...}, "turns 144 of a head's 16 dimensions"),
+        ("gemma2", {"attn_logit_softcapping": -5.0}, "attn_logit_softcapping: should be a positive number"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("olmoe", {"num_experts_per_tok": 9}, "a token takes 9 of 8 experts"),
+        ("olmoe", {"clip_qkv": "x"}, "clip_qkv: should be a number, not 'x'"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: should be a list of layers' numbers"),
+        ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers: should be a list"),
+        ("llama_simple_mlp_half", {"use_grouped_query_attention": False}, "only the grouped form can be loaded"),
+        ("olmo2", {"quantization_config": {"bits": 4}}, "quantized"),
+    ],
+)
+def test_refused_by_key_and_value(name: str, changes: dict[str, Any], message: str) -> None:
+    raw = json.loads((FAMILIES / name / "config.json").read_text()) | changes
+    with pytest.raises(UnsupportedConfig, match=message):
+        read_config({key: value for key, value in raw.items() if value is not ...})
+
+
+def test_windows_longer_than_the_rows_cost_nothing() -> None:
+    """No mask but the causal one: the program is that of a Mistral without windows."""
+    architecture, weights = load_target(FAMILIES / "mistral")
+    tokens = jnp.asarray(golden("mistral")["tokens"])
+    programs = [
+        str(jax.make_jaxpr(partial(logits, a.target(Sites(()), PLAIN, jnp.float32)))(weights, tokens))
+        for a in (dataclasses.replace(architecture, window=100), architecture)
+    ]
+    assert programs[0].count(" lt ") < programs[1].count(" lt ")

@@ -129,12 +129,11 @@ def test_defaults_of_config_json(golden):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral'; what can be loaded is llama, "),
-        ({"attention_bias": True}, "attention_bias is true"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rotary scaling 'yarn'"),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling 'linear'"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; what can be loaded is llama, "),
+        ({"attention_bias": True}, r"no tensor model\.layers\.0\.self_attn\.k_proj\.bias"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "longrope", "factor": 2.0}}, "rotary scaling 'longrope'"),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"hidden_size": "wide"}, "hidden_size: should be a whole number, not 'wide'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
