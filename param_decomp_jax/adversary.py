@@ -108,7 +108,7 @@ def _bundle(
             components = draw(jax.random.fold_in(key, 0), stack.C)
             return Sources(components, draw(jax.random.fold_in(key, 1), 1)[..., 0] if use_delta else None)
 
-        return draw_per_site(draw_site, key, stack.sites)
+        return jax.tree.map(stack.lay_out, draw_per_site(draw_site, key, stack.sites))
 
     return {stack.name: draw_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
 

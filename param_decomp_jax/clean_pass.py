@@ -4,7 +4,14 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, UInt32
 
-from param_decomp_jax.ci.inputs import CIInputs, KeptInputs, RecomputedInputs, SiteInputs
+from param_decomp_jax.ci.inputs import (
+    ChosenExperts,
+    CIInputs,
+    KeptInputs,
+    RecomputedInputs,
+    SiteInputs,
+    chosen_experts,
+)
 from param_decomp_jax.targets.base import Forward, Target, Weights
 from param_decomp_jax.targets.plain_linears import RESIDUAL
 
@@ -32,10 +39,15 @@ class CleanPass:
         return self.at.shape
 
     @property
+    def chosen(self) -> ChosenExperts:
+        """The experts that its positions take, where these are sites."""
+        return chosen_experts(self.target.sites, dict(self.forward.records))
+
+    @property
     def ci_inputs(self) -> CIInputs:
         """What a global CI function reads."""
         if self.site_inputs:
-            return KeptInputs(self.site_inputs)
+            return KeptInputs(self.site_inputs, self.chosen)
         return RecomputedInputs(self.target, self.weights, dict(self.forward.records))
 
     def residual(self, live: tuple[int, ...]) -> Array:

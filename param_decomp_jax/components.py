@@ -9,15 +9,16 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.mesh import Axes, replace_fields, scatter
-from param_decomp_jax.numerics import matmul_wide, wide
+from param_decomp_jax.grouped import Groups, product_wide
+from param_decomp_jax.numerics import wide
 from param_decomp_jax.sites import Sites, Stack
 
 
 class Factors(eqx.Module):
-    """Factors of a site, or with a layer axis of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+    """Factors of a site, or with the leading axes of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
 
-    V: Float[Array, "*layers d_in C"]
-    U: Float[Array, "*layers C d_out"]
+    V: Float[Array, "*lead d_in C"]
+    U: Float[Array, "*lead C d_out"]
 
 
 Components = dict[str, Factors]
@@ -33,7 +34,7 @@ def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
             V = jax.random.normal(V_key, (stack.d_in, stack.C), jnp.float32)
             return V, jax.random.normal(U_key, (stack.C, stack.d_out), jnp.float32)
 
-        V, U = draw_per_site(draw, key, stack.sites)
+        V, U = map(stack.lay_out, draw_per_site(draw, key, stack.sites))
         return Factors(V / stack.d_in**0.5, U / stack.C**0.5)
 
     trained = [s for s in sites.stacks if s.name not in sites.views]
@@ -59,29 +60,31 @@ def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*
 
 
 def through_components(
-    x: Float[Array, "*n d_in"],
-    V: Float[Array, "d_in C"],
-    U: Float[Array, "C d_out"],
+    x: Float[Array, "*#n d_in"],
+    V: Float[Array, "*experts d_in C"],
+    U: Float[Array, "*experts C d_out"],
     mask: Float[Array, "*n C"],
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
+    groups: Groups | None = None,
 ) -> Float[Array, "*n d_out"]:
     """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider, ``g = r (m − δ)``: a sum over components, so of any of them.
 
     ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1). Masks and routes come in
-    fp32; g is built there and cast for the product (N1).
+    fp32; g is built there and cast for the product (N1). ``groups``: of the matrices of experts.
     """
     g = mask if delta_mask is None else mask - delta_mask[..., None]
     if route is not None:
         g = route[..., None] * g
-    return matmul_wide((matmul_wide(x, V) * g).astype(x.dtype), U)
+    return product_wide((product_wide(x, V, groups) * g).astype(x.dtype), U, groups)
 
 
 def past_components(
-    x: Float[Array, "*n d_in"],
-    W: Float[Array, "d_in d_out"] | None,
+    x: Float[Array, "*#n d_in"],
+    W: Float[Array, "*experts d_in d_out"] | None,
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
+    groups: Groups | None = None,
 ) -> Float[Array, "*n d_out"] | None:
     """The part ``a · xW`` of F2 in fp32 or wider, ``a = 1 − r (1 − δ)``; None where a is 0 everywhere.
 
@@ -95,34 +98,58 @@ def past_components(
     assert a is not None
     if W is None:
         return a[..., None] * wide(x)
-    return _scaled_product(jnp.broadcast_to(a, x.shape[:-1]), x, W)
+    return _scaled_product(jnp.broadcast_to(a, x.shape[:-1] if groups is None else groups.chosen.shape), x, W, groups)
 
 
 @jax.custom_vjp
 def _scaled_product(
-    a: Float[Array, "*n"], x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    a: Float[Array, "*n"],
+    x: Float[Array, "*#n d_in"],
+    W: Float[Array, "*experts d_in d_out"],
+    groups: Groups | None,
 ) -> Float[Array, "*n d_out"]:
     """``a · xW``, with W frozen.
 
     The gradient by a is a sum over ``d_in``, of x times what x's own gradient is made of: ``xW`` in fp32, the widest
     array of a layer, is not kept for it.
     """
-    return a[..., None] * matmul_wide(x, W)
+    return a[..., None] * product_wide(x, W, groups)
 
 
-def _scaled_product_backward(kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
-    a, x, W = kept
-    back = matmul_wide(g.astype(x.dtype), W.T)
-    return jnp.sum(wide(x) * back, axis=-1).astype(a.dtype), (a[..., None] * back).astype(x.dtype), None
+def _scaled_product_backward(
+    kept: tuple[Array, Array, Array, Groups | None], g: Array
+) -> tuple[Array, Array, None, None]:
+    a, x, W, groups = kept
+    back = product_wide(g.astype(x.dtype), W.swapaxes(-1, -2), groups)
+    to_x = (a[..., None] * back).astype(x.dtype)
+    if x.shape != to_x.shape:  # a row that the slots of a position share
+        to_x = jnp.sum(to_x, axis=-2, keepdims=True)
+    return jnp.sum(wide(x) * back, axis=-1).astype(a.dtype), to_x, None, None
 
 
-_scaled_product.defvjp(lambda a, x, W: (_scaled_product(a, x, W), (a, x, W)), _scaled_product_backward)
+_scaled_product.defvjp(
+    lambda a, x, W, groups: (_scaled_product(a, x, W, groups), (a, x, W, groups)), _scaled_product_backward
+)
 
 
 def components_axes(components: Components) -> Any:
     """Logical axes of every array, in the structure of ``components``: split by component."""
-    return {name: replace_fields(factors, V=V_AXES.under(), U=U_AXES.under()) for name, factors in components.items()}
+    return {
+        name: replace_fields(factors, V=with_lead(V_AXES, factors.V.ndim), U=with_lead(U_AXES, factors.U.ndim))
+        for name, factors in components.items()
+    }
 
 
 V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", None), product=True)
-"""Of one layer's factors."""
+"""Of one site's factors."""
+
+
+def with_lead(axes: Axes, ndim: int) -> Axes:
+    """With so many axes in front, of layers and experts, that there are ``ndim``."""
+    return Axes((*(None,) * (ndim - len(axes.names)), *axes.names), axes.product)
+
+
+def site_axes(stack: Stack) -> tuple[Axes, Axes]:
+    """Of V and U of one layer of a stack."""
+    n = 2 if stack.experts is None else 3
+    return with_lead(V_AXES, n), with_lead(U_AXES, n)

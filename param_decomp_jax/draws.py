@@ -19,9 +19,9 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry_2x32(
-    key: UInt32[Array, "2"], high: UInt32[Array, "*s"], low: UInt32[Array, "*s"]
+    key: UInt32[Array, "2 *#s"], high: UInt32[Array, "*s"], low: UInt32[Array, "*s"]
 ) -> tuple[UInt32[Array, "*s"], UInt32[Array, "*s"]]:
-    """The two output words of 20-round Threefry-2x32 at counter ``(high, low)``."""
+    """The two output words of 20-round Threefry-2x32 at counter ``(high, low)``; ``key``: one, or one an element."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = high + schedule[0], low + schedule[1]
     for block in range(5):
@@ -51,10 +51,19 @@ def uniform(
     """
     if isinstance(columns, int):
         columns = jnp.arange(columns, dtype=jnp.uint32)
+    return uniform_of_keys(jax.random.key_data(key), at, columns)
+
+
+def uniform_of_keys(
+    keys: UInt32[Array, "*#leading 2"], at: UInt32[Array, "*leading"], columns: UInt32[Array, " columns"]
+) -> Float[Array, "*leading columns"]:
+    """`uniform`, from the data of one key or of a key for every element of ``at``."""
     shape = (*at.shape, *columns.shape)
     with jax.named_scope("draws"):
         word, _ = threefry_2x32(
-            jax.random.key_data(key), jnp.broadcast_to(at[..., None], shape), jnp.broadcast_to(columns, shape)
+            jnp.moveaxis(keys, -1, 0)[..., None] if keys.ndim > 1 else keys,
+            jnp.broadcast_to(at[..., None], shape),
+            jnp.broadcast_to(columns, shape),
         )
         return (word >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
 

@@ -1,6 +1,6 @@
 """Causal importances of one batch, from the target's weights and what a run has learned (section 3)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,11 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ImportanceReader, Logits, squashings
+from param_decomp_jax.ci.inputs import ChosenExperts
+from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import U_AXES, V_AXES, Components, with_views
+from param_decomp_jax.components import Components, site_axes, with_views
+from param_decomp_jax.grouped import product_wide
 from param_decomp_jax.memory import Intermediate
 from param_decomp_jax.mesh import Axes, gather_tree, is_axes
-from param_decomp_jax.numerics import matmul_wide, wide
+from param_decomp_jax.numerics import wide
 from param_decomp_jax.sites import Stack
 from param_decomp_jax.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.targets.base import Weights
@@ -33,7 +36,8 @@ def read_batch(
 def importance_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
-    """What λ is squashed from, of every site, by stack: beyond 0 and 1 it still tells a strong case from a weak one.
+    """What λ is squashed from, of every site, by stack: beyond 0 and 1 it still tells a strong case from a weak one. Of
+    experts, that of every slot.
 
     All of it at once, whatever the memory policy says: for batches of a few positions.
     """
@@ -50,30 +54,65 @@ def importance_logits(
 def site_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """`importance_logits` of some sites, by name; nothing is made of the others."""
+    """`importance_logits` of some sites, by name; nothing is made of the others. −∞ where a site does not exist (X4)."""
     components = with_views(components, problem.target.sites)
     _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
     return _logits_by_name(problem, reader, components, names)
 
 
+def _by_name(
+    problem: Problem, names: Collection[str], of_layer: Callable[[Stack, int], Array], chosen: ChosenExperts, fill: float
+) -> dict[str, Float[Array, "*n C"]]:
+    """Of some sites, what ``of_layer`` gives of a stack's layer; it is called once for all experts of a layer.
+
+    An expert's site has ``fill`` where it does not exist (X4).
+    """
+    sites, layers = problem.target.sites, {}
+    found = {}
+    for site, (stack, row) in zip(sites.all, sites.stack_rows, strict=True):
+        if site.name not in names:
+            continue
+        layer = row if stack.experts is None else row[0]
+        if (stack.name, layer) not in layers:
+            layers[stack.name, layer] = of_layer(stack, layer)
+        values = layers[stack.name, layer]
+        found[site.name] = values if stack.experts is None else _of_expert(values, chosen[stack.name][layer], row[1], fill)
+    return found
+
+
+def _of_expert(
+    slots: Float[Array, "*n k C"], chosen: Int[Array, "*n k"], expert: int | Int[Array, ""], fill: float
+) -> Float[Array, "*n C"]:
+    """What one expert has at every position, ``fill`` where it is not taken."""
+    own = chosen == expert
+    value = jnp.take_along_axis(slots, jnp.argmax(own, axis=-1)[..., None, None], axis=-2)[..., 0, :]
+    return jnp.where(jnp.any(own, axis=-1)[..., None], value, fill)
+
+
 def _logits_by_name(
     problem: Problem, reader: ImportanceReader, components: Components, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """Logits of some sites from a lazy ``reader``; ``components``: of every stack."""
+    """Logits of some sites from a lazy ``reader``; ``components``: of every stack. −∞ where a site does not exist."""
 
-    def logits_of_one(stack: Stack, row: int) -> Array:
-        of_layer = (reader.slices(stack, stack.first + row, stack.first + row + 1), components[stack.name].V[row][None])
-        axes = reader.axes(stack), V_AXES
-        head, V = gather_tree(jax.tree.map(lambda x: x[0], of_layer), axes, problem.compute_dtype)
-        return reader.logits(head, V)
+    def of_layer(stack: Stack, layer: int) -> Array:
+        own = (reader.slices(stack, stack.first + layer, stack.first + layer + 1), components[stack.name].V[layer][None])
+        axes = reader.axes(stack), site_axes(stack)[0]
+        head, V = gather_tree(jax.tree.map(lambda x: x[0], own), axes, problem.compute_dtype)
+        chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
+        return reader.logits(head, V, reader.groups(stack, chosen))
 
-    sites = problem.target.sites
-    places = zip(sites.all, sites.stack_rows, strict=True)
-    return {site.name: logits_of_one(stack, row) for site, (stack, row) in places if site.name in names}
+    return _by_name(problem, names, of_layer, reader.chosen, -jnp.inf)
+
+
+def squash_existing(squash: Squash, logits: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """Importances from logits of `site_logits`: 0 where a site does not exist (X4)."""
+    exists = logits > -jnp.inf
+    return jnp.where(exists, squash(jnp.where(exists, logits, 0)), 0)
 
 
 class SiteReading(NamedTuple):
-    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32."""
+    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32; 0 where
+    the site does not exist (X4)."""
 
     importance: Float[Array, "*n C"]
     activation: Float[Array, "*n C"]
@@ -88,18 +127,19 @@ def read_sites(
     clean_pass, reader = read_batch(_lazily(problem, {"site_inputs"}), components, ci, weights, inputs)
     logits = _logits_by_name(problem, reader, components, names)
 
-    def activations(stack: Stack, row: int) -> Array:
-        of_layer = components[stack.name].V[row], components[stack.name].U[row]
-        V, U = gather_tree(of_layer, (V_AXES, U_AXES), problem.compute_dtype)
-        x = clean_pass.site_inputs[stack.name][row].astype(problem.compute_dtype)
+    def activations(stack: Stack, layer: int) -> Array:
+        of_layer = components[stack.name].V[layer], components[stack.name].U[layer]
+        V, U = gather_tree(of_layer, site_axes(stack), problem.compute_dtype)
+        x = clean_pass.site_inputs[stack.name][layer].astype(problem.compute_dtype)
         # On V, where it costs least: there are more positions than dimensions.
-        return matmul_wide(x, (wide(V) * jnp.linalg.norm(wide(U), axis=1)).astype(V.dtype))
+        scaled = (wide(V) * jnp.linalg.norm(wide(U), axis=-1)[..., None, :]).astype(V.dtype)
+        chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
+        return product_wide(x, scaled, reader.groups(stack, chosen))
 
-    places = zip(sites.all, sites.stack_rows, strict=True)
+    found = _by_name(problem, names, activations, reader.chosen, 0.0)
     return clean_pass, {
-        site.name: SiteReading(wide(reader.squash(logits[site.name])), activations(stack, row))
-        for site, (stack, row) in places
-        if site.name in names
+        name: SiteReading(wide(squash_existing(reader.squash, logits[name])), activation)
+        for name, activation in found.items()
     }
 
 
@@ -120,7 +160,8 @@ def chosen_logits(
 ) -> dict[str, Float[Array, "layers *n n"]]:
     """`importance_logits` of a few components of every site, by stack; nothing is made of the others.
 
-    ``chosen``: their numbers, by stack.
+    ``chosen``: their numbers, by stack; of experts ``[layers, experts, n]``. Of experts the result is ``[layers,
+    experts, *n, n]``, −∞ where a site does not exist (X4).
     """
     target = problem.target
     components = with_views(components, target.sites)
@@ -128,19 +169,29 @@ def chosen_logits(
 
     def stack_logits(stack: Stack) -> Array:
         of_sites = reader.slices(stack, stack.first, stack.first + stack.n_layers)
-        axes = reader.axes(stack), V_AXES
+        axes = reader.axes(stack), site_axes(stack)[0]
 
         def pick(of: Axes, x: Array, numbers: Array) -> Array:
             axis = of.at("component")
-            return x if axis is None else jnp.take(x, numbers, axis=axis)
+            if axis is None:
+                return x
+            if stack.experts is None:
+                return jnp.take(x, numbers, axis=axis)
+            return jax.vmap(lambda own, of_expert: jnp.take(own, of_expert, axis=axis - 1))(x, numbers)
 
         def logits_of_one(site: Any) -> Array:
-            *of_layer, numbers = site
+            *of_layer, numbers, experts = site
             few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
             head, V = gather_tree(few, axes, problem.compute_dtype)
-            return reader.logits(head, V)
+            logits = reader.logits(head, V, reader.groups(stack, experts))
+            if stack.experts is None:
+                return logits
+            of_each = jax.vmap(lambda e: _of_expert(logits, experts, e, -jnp.inf))
+            return of_each(jnp.arange(stack.experts))
 
-        return jax.lax.map(logits_of_one, (of_sites, components[stack.name].V, jnp.asarray(chosen[stack.name])))
+        numbers = jnp.asarray(chosen[stack.name])
+        of_stack = (of_sites, components[stack.name].V, numbers, reader.chosen.get(stack.name))
+        return jax.lax.map(logits_of_one, of_stack)
 
     return {stack.name: stack_logits(stack) for stack in target.sites.stacks}
 

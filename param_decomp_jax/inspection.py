@@ -109,7 +109,8 @@ def unstack_sites(sites: Sites, stacked: Mapping[str, Any]) -> dict[str, Any]:
     """From the stacked layout to arrays by site name, in canonical order.
 
     ``stacked``: by stack name, trees of arrays with a leading layer axis: `State.components`, heads of a CI function,
-    a `Bundle` of sources, ``Objective`` summaries. The result has the same trees without that axis. Sites of stacks
+    a `Bundle` of sources, ``Objective`` summaries. The result has the same trees without that axis (of experts: without
+    the axes of layers and experts). Sites of stacks
     that ``stacked`` does not have (tied ones, T4) are left out.
     """
     rows = zip(sites.all, sites.stack_rows, strict=True)
@@ -137,5 +138,6 @@ def stack_sites(sites: Sites, by_site: Mapping[str, Any], fill: bool = False) ->
         missing = [name for name in names if name not in by_site]
         assert fill or not missing, f"of the sites stacked in {stack.name}, {', '.join(missing)} are missing"
         zeros = jax.tree.map(jnp.zeros_like, by_site[given[0]])
-        stacked[stack.name] = jax.tree.map(lambda *rows: jnp.stack(rows), *(by_site.get(n, zeros) for n in names))
+        rows = (by_site.get(name, zeros) for name in names)
+        stacked[stack.name] = jax.tree.map(lambda *own, stack=stack: stack.lay_out(jnp.stack(own)), *rows)
     return stacked

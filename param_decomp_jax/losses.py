@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.components import Components, Factors, delta
+from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.remat import over_layers
@@ -58,7 +59,7 @@ Term = Faithfulness | ImportanceMinimality | Reconstruction
 
 
 def faithfulness(
-    components: Components, weights: dict[str, Float[Array, "layers d_in d_out"]], memory: MemoryPolicy
+    components: Components, weights: dict[str, Float[Array, "*lead d_in d_out"]], memory: MemoryPolicy
 ) -> Float[Array, ""]:
     """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters."""
 
@@ -87,14 +88,18 @@ def penalty_of(
 
 
 def penalty_sum(
-    penalty: Lp | SmoothL0, upper: Float[Array, "*n C"], step: Int[Array, ""], total: int
-) -> Float[Array, " C"]:
-    """``S_c = Σ ψ(υ_c)`` of L2, over all positions of the global batch."""
-    return jnp.sum(penalty_of(penalty, upper, step, total), axis=tuple(range(upper.ndim - 1)))
+    penalty: Lp | SmoothL0,
+    upper: Float[Array, "*n C"],
+    step: Int[Array, ""],
+    total: int,
+    over: OverPositions = OverPositions(),  # noqa: B008
+) -> Float[Array, "*experts C"]:
+    """``S_c = Σ ψ(υ_c)`` of L2, over all positions of the global batch; of experts, over those of each (X4)."""
+    return over.sum(penalty_of(penalty, upper, step, total))
 
 
 def importance_minimality(
-    term: ImportanceMinimality, sums: dict[str, Float[Array, "layers C"]], n_positions: int
+    term: ImportanceMinimality, sums: dict[str, Float[Array, "*lead C"]], n_positions: int
 ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
     """L2 without coefficients: the main value, and the frequency part's (None without one).
 

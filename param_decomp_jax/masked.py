@@ -5,17 +5,18 @@ side. So a site's causal importance is computed once for all of them, and their 
 *before* they pass the squashing, whose leak (C1) is not linear. That holds under every memory policy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from param_decomp_jax.ci import ImportanceReader
-from param_decomp_jax.components import U_AXES, V_AXES, Components, past_components, through_components
+from param_decomp_jax.ci import ImportanceReader, Summarise
+from param_decomp_jax.components import Components, past_components, site_axes, through_components
+from param_decomp_jax.grouped import Groups, OverPositions, at_chosen, group, grouped_matmul
 from param_decomp_jax.masks import SourceKind, interpolate
 from param_decomp_jax.memory import Intermediate, MemoryPolicy
 from param_decomp_jax.mesh import (
@@ -33,10 +34,8 @@ from param_decomp_jax.mesh import (
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.targets.plain_linears import FROZEN, output_record
+from param_decomp_jax.targets.plain_linears import CHOSEN, FROZEN, output_record
 
-Summarise = Callable[[Float[Array, "*n C"]], Float[Array, "C *summary"]]
-"""From the logits of some components of one site to one summary per component: a sum over the batch."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,13 @@ class LiveSite(NamedTuple):
 
 class Positions(NamedTuple):
     """A live site and its inputs at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: the positions'
-    global numbers. ``features``: of the `ImportanceReader`."""
+    global numbers. ``features``: of the `ImportanceReader`. ``chosen``: of experts' sites, the positions' experts."""
 
     site: LiveSite
     xs: list[Any]
     at: Any
     features: Any
+    chosen: Any
 
 
 def side_by_side(streams: Sequence[Float[Array, "B *n"]]) -> Float[Array, "rows *n"]:
@@ -101,6 +101,8 @@ class MaskedLayer:
     stacks: dict[str, Stack]
     n_streams: int
     records_outputs: frozenset[str]
+    chosen: Int[Array, "B *n k"] | None = None
+    """Of the clean pass, in a layer with sites among its experts."""
     records: dict[str, Array] = field(default_factory=dict)
 
     def enter(self, x: Float[Array, "rows *n d"]) -> None:
@@ -110,6 +112,19 @@ class MaskedLayer:
         self, kind: str, x: Float[Array, "rows *n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "rows *n d_out"]:
         return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
+
+    def choose(self, chosen: Int[Array, "rows *n k"]) -> Int[Array, "rows *n k"]:
+        """X3: the clean pass's, where experts are sites."""
+        return chosen if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
+
+    def grouped(
+        self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "rows *n k d_out"]:
+        W = gather(W, FROZEN.under(), x.dtype)
+        y = constrain(self._masked(kind, x, W) if kind in self.live else grouped_matmul(x, W, groups), "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
 
     def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """The product of one matrix; W None is the identity."""
@@ -124,7 +139,8 @@ class MaskedLayer:
         forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
         axes = forward.site_axes(stack, tuple(site.sources))
         n_blocks = forward.token_blocks
-        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, forward.reader.features)
+        chosen = None if stack.experts is None else self.chosen
+        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, forward.reader.features, chosen)
 
         def apply_block(block: Positions) -> tuple[Any, list[Array]]:
             return self._at_positions(stack, with_block(everywhere, block), axes, W)
@@ -146,33 +162,37 @@ class MaskedLayer:
         """
         forward, site, streams, dtype = self.forward, here.site, self.forward.streams, here.xs[0].dtype
         reader = forward.reader.at(here.features)
-        deltas = {i: streams[i].sources.delta(source, here.at) for i, source in site.sources.items()}
+        groups = None if stack.experts is None else group(here.chosen, stack.experts)
+        deltas = {i: streams[i].sources.delta(source, here.at, groups) for i, source in site.sources.items()}
+        routes = {i: _at_slots(route, groups) for i, route in site.routes.items()}
         n_blocks = component_blocks(forward.memory, stack.C)
         # Wide where blocks add up their gradients.
         inputs = {i: wide(here.xs[i]) if n_blocks > 1 else here.xs[i] for i in site.sources}
 
         def apply_components(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
             part: LiveSite = gather_tree(with_block(site, block), axes, dtype)
-            logits = reader.logits(part.ci, part.V)
+            logits = reader.logits(part.ci, part.V, groups)
             importance = reader.squash(logits)
 
             def stream_output(i: int) -> Float[Array, "B *n d_out"]:
-                mask = interpolate(importance, streams[i].sources.components(part.sources[i], here.at, part.column))
-                y = through_components(inputs[i].astype(dtype), part.V, part.U, mask, deltas[i], part.routes[i])
+                source = streams[i].sources.components(part.sources[i], here.at, part.column, groups)
+                mask = interpolate(importance, source)
+                y = through_components(inputs[i].astype(dtype), part.V, part.U, mask, deltas[i], routes[i], groups)
                 return constrain(y, "batch")
 
-            summary = None if forward.summarise is None else forward.summarise(logits)
+            over = OverPositions(groups, stack.experts or 0)
+            summary = None if forward.summarise is None else forward.summarise(logits, over)
             return {i: stream_output(i) for i in part.sources}, summary
 
         ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
         def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *n d_out"]:
             if i not in ys:
-                return _product(x, W)
-            past = past_components(x, W, deltas[i], site.routes[i])
+                return _product(x, W) if groups is None else grouped_matmul(x, W, groups)
+            past = past_components(x, W, deltas[i], routes[i], groups)
             return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
-        summary = None if summaries is None else uncut(summaries, 0, "component")
+        summary = None if summaries is None else uncut(summaries, 0 if groups is None else 1, "component")
         return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
@@ -189,7 +209,7 @@ def summary_record(kind: str) -> str:
 class MaskedLinears:
     """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
 
-    ``at``: global numbers of the positions. ``residuals``: of each stream, the clean residual at its first live layer.
+    ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the clean residual at its first live layer.
     ``summarise``: its results are recorded; where logits are computed block by block, they are computed once for the
     masks and for this. ``output_name``: the memory policy's name for the outputs of live sites.
     """
@@ -200,6 +220,7 @@ class MaskedLinears:
     components: Components
     reader: ImportanceReader
     at: UInt32[Array, "*leading"]
+    clean_records: Mapping[int, dict[str, Array]]
     memory: MemoryPolicy
     record_outputs: bool = False
     summarise: Summarise | None = None
@@ -234,8 +255,8 @@ class MaskedLinears:
         found = {}
         for stack in self.sites.stacks:
             if layer in stack.layers:
-                site = stack.sites[layer - stack.first]
-                streams = tuple(i for i, stream in enumerate(self.streams) if site in stream.live)
+                sites = set(stack.of_layer(layer))
+                streams = tuple(i for i, stream in enumerate(self.streams) if sites & set(stream.live))
                 if streams:
                     found[stack] = streams
         return found
@@ -261,28 +282,40 @@ class MaskedLinears:
                 ci=self.reader.slices(stack, first, stop),
                 column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
                 sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
-                routes={i: _routes(self.streams[i], stack.sites[rows]) for i in streams},
+                routes={i: _routes(self.streams[i], stack, range(first, stop)) for i in streams},
             )
             axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
             # Wide where blocks of tokens add up its gradients.
             return found if self.token_blocks > 1 else cast_tree(found, axes, self.reader.compute_dtype)
 
-        return {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}
+        of_experts = any(stack.experts is not None and first in stack.layers for stack in self.sites.stacks)
+        chosen = self.chosen_experts(first, stop) if of_experts else None
+        return {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}, chosen
+
+    def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
+        """The experts that the clean pass's positions take in some layers (X3)."""
+        start = max(layer for layer in self.clean_records if layer <= first)
+        return self.clean_records[start][CHOSEN][first - start : stop - start]
 
     def site_axes(self, stack: Stack, streams: Sequence[int]) -> LiveSite:
         """Logical axes of one layer's `LiveSite`."""
+        V, U = site_axes(stack)
         return LiveSite(
-            V=V_AXES,
-            U=U_AXES,
+            V=V,
+            U=U,
             ci=self.reader.axes(stack),
             column=Axes(("component_in_use",)),
             sources={i: self.streams[i].sources.axes(stack) for i in streams},
-            routes={i: None if self.streams[i].routes is None else self._rows for i in streams},
+            routes={i: None if self.streams[i].routes is None else self._route_axes(stack) for i in streams},
         )
 
     def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
         """Logical axes of ``positions``; ``site``: those of its site."""
-        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.reader.features_axes)
+        chosen = None if positions.chosen is None else self._rows
+        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.reader.features_axes, chosen)
+
+    def _route_axes(self, stack: Stack) -> Axes:
+        return self._rows if stack.experts is None else self._rows.under()
 
     @property
     def _rows(self) -> Axes:
@@ -296,11 +329,18 @@ class MaskedLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
-        return MaskedLayer(slice_, self, here, self.n_running(first), recorded)
+        live, chosen = slice_
+        return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen)
 
 
-def _routes(stream: Stream, sites: Sequence[int]) -> Float[Array, "layers *n"] | None:
+def _routes(stream: Stream, stack: Stack, layers: Sequence[int]) -> Float[Array, "*lead_n"] | None:
+    """Of a stack's sites in some layers; of experts, with an axis of them behind that of layers."""
     if stream.routes is None:
         return None
     routes = stream.routes.astype(jnp.float32)
-    return jnp.stack([routes[..., stream.live.index(site)] for site in sites])
+    of_sites = [[routes[..., stream.live.index(site)] for site in stack.of_layer(layer)] for layer in layers]
+    return jnp.stack([own[0] if stack.experts is None else jnp.stack(own) for own in of_sites])
+
+
+def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:
+    return route if route is None or groups is None else at_chosen(route, groups)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
-from param_decomp_jax.draws import uniform
+from param_decomp_jax.draws import uniform, uniform_of_keys
+from param_decomp_jax.grouped import Groups, at_chosen
 from param_decomp_jax.mesh import Axes
 from param_decomp_jax.sites import Stack
 
@@ -28,13 +29,14 @@ class Constant:
 
 
 class Sources(eqx.Module):
-    """Sources of one stack. ``lead`` are axes that broadcast against, or tile over, the leading axes of an activation.
+    """Sources of one stack. ``lead``: axes that broadcast against, or tile over, the leading axes of an activation; of
+    experts' matrices, ``layers`` is two axes (X6).
 
     The delta channel is an array of its own: C + 1 does not shard (M5). None: no delta path.
     """
 
-    components: Float[Array, "layers *lead C"]
-    delta: Float[Array, "layers *lead"] | None
+    components: Float[Array, "*layers_lead C"]
+    delta: Float[Array, "*layers_lead"] | None
 
 
 Bundle = dict[str, Sources]
@@ -58,11 +60,18 @@ class SourceKind(Protocol):
         """The logical axes of one layer's slice, in its structure."""
         ...
 
-    def components(self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"]) -> Float[Array, "*#n #C"]:
-        """Component sources of one layer's site at these positions, for the components of these global numbers."""
+    def components(
+        self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"], groups: Groups | None = None
+    ) -> Float[Array, "*#n_slots #C"]:
+        """Component sources of one layer's site at these positions, for the components of these global numbers.
+
+        ``groups``: of experts; then of every slot, those of its expert at its position (X6).
+        """
         ...
 
-    def delta(self, slice_: Any, at: UInt32[Array, "*n"]) -> Float[Array, "*#n"] | None:
+    def delta(
+        self, slice_: Any, at: UInt32[Array, "*n"], groups: Groups | None = None
+    ) -> Float[Array, "*#n_slots"] | None:
         """The raw delta source (M2); None where there is no delta path."""
         ...
 
@@ -76,19 +85,26 @@ class StochasticSources:
     use_delta: bool
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
-        return jnp.asarray(stack.sites[first - stack.first : stop - stack.first])
+        return jnp.asarray([stack.of_layer(layer) if stack.experts else stack.of_layer(layer)[0]
+                            for layer in range(first, stop)])  # fmt: skip
 
     def axes(self, stack: Stack) -> Any:
         return Axes(())
 
-    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
-        components_key, _ = self._keys(slice_)
-        source = uniform(components_key, at, columns)
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        source = self._draw(0, slice_, at, columns, groups)
         return (source < 0.5).astype(source.dtype) if self.kind.sampling == "binomial" else source
 
-    def delta(self, slice_: Any, at: Array) -> Array | None:
-        _, delta_key = self._keys(slice_)
-        return uniform(delta_key, at, 1)[..., 0] if self.use_delta else None
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        return self._draw(1, slice_, at, jnp.zeros(1, jnp.uint32), groups)[..., 0] if self.use_delta else None
+
+    def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: Groups | None) -> Array:
+        """``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every expert's."""
+        if groups is None:
+            return uniform(self._keys(sites)[which], at, columns)
+        keys = jax.random.key_data(jax.vmap(lambda site: self._keys(site)[which])(sites))
+        slots = jnp.broadcast_to(at[..., None], groups.chosen.shape)
+        return uniform_of_keys(keys[groups.chosen], slots, columns)
 
     def _keys(self, site: Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
         components_key, delta_key = jax.random.split(jax.random.fold_in(self.key, site))
@@ -107,10 +123,10 @@ class ConstantSources:
     def axes(self, stack: Stack) -> Any:
         return None
 
-    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
-        return jnp.full((1,) * (at.ndim + 1), self.kind.value)
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        return jnp.full((1,) * (at.ndim + 1 if groups is None else groups.chosen.ndim + 1), self.kind.value)
 
-    def delta(self, slice_: Any, at: Array) -> Array | None:
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
         return None
 
 
@@ -125,19 +141,29 @@ class GivenSources:
         return jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
 
     def axes(self, stack: Stack) -> Any:
-        return jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch))
+        return jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch, stack.experts is not None))
 
-    def components(self, slice_: Any, at: Array, columns: Array) -> Array:
-        return tile(slice_.components, at.shape[0])
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        return self._at(slice_.components, at, groups)
 
-    def delta(self, slice_: Any, at: Array) -> Array | None:
-        return None if slice_.delta is None else tile(slice_.delta, at.shape[0])
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        return None if slice_.delta is None else self._at(slice_.delta, at, groups)
+
+    def _at(self, source: Array, at: Array, groups: Groups | None) -> Array:
+        if groups is None:
+            return tile(source, at.shape[0])
+        return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
 
 
-def source_axes(sources: Sources, batch: int) -> Any:
-    """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component."""
-    per_row = sources.components.shape[1] == batch
-    lead = (None, "batch" if per_row else None, *("seq" if n > 1 else None for n in sources.components.shape[2:-1]))
+def source_axes(sources: Sources, batch: int, experts: bool) -> Any:
+    """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component.
+
+    ``experts``: they are of experts' matrices.
+    """
+    n = 2 if experts else 1
+    shape = sources.components.shape
+    per_row = shape[n] == batch
+    lead = (*(None,) * n, "batch" if per_row else None, *("seq" if size > 1 else None for size in shape[n + 1 : -1]))
     columns = "component_in_use" if per_row else "component"
 
     def array_axes(x: Any) -> Axes:

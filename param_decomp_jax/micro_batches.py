@@ -84,19 +84,28 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
         records=dict(clean_pass.forward.records),
         site_inputs=clean_pass.site_inputs,
         logits=outputs.by_stack if isinstance(outputs, Logits) else None,
-        bundles=[_bundle_by_row(stream) for stream in streams],
+        bundles=[_bundle_by_row(stream, reader) for stream in streams],
     )
     return rows, layered
 
 
-def _bundle_by_row(stream: Stream) -> Bundle | None:
-    """Given sources with a row for every batch row; None where all rows share one, or none is given."""
+def _bundle_by_row(stream: Stream, reader: ImportanceReader) -> Bundle | None:
+    """Given sources with a row for every batch row; None where all rows share one, or none is given. The rows are the
+    second axis of experts' sources, too: that of experts comes behind it."""
     sources = stream.sources
     if not isinstance(sources, GivenSources):
         return None
-    if all(x.shape[1] == 1 for x in jax.tree.leaves(sources.bundle)):
+    bundle = _experts_behind_rows(sources.bundle, reader, 1, 2)
+    if all(x.shape[1] == 1 for x in jax.tree.leaves(bundle)):
         return None
-    return jax.tree.map(lambda x: jax.vmap(lambda row: tile(row, sources.batch))(x), sources.bundle)
+    return jax.tree.map(lambda x: jax.vmap(lambda row: tile(row, sources.batch))(x), bundle)
+
+
+def _experts_behind_rows(bundle: Bundle, reader: ImportanceReader, source: int, destination: int) -> Bundle:
+    return {
+        name: jax.tree.map(lambda x: jnp.moveaxis(x, source, destination), own) if name in reader.chosen else own
+        for name, own in bundle.items()
+    }
 
 
 def _with_rows(
@@ -115,8 +124,9 @@ def _with_rows(
     def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
         sources = stream.sources
         if isinstance(sources, GivenSources):
-            sources = GivenSources(sources.bundle if bundle is None else bundle, batch)
+            own = sources.bundle if bundle is None else _experts_behind_rows(bundle, reader, 2, 1)
+            sources = GivenSources(own, batch)
         return Stream(stream.live, sources, routes)
 
     new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
-    return clean_pass, replace(reader, outputs=own, site_inputs=site_inputs), new
+    return clean_pass, replace(reader, outputs=own, site_inputs=site_inputs, chosen=clean_pass.chosen), new

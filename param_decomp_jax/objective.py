@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.adversary import effective
-from param_decomp_jax.ci import ImportanceReader, per_component, squashings
+from param_decomp_jax.ci import ImportanceReader, Summarise, per_component, squashings
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
+from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.losses import (
     Faithfulness,
     ImportanceMinimality,
@@ -20,7 +21,7 @@ from param_decomp_jax.losses import (
     importance_minimality,
     penalty_sum,
 )
-from param_decomp_jax.masked import Stream, Summarise
+from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.recon import Reconstruction, TermDraws, errors, streams
 from param_decomp_jax.state import Decomposition
@@ -56,8 +57,8 @@ class Objective:
         _, upper = squashings(spec.squashing)
         minimised = [term for term in spec.terms if isinstance(term, ImportanceMinimality)]
 
-        def penalties(logits: Float[Array, "*n C"]) -> Float[Array, "C terms"]:
-            by_term = [penalty_sum(term.penalty, upper(logits), self.step, spec.steps) for term in minimised]
+        def penalties(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C terms"]:
+            by_term = [penalty_sum(term.penalty, upper(logits), self.step, spec.steps, over) for term in minimised]
             return jnp.stack(by_term, axis=-1)
 
         summarise = penalties if minimised else None

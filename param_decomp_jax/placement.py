@@ -28,10 +28,11 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
     Moments lie with what they are moments of; persistent sources with the batch where every row has its own (D2).
     """
     components, ci = components_axes(state.components), state.ci.axes()
+    of_experts = {name for name, factors in state.components.items() if factors.V.ndim > 3}
 
     def adversary_axes(adversary: Adversary) -> Any:
         def bundle(sources: Any) -> Any:
-            return {name: source_axes(s, decomposition.batch_size) for name, s in sources.items()}
+            return {name: source_axes(s, decomposition.batch_size, name in of_experts) for name, s in sources.items()}
 
         axes: Any = jax.tree.map(lambda _: WHOLE, adversary)
         return replace_fields(

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
-from param_decomp_jax.ci import ImportanceReader
+from param_decomp_jax.ci import ImportanceReader, Summarise
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
 from param_decomp_jax.draws import positions
-from param_decomp_jax.masked import MaskedLinears, Stream, Summarise, split_rows, summary_record
+from param_decomp_jax.masked import MaskedLinears, Stream, split_rows, summary_record
 from param_decomp_jax.masks import (
     Bundle,
     Constant,
@@ -135,8 +135,8 @@ def run_masked(
     residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
     target = clean_pass.target
     linears = MaskedLinears(
-        target.sites, ordered, residuals, components, reader, clean_pass.at, target.memory, record_outputs, summarise,
-        output_name,
+        target.sites, ordered, residuals, components, reader, clean_pass.at, clean_pass.forward.records, target.memory,
+        record_outputs, summarise, output_name,
     )  # fmt: skip
     joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
     outputs = split_rows(joint.output, len(ordered))
@@ -261,7 +261,9 @@ def draw_stochastic(
         return Sources(sources.components(site, at, indices(C)), sources.delta(site, at))
 
     return {
-        stack.name: jax.lax.map(partial(draw_site, C=stack.C), sources.slices(stack, stack.first, stack.layers.stop))
+        stack.name: jax.tree.map(
+            stack.lay_out, jax.lax.map(partial(draw_site, C=stack.C), jnp.asarray(stack.sites))
+        )
         for stack in sites.stacks
         if set(live) & set(stack.sites)
     }

@@ -9,7 +9,7 @@ per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ class Matrix:
     ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``). ``reads``: name of
     the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: layers that
     do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
-    ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site.
+    ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site. ``expert``:
+    number of the expert that it is a matrix of, if it is one; the layer's experts have one of each kind.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Matrix:
     d_out: int
     group: int = field(default=0, kw_only=True)
     part_of: str | None = field(default=None, kw_only=True)
+    expert: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ class Site(Matrix):
 
 @dataclass(frozen=True)
 class Stack:
-    """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers."""
+    """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers.
+
+    ``experts``: number of experts whose matrices they are, None for other sites. Arrays of a stack have a leading axis
+    of layers, and behind it one of experts if there are any; ``sites`` are in that order.
+    """
 
     name: str
     kind: str
@@ -57,10 +63,29 @@ class Stack:
     d_out: int
     C: int
     sites: tuple[int, ...]
+    experts: int | None = None
 
     @property
     def n_layers(self) -> int:
-        return len(self.sites)
+        return len(self.sites) // (self.experts or 1)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes of its arrays."""
+        return (self.n_layers,) if self.experts is None else (self.n_layers, self.experts)
+
+    def rows(self) -> list[Any]:
+        """Of each site, its place along the leading axes: a layer, or a layer and an expert."""
+        return list(range(self.n_layers)) if self.experts is None else list(product(*map(range, self.lead)))
+
+    def of_layer(self, layer: int) -> tuple[int, ...]:
+        """The sites of one layer, counted from the target's first."""
+        n = self.experts or 1
+        return self.sites[(layer - self.first) * n : (layer - self.first + 1) * n]
+
+    def lay_out(self, by_site: Any) -> Any:
+        """Arrays with one leading axis, of sites, to the stack's leading axes."""
+        return by_site if self.experts is None else by_site.reshape(*self.lead, *by_site.shape[1:])
 
     @property
     def layers(self) -> range:
@@ -111,7 +136,8 @@ class Sites:
             # The name of a tied site makes the form of its layer unlike any other.
             tie = (site.name if site.name in in_pairs else "" for _, site in entry[1])
             return [
-                (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, t) for (_, s), t in zip(entry[1], tie, strict=True)
+                (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, s.expert, t)
+                for (_, s), t in zip(entry[1], tie, strict=True)
             ]
 
         segments: list[list[tuple[int, tuple[tuple[int, Site], ...]]]] = []
@@ -126,10 +152,17 @@ class Sites:
     def _segment(layers: Sequence[Sequence[tuple[int, Site]]]) -> Segment:
         first, stop = layers[0][0][1].layer, layers[-1][0][1].layer + 1
         stacks = []
-        for slot, (_, site) in enumerate(layers[0]):
-            name = _span(site.name, layers[-1][slot][1].name)
-            members = tuple(layer[slot][0] for layer in layers)
-            stacks.append(Stack(name, site.kind, site.reads, first, site.d_in, site.d_out, site.C, members))
+        for _, slots in groupby(range(len(layers[0])), lambda slot: layers[0][slot][1].kind):
+            own = list(slots)
+            site = layers[0][own[0]][1]
+            name = _span(site.name, layers[-1][own[-1]][1].name)
+            members = tuple(layer[slot][0] for layer in layers for slot in own)
+            experts = None if site.expert is None else len(own)
+            if experts is not None:
+                found = [layers[0][slot][1].expert for slot in own]
+                assert found == list(range(experts)), f"of {site.kind} only the experts {found} are sites"
+                assert len({layers[0][slot][1].C for slot in own}) == 1, f"experts of {site.kind} differ in C"
+            stacks.append(Stack(name, site.kind, site.reads, first, site.d_in, site.d_out, site.C, members, experts))
         return Segment(first, stop, tuple(stacks))
 
     @cached_property
@@ -137,9 +170,9 @@ class Sites:
         return tuple(stack for segment in self.segments for stack in segment.stacks)
 
     @cached_property
-    def stack_rows(self) -> tuple[tuple[Stack, int], ...]:
-        """For each site in canonical order: its stack and its row there."""
-        places = {n: (stack, row) for stack in self.stacks for row, n in enumerate(stack.sites)}
+    def stack_rows(self) -> tuple[tuple[Stack, Any], ...]:
+        """For each site in canonical order: its stack and its place there (`Stack.rows`)."""
+        places = {n: (stack, row) for stack in self.stacks for row, n in zip(stack.rows(), stack.sites, strict=True)}
         return tuple(places[n] for n in range(len(self.all)))
 
     @cached_property
@@ -148,7 +181,8 @@ class Sites:
         return {second: first for first, second in self.tied}
 
     def unstack(self, arrays: Mapping[str, T]) -> dict[str, T]:
-        """Per-stack arrays ``[layers, ...]`` to per-site arrays, keyed by site name in canonical order."""
+        """Per-stack arrays ``[layers, ...]`` (of experts ``[layers, experts, ...]``) to per-site arrays, keyed by site
+        name in canonical order."""
         rows = zip(self.all, self.stack_rows, strict=True)
         return {site.name: arrays[stack.name][row] for site, (stack, row) in rows}  # type: ignore[index]
 

@@ -157,7 +157,13 @@ def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: A
 def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
     """The CI function's outputs on a batch after its clean pass; ``components``: of every stack."""
     return run_ci_function(
-        ci, clean_pass.ci_inputs, clean_pass.leading, components, problem.compute_dtype, problem.target.memory
+        ci,
+        clean_pass.ci_inputs,
+        clean_pass.leading,
+        components,
+        problem.compute_dtype,
+        problem.target.memory,
+        clean_pass.chosen,
     )
 
 
@@ -167,7 +173,7 @@ def importance_reader(
     """Reads the CI function's outputs as λ, as the losses do."""
     lower, _ = squashings(problem.decomposition.squashing)
     return ImportanceReader.from_ci_function(
-        ci, ci_outputs, lower, clean_pass.site_inputs, clean_pass.at.ndim, problem.compute_dtype
+        ci, ci_outputs, lower, clean_pass.site_inputs, clean_pass.at.ndim, problem.compute_dtype, clean_pass.chosen
     )
 
 

@@ -9,14 +9,22 @@ from jaxtyping import PRNGKeyArray
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
-from param_decomp_jax.ci.outputs import CIOutputs, ImportanceReader, LazyLogits, Logits, per_component, run_ci_function
+from param_decomp_jax.ci.outputs import (
+    CIOutputs,
+    ImportanceReader,
+    LazyLogits,
+    Logits,
+    Summarise,
+    per_component,
+    run_ci_function,
+)
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.sites import Sites
 
 __all__ = [
     "CIConfig", "CIFunction", "CIOutputs", "GlobalMLP", "GlobalTransformer", "ImportanceReader", "LayerwiseMLP",
-    "LazyLogits", "Logits", "Squashing", "init_ci", "per_component", "run_ci_function", "squashings",
+    "LazyLogits", "Logits", "Squashing", "Summarise", "init_ci", "per_component", "run_ci_function", "squashings",
 ]  # fmt: skip
 
 CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.components import with_lead
 from param_decomp_jax.draws import draw_per_site
+from param_decomp_jax.grouped import Groups, grouped_matmul_wide
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather, replace_fields
 from param_decomp_jax.numerics import matmul_wide
@@ -26,9 +28,11 @@ class Affine(eqx.Module):
     W: Float[Array, "*stack d_in d_out"]
     b: Float[Array, "*stack d_out"]
 
-    def __call__(self, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_out"]:
-        """Product with inputs in the dtype of ``x``, result in fp32 or wider."""
-        return matmul_wide(x, self.W) + self.b
+    def __call__(self, x: Float[Array, "*n d_in"], groups: Groups | None = None) -> Float[Array, "*slots d_out"]:
+        """Product with inputs in the dtype of ``x``, result in fp32 or wider. ``groups``: of a map for each expert."""
+        if groups is None:
+            return matmul_wide(x, self.W) + self.b
+        return grouped_matmul_wide(x, self.W, groups) + self.b[groups.chosen]
 
     def axes(self, *names: str | None, columns: str | None) -> Any:
         """Description of an affine map whose leading axes have these ``names`` and whose outputs are ``columns``."""
@@ -48,7 +52,7 @@ class JointAffine(eqx.Module):
     The concatenation is never built: the map is a sum over sites of each site's rows.
     """
 
-    rows: dict[str, Float[Array, "layers d_in d_out"]]
+    rows: dict[str, Float[Array, "*lead d_in d_out"]]
     b: Float[Array, " d_out"]
 
     def __call__(
@@ -60,16 +64,21 @@ class JointAffine(eqx.Module):
     ) -> Float[Array, "*n d_out"]:
         """Of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
-        def contribution(x: Array, rows: Array) -> Array:
+        def contribution(x: Array, rows: Array, groups: Groups | None) -> Array:
             x = prepare(x)
-            return constrain(matmul_wide(x, gather(rows, _ROWS, x.dtype)), "batch")
+            rows = gather(rows, with_lead(_ROWS, rows.ndim), x.dtype)
+            if groups is None:
+                return constrain(matmul_wide(x, rows), "batch")
+            # X5: of the experts that a position does not take, the input is 0.
+            return constrain(jnp.sum(grouped_matmul_wide(x, rows, groups), axis=-2), "batch")
 
         start = constrain(jnp.broadcast_to(self.b, (*leading, self.b.shape[0])), "batch")
         return inputs.sum_over_sites(start, contribution, self.rows, recompute=memory.recomputes("ci"))
 
     def axes(self) -> Any:
         """The rows of every site are split by output."""
-        return replace_fields(self, rows={name: _ROWS.under() for name in self.rows}, b=Axes((None,)))
+        rows = {name: with_lead(_ROWS, own.ndim) for name, own in self.rows.items()}
+        return replace_fields(self, rows=rows, b=Axes((None,)))
 
 
 _ROWS = Axes((None, "split"), product=True)
@@ -80,7 +89,8 @@ def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffin
     scale = HIDDEN_GAIN / sum(site.d_in for site in sites.all) ** 0.5
 
     def rows(stack: Stack) -> Array:
-        return draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
+        drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
+        return stack.lay_out(drawn)
 
     return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
 
@@ -93,20 +103,27 @@ class GlobalCI(eqx.Module):
 
     @staticmethod
     def logits(
-        head: Affine, features: Float[Array, "*n d"], x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
-        return head(features)
+        head: Affine,
+        features: Float[Array, "*n d"],
+        x: Float[Array, "*n d_in"] | None,
+        V: Float[Array, "*experts d_in C"],
+        groups: Groups | None = None,
+    ) -> Float[Array, "*slots C"]:
+        return head(features) if groups is None else head(features[..., None, :], groups)
 
     def heads_axes(self) -> dict[str, Any]:
         """Logical axes of the heads: split by component."""
-        return {name: head.axes(None, columns="component") for name, head in self.heads.items()}
+        return {
+            name: head.axes(*(None,) * (head.b.ndim - 1), columns="component") for name, head in self.heads.items()
+        }
 
 
 def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:
     """An affine head ``d_in → C`` for every site, by stack."""
 
     def heads(stack: Stack) -> Affine:
-        return draw_per_site(lambda k: init_affine(k, (), d_in, stack.C, 1.0), key, stack.sites)
+        drawn = draw_per_site(lambda k: init_affine(k, (), d_in, stack.C, 1.0), key, stack.sites)
+        return jax.tree.map(stack.lay_out, drawn)
 
     return {stack.name: heads(stack) for stack in sites.stacks}
 
@@ -132,9 +149,10 @@ def init_mlp(key: PRNGKeyArray, stack: tuple[int, ...], widths: tuple[int, ...])
     )
 
 
-def apply_mlp(mlp: MLP, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_out"]:
-    """Affine, exact (erf) GELU, …, affine; no GELU after the last. Result in fp32 or wider."""
+def apply_mlp(mlp: MLP, x: Float[Array, "*n d_in"], groups: Groups | None = None) -> Float[Array, "*slots d_out"]:
+    """Affine, exact (erf) GELU, …, affine; no GELU after the last. Result in fp32 or wider. ``groups``: of an MLP for
+    each expert."""
     *hidden, last = mlp
     for layer in hidden:
-        x = gelu(layer(x)).astype(x.dtype)
-    return last(x)
+        x = gelu(layer(x, groups)).astype(x.dtype)
+    return last(x, groups)

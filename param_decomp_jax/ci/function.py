@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.grouped import Groups
 from param_decomp_jax.memory import MemoryPolicy
 
 
@@ -25,10 +26,15 @@ class CIFunction(Protocol):
 
     @staticmethod
     def logits(
-        head: Any, features: Any, x: Float[Array, "*n d_in"] | None, V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
+        head: Any,
+        features: Any,
+        x: Float[Array, "*n d_in"] | None,
+        V: Float[Array, "*experts d_in C"],
+        groups: Groups | None = None,
+    ) -> Float[Array, "*slots C"]:
         """Logits of one site in fp32 (N1), from its head, the shared features, its clean input (None where features are
-        shared) and its V."""
+        shared) and its V. ``groups``: of the sites of experts, whose arrays have an axis of experts; then of every slot.
+        """
         ...
 
     def axes(self) -> Any:

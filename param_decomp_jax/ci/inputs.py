@@ -11,17 +11,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.grouped import Groups, group
 from param_decomp_jax.sites import PRE_IDENTITY, Segment, Sites
 from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
-from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLayer
+from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer
 
 SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
 """Clean inputs of the sites, by stack."""
 
-Contribution = Callable[[Float[Array, "*n d_in"], Any], Array]
-"""From a site's clean input and the site's own parameters to its summand."""
+ChosenExperts = dict[str, Int[Array, "layers *n k"]]
+"""The experts that the clean pass's positions take, by stack; of the stacks of experts alone."""
+
+Contribution = Callable[[Float[Array, "*n d_in"], Any, Groups | None], Array]
+"""From a site's clean input and the site's own parameters to its summand. Groups: of experts, all at once."""
 
 
 @runtime_checkable
@@ -46,14 +50,21 @@ class KeptInputs:
     """The inputs as the clean pass recorded them."""
 
     by_stack: SiteInputs
+    chosen: ChosenExperts = field(default_factory=dict)
 
     def sum_over_sites(
         self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
     ) -> Array:
         summand = jax.checkpoint(contribution, prevent_cse=False) if recompute else contribution
         for name, x in self.by_stack.items():
-            # Added outside of what is recomputed, so that no partial sum is kept.
-            start, _ = lax.scan(lambda total, site: (total + summand(*site), None), start, (x, parameters[name]))
+            experts = parameters[name].shape[1] if name in self.chosen else 0
+
+            def add(total: Array, layer: Any, experts: int = experts) -> tuple[Array, None]:
+                x, own, chosen = layer
+                # Added outside of what is recomputed, so that no partial sum is kept.
+                return total + summand(x, own, group(chosen, experts) if experts else None), None
+
+            start, _ = lax.scan(add, start, (x, parameters[name], self.chosen.get(name)))
         return start
 
 
@@ -70,8 +81,15 @@ class _SummingLayer(PlainLayer):
     ) -> Float[Array, "*n d_out"]:
         for site in (kind + PRE_IDENTITY, kind):
             if site in self.parameters:
-                self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[site]))
+                self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[site], None))
         return super().__call__(kind, x, W)
+
+    def grouped(
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "*n k d_out"]:
+        if kind in self.parameters:
+            self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[kind], groups))
+        return super().grouped(kind, x, W, groups)
 
 
 @dataclass(frozen=True)
@@ -121,3 +139,13 @@ class RecomputedInputs:
 def site_inputs(sites: Sites, records: dict[int, dict[str, Array]]) -> SiteInputs:
     """The sites' inputs from the records of a clean pass that kept them."""
     return {stack.name: records[segment.first][stack.reads] for segment in sites.segments for stack in segment.stacks}
+
+
+def chosen_experts(sites: Sites, records: dict[int, dict[str, Array]]) -> ChosenExperts:
+    """From the records of a clean pass."""
+    return {
+        stack.name: records[segment.first][CHOSEN]
+        for segment in sites.segments
+        for stack in segment.stacks
+        if stack.experts is not None
+    }

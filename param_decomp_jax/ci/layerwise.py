@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import CIInputs
 from param_decomp_jax.draws import draw_per_site
+from param_decomp_jax.grouped import Groups, product_wide
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import replace_fields
 from param_decomp_jax.numerics import matmul_wide
@@ -48,16 +49,21 @@ class SharedMLP(_Layerwise):
 
     @staticmethod
     def logits(
-        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
-        return apply_mlp(head, x)
+        head: MLP,
+        features: None,
+        x: Float[Array, "*n d_in"],
+        V: Float[Array, "*experts d_in C"],
+        groups: Groups | None = None,
+    ) -> Float[Array, "*slots C"]:
+        return apply_mlp(head, x, groups)
 
     def axes(self) -> Any:
         """Hidden layers are split by unit, the last one by component."""
 
         def mlp_axes(mlp: MLP) -> Any:
             *hidden, last = mlp
-            return (*(layer.axes(None, columns="split") for layer in hidden), last.axes(None, columns="component"))
+            lead = (None,) * (last.b.ndim - 1)
+            return (*(layer.axes(*lead, columns="split") for layer in hidden), last.axes(*lead, columns="component"))
 
         return replace_fields(self, heads={name: mlp_axes(head) for name, head in self.heads.items()})
 
@@ -70,8 +76,16 @@ class ScalarMLP(_Layerwise):
 
     @staticmethod
     def logits(
-        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
+        head: MLP,
+        features: None,
+        x: Float[Array, "*n d_in"],
+        V: Float[Array, "*experts d_in C"],
+        groups: Groups | None = None,
+    ) -> Float[Array, "*slots C"]:
+        if groups is not None:
+            scalars = product_wide(x, V, groups).astype(x.dtype)[..., None]  # [..., k, C, 1]
+            per_component = jax.vmap(lambda mlp, s: apply_mlp(mlp, s, groups), in_axes=(1, -2), out_axes=-2)
+            return per_component(head, scalars)[..., 0]
         scalars = jnp.moveaxis(matmul_wide(x, V).astype(x.dtype), -1, 0)[..., None]  # [C, ..., 1]
         C, n_hidden = scalars.shape[0], max(layer.b.shape[-1] for layer in head)
         fitting = BLOCK // (scalars[0].size * n_hidden)
@@ -95,9 +109,14 @@ class VectorMLP(_Layerwise):
 
     @staticmethod
     def logits(
-        head: MLP, features: None, x: Float[Array, "*n d_in"], V: Float[Array, "d_in C"]
-    ) -> Float[Array, "*n C"]:
-        per_component = jax.vmap(apply_mlp, in_axes=(0, None), out_axes=-2)
+        head: MLP,
+        features: None,
+        x: Float[Array, "*n d_in"],
+        V: Float[Array, "*experts d_in C"],
+        groups: Groups | None = None,
+    ) -> Float[Array, "*slots C"]:
+        of_one = partial(apply_mlp, groups=groups)
+        per_component = jax.vmap(of_one, in_axes=(0 if groups is None else 1, None), out_axes=-2)
         return per_component(head, x)[..., 0]
 
     def axes(self) -> Any:
@@ -106,7 +125,10 @@ class VectorMLP(_Layerwise):
 
 
 def _per_component_axes(heads: dict[str, MLP]) -> Any:
-    return {name: tuple(layer.axes(None, "component", columns=None) for layer in head) for name, head in heads.items()}
+    return {
+        name: tuple(layer.axes(*(None,) * (layer.b.ndim - 2), "component", columns=None) for layer in head)
+        for name, head in heads.items()
+    }
 
 
 LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP
@@ -124,7 +146,10 @@ def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> Lay
             case "vector_mlp":
                 return init_mlp(key, (stack.C,), (stack.d_in, *config.hidden, 1))
 
-    heads = {stack.name: draw_per_site(partial(head, stack=stack), key, stack.sites) for stack in sites.stacks}
+    heads = {
+        stack.name: jax.tree.map(stack.lay_out, draw_per_site(partial(head, stack=stack), key, stack.sites))
+        for stack in sites.stacks
+    }
     match config.kind:
         case "shared_mlp":
             return SharedMLP(heads)

@@ -5,7 +5,7 @@ site's head: then a site's logits exist only where they are used, for one block 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,9 +13,10 @@ import jax
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs, SiteInputs
 from param_decomp_jax.ci.squash import Squash
-from param_decomp_jax.components import V_AXES, Components
+from param_decomp_jax.components import Components, site_axes
+from param_decomp_jax.grouped import Groups, OverPositions, group
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather_tree, uncut, with_block
 from param_decomp_jax.numerics import wide
@@ -23,8 +24,12 @@ from param_decomp_jax.remat import component_blocks, over_layers
 from param_decomp_jax.sites import Sites, Stack
 
 
+Summarise = Callable[[Float[Array, "*n C"], OverPositions], Any]
+"""From the logits of some components of one site to sums over the positions: arrays ``[C, …]``."""
+
+
 class Logits(eqx.Module):
-    """Logits of every site at once, by stack."""
+    """Logits of every site at once, by stack; of experts, of every slot."""
 
     by_stack: dict[str, Float[Array, "layers *n C"]]
 
@@ -47,10 +52,11 @@ def run_ci_function(
     components: Components,
     compute_dtype: Any,
     memory: MemoryPolicy,
+    chosen: ChosenExperts | None = None,
 ) -> CIOutputs:
     """The CI function's outputs on clean, constant ``inputs`` (F5); V is not detached (C5).
 
-    ``leading``: axes of an activation before its last one.
+    ``leading``: axes of an activation before its last one. ``chosen``: of the stacks of experts.
     """
     features = ci.features(inputs, leading, compute_dtype, memory)
     if memory.recomputes("logits"):
@@ -60,8 +66,15 @@ def run_ci_function(
 
     def stack_logits(name: str, V: Array) -> Array:
         x = inputs.by_stack[name].astype(compute_dtype) if features is None else None
-        per_layer = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
-        return per_layer(heads[name], features, x, V)
+        if chosen is None or name not in chosen:
+            per_layer = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
+            return per_layer(heads[name], features, x, V)
+
+        def of_layer(head: Any, x: Array | None, V: Array, chosen: Array) -> Array:
+            return ci.logits(head, features, x, V, group(chosen, V.shape[0]))
+
+        per_layer = jax.vmap(of_layer, in_axes=(0, None if x is None else 0, 0, 0))
+        return per_layer(heads[name], x, V, chosen[name])
 
     return Logits({name: constrain(stack_logits(name, f.V), None, "batch") for name, f in components.items()})
 
@@ -80,7 +93,8 @@ class ImportanceReader:
 
     ``squash``: from logits to what masks are interpolated from (λ in training). ``site_inputs``: needed where the CI
     function is layerwise. ``n_leading``: number of an activation's axes before its last one. ``head_axes``: of one
-    layer's heads, by stack. ``head_logits``: the CI function's own way from a head to logits.
+    layer's heads, by stack. ``head_logits``: the CI function's own way from a head to logits. ``chosen``: of the stacks
+    of experts.
     """
 
     outputs: CIOutputs
@@ -90,6 +104,7 @@ class ImportanceReader:
     head_axes: dict[str, Any]
     head_logits: Callable[..., Array]
     compute_dtype: Any
+    chosen: ChosenExperts = field(default_factory=dict)
 
     @classmethod
     def from_ci_function(
@@ -100,10 +115,11 @@ class ImportanceReader:
         site_inputs: SiteInputs,
         n_leading: int,
         compute_dtype: Any,
+        chosen: ChosenExperts | None = None,
     ) -> "ImportanceReader":
         """A reader of ``outputs``, which `run_ci_function` computed with ``ci``."""
         head_axes = jax.tree.map(Axes.below, ci.axes().heads)
-        return cls(outputs, squash, site_inputs, n_leading, head_axes, ci.logits, compute_dtype)
+        return cls(outputs, squash, site_inputs, n_leading, head_axes, ci.logits, compute_dtype, chosen or {})
 
     @property
     def features(self) -> Any:
@@ -137,13 +153,20 @@ class ImportanceReader:
         x = Axes(rows) if self.outputs.features is None else None
         return SiteCI(None, self.head_axes[stack.name], x)
 
-    def logits(self, site: SiteCI, V: Float[Array, "d_in C"]) -> Float[Array, "*n C"]:
-        """Logits of one layer's site from its slice, or from one block of it, gathered for use."""
+    def logits(
+        self, site: SiteCI, V: Float[Array, "*experts d_in C"], groups: Groups | None = None
+    ) -> Float[Array, "*slots C"]:
+        """Logits of one layer's site from its slice, or from one block of it, gathered for use; of experts', of every
+        slot."""
         if isinstance(self.outputs, Logits):
             return site.logits
         features = None if self.features is None else self.features.astype(self.compute_dtype)
         x = None if site.x is None else site.x.astype(self.compute_dtype)
-        return self.head_logits(site.head, features, x, V)
+        return self.head_logits(site.head, features, x, V, groups)
+
+    def groups(self, stack: Stack, chosen: Any) -> Groups | None:
+        """Of one layer of a stack of experts; None for others."""
+        return None if stack.experts is None else group(chosen, stack.experts)
 
 
 def per_component(
@@ -151,31 +174,36 @@ def per_component(
     components: Components,
     sites: Sites,
     memory: MemoryPolicy,
-    reduce: Callable[[Float[Array, "*n C"]], Any],
+    summarise: Summarise,
 ) -> dict[str, Any]:
-    """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``.
-
-    ``reduce`` sums up the logits of some components of one site: arrays ``[C, …]``.
-    """
+    """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``, of experts ``[layers, experts, C, …]``."""
 
     def reduce_stack(stack: Stack) -> Any:
         slices = reader.slices(stack, stack.first, stack.first + stack.n_layers)
+        chosen = reader.chosen.get(stack.name)
+
+        def reduce(logits: Array, groups: Groups | None) -> Any:
+            return summarise(logits, OverPositions(groups, stack.experts or 0))
+
         if isinstance(reader.outputs, Logits):
-            return jax.vmap(reduce)(slices.logits)
-        axes, n_blocks = (reader.axes(stack), V_AXES), component_blocks(memory, stack.C)
+            of_layer = lambda logits, chosen: reduce(logits, reader.groups(stack, chosen))  # noqa: E731
+            return jax.vmap(of_layer, in_axes=(0, None if chosen is None else 0))(slices.logits, chosen)
+        axes, n_blocks = (reader.axes(stack), site_axes(stack)[0]), component_blocks(memory, stack.C)
 
-        def reduce_block(site: Any, block: Any) -> Any:
+        def reduce_block(site: Any, block: Any, groups: Groups | None) -> Any:
             site_ci, V = gather_tree(with_block(site, block), axes, reader.compute_dtype)
-            return reduce(reader.logits(site_ci, V))
+            return reduce(reader.logits(site_ci, V, groups), groups)
 
-        def reduce_site(_: None, site: Any) -> tuple[None, Any]:
+        def reduce_site(_: None, layer: Any) -> tuple[None, Any]:
+            site, chosen = layer
+            groups = reader.groups(stack, chosen)
             blocks = cut_tree(site, axes, n_blocks, "component")
             if n_blocks == 1:
-                return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks))
+                return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks), groups)
             recomputed = jax.checkpoint(reduce_block, prevent_cse=False)
-            found = jax.lax.map(lambda block: recomputed(site, block), blocks)
-            return None, jax.tree.map(lambda x: uncut(x, 0, "component"), found)
+            found = jax.lax.map(lambda block: recomputed(site, block, groups), blocks)
+            return None, jax.tree.map(lambda x: uncut(x, 0 if groups is None else 1, "component"), found)
 
-        return over_layers(memory, reduce_site, None, (slices, components[stack.name].V))[1]
+        return over_layers(memory, reduce_site, None, ((slices, components[stack.name].V), chosen))[1]
 
     return {stack.name: reduce_stack(stack) for stack in sites.stacks}

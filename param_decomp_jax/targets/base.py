@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.grouped import Groups
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
@@ -31,6 +32,16 @@ class LayerLinears(Protocol):
 
     def enter(self, x: Float[Array, "*n d"]) -> None:
         """Receives the layer's input (the residual stream) before any matrix is applied."""
+        ...
+
+    def choose(self, chosen: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
+        """Receives the experts that the layer's router takes at each position, and says which are computed (X3)."""
+        ...
+
+    def grouped(
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "*n k d_out"]:
+        """The matrix ``kind`` of every slot's expert; ``x``: of every slot, or (s = 1) what all of a position read."""
         ...
 
 
@@ -131,7 +142,7 @@ def site_weights(
 
     def stack_weights(stack: Stack) -> Array:
         if stack.kind.endswith(PRE_IDENTITY):
-            return jnp.broadcast_to(jnp.eye(stack.d_in), (stack.n_layers, stack.d_in, stack.d_in))
+            return jnp.broadcast_to(jnp.eye(stack.d_in), (*stack.lead, stack.d_in, stack.d_in))
         return matrix(stack)
 
     return {stack.name: stack_weights(stack) for stack in sites.stacks}

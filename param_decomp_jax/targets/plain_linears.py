@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.grouped import Groups, grouped_matmul
 from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import matmul
 from param_decomp_jax.sites import PRE_IDENTITY, Sites
@@ -14,6 +15,12 @@ FROZEN = Axes((None, "split"), product=True)
 
 RESIDUAL = "residual"
 """Record name of a layer's input."""
+
+CHOSEN = "chosen"
+"""Record name of the experts that each position takes, in layers with sites among them."""
+
+EXPERT_KINDS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+"""Kinds of the matrices of experts, in order of application (X2)."""
 
 
 def output_record(kind: str) -> str:
@@ -33,6 +40,21 @@ class PlainLayer:
     def enter(self, x: Float[Array, "*n d"]) -> None:
         if self.reads:
             self.records[RESIDUAL] = x
+
+    def choose(self, chosen: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
+        if any(kind in self.reads for kind in EXPERT_KINDS):
+            self.records[CHOSEN] = chosen
+        return chosen
+
+    def grouped(
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "*n k d_out"]:
+        y = constrain(grouped_matmul(x, gather(W, FROZEN.under(), x.dtype), groups), "batch")
+        if kind in self.reads and self.inputs:
+            self.records[self.reads[kind]] = x
+        if kind in self.reads and self.outputs:
+            self.records[output_record(kind)] = y
+        return y
 
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]

@@ -130,7 +130,7 @@ class Transformer(Decoder):
         h = self._read("post_norm", x, w)
         if "router" in w:
             assert c.experts is not None
-            return mixture(c.experts, h, w)
+            return mixture(c.experts, h, w, linear)
         act = ACTIVATIONS[c.activation]
         if c.gated:
             gate = act(self._affine("gate_proj", h, w, linear))

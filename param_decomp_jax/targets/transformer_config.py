@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from param_decomp_jax.rotary import LinearScaling, Llama3Scaling, Pairs, RopeScaling, YarnScaling
 from param_decomp_jax.sites import Matrix
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig
+from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKV, SLICES = "qkv_proj", ("q_proj", "k_proj", "v_proj")
@@ -24,6 +25,7 @@ KINDS = (*ATTENTION, *MLP)
 READS = {
     "qkv_proj": "attn_in", "q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "o_proj": "attn_out",
     "gate_proj": "mlp_in", "up_proj": "mlp_in", "down_proj": "mlp_hidden",
+    "experts.gate_proj": "mlp_in", "experts.up_proj": "mlp_in", "experts.down_proj": "mlp_hidden",
 }  # fmt: skip
 
 
@@ -133,9 +135,11 @@ class TransformerConfig(Architecture):
     def matrix_shape(self, kind: str) -> tuple[int, int]:
         """``(d_in, d_out)`` of a kind of matrix."""
         d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        m = 0 if self.experts is None else self.experts.d_mlp
         return {
             "qkv_proj": (d, q + 2 * kv), "q_proj": (d, q), "k_proj": (d, kv), "v_proj": (d, kv), "o_proj": (q, d),
             "gate_proj": (d, self.d_mlp), "up_proj": (d, self.d_mlp), "down_proj": (self.d_mlp, d),
+            **dict(zip(EXPERT_KINDS, ((d, m), (d, m), (m, d)), strict=True)),
         }[kind]  # fmt: skip
 
     @cached_property
@@ -164,6 +168,12 @@ class TransformerConfig(Architecture):
             for part in SLICES if kind == QKV else ():
                 shape = self.matrix_shape(part)
                 yield Matrix(f"{name}.{part[0]}", layer, part, READS[part], *shape, group=run, part_of=name)
+        if self.experts is not None and not mlp:
+            for kind in EXPERT_KINDS:
+                shape, stored = self.matrix_shape(kind), self.names[kind]
+                for e in range(self.experts.n):
+                    name = stored.format(layer, e).removeprefix(self.prefix)
+                    yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e)
 
     def has_mlp(self, layer: int) -> bool:
         """Whether the layer has an ordinary MLP, not experts."""
@@ -196,10 +206,8 @@ class TransformerConfig(Architecture):
             shapes["dense"] = mlp
         e = self.experts
         leading = (self.n_expert_layers, e.n)
-        shapes["experts"] = {
-            "router": (self.n_expert_layers, d, e.n),
-            "gate_proj": (*leading, d, e.d_mlp), "up_proj": (*leading, d, e.d_mlp), "down_proj": (*leading, e.d_mlp, d),
-        }  # fmt: skip
+        matrices = {kind: (*leading, *self.matrix_shape(kind)) for kind in EXPERT_KINDS}
+        shapes["experts"] = {"router": (self.n_expert_layers, d, e.n), **matrices}
         return shapes
 
     @property
@@ -259,9 +267,9 @@ class TransformerConfig(Architecture):
 
     def _expert_tensors(self, kind: str, numbers: tuple[int, ...]) -> Tensors:
         assert self.experts is not None
+        stored = self.names[kind] + ".weight"
         if kind == "router":
-            return Tensors(tuple(f"{self.names[kind].format(n)}.weight" for n in numbers), True, True)
-        stored = self.names[f"experts.{kind}"] + ".weight"
+            return Tensors(tuple(stored.format(n) for n in numbers), True, True)
         names = tuple(stored.format(n, e) for n in numbers for e in range(self.experts.n))
         return Tensors(names, stacked=True, transposed=True, per_layer=self.experts.n)
 

@@ -32,7 +32,7 @@ def sites_table(sites: Sites, state: State) -> Table:
         notes += ["identity"] if stack.kind.endswith(PRE_IDENTITY) else []
         table.add_row(
             stack.name,
-            f"{stack.n_layers} ×" if stack.n_layers > 1 else "",
+            f"{len(stack.sites)} ×" if len(stack.sites) > 1 else "",
             f"{stack.d_in} × {stack.d_out}",
             exact(stack.C),
             "–" if trained is None else amount(parameters(trained)),

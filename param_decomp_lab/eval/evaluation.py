@@ -108,8 +108,8 @@ class Evaluation:
 
         def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
             components = with_views(components, target.sites)
-            _, reader = read_batch(problem, components, ci, weights, inputs)
-            return batch_statistics(problem, components, reader, threshold)
+            clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+            return batch_statistics(problem, components, reader, threshold, clean_pass.at.size)
 
         self._statistics = jax.jit(statistics, out_shardings=whole)
 
@@ -131,7 +131,8 @@ class Evaluation:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Decoder), "cross-entropy is of a language model"
             measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, ce_kl_key, self._sampling, threshold)
-        measured["l0"] = mean_l0(problem, components, reader, [l0.ci_alive_threshold for l0 in metrics.l0])
+        thresholds = [l0.ci_alive_threshold for l0 in metrics.l0]
+        measured["l0"] = mean_l0(problem, components, reader, thresholds, clean_pass.at.size)
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.importances import chosen_logits
+from param_decomp_jax.importances import chosen_logits, squash_existing
 from param_decomp_jax.mesh import whole
 from param_decomp_jax.state import State
 from param_decomp_jax.step import Problem
@@ -43,7 +43,7 @@ def find_examples(
     """Logits of each site's ``n_components`` of largest mean λ. Every process of a run takes part."""
     sites = problem.target.sites
     chosen = {name: np.argsort(-mean)[:n_components] for name, mean in statistics.means.items()}
-    by_stack = {s.name: np.stack([chosen[sites.all[n].name] for n in s.sites]) for s in sites.stacks}
+    by_stack = {s.name: s.lay_out(np.stack([chosen[sites.all[n].name] for n in s.sites])) for s in sites.stacks}
 
     def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:
         return inputs, chosen_logits(problem, components, ci, weights, inputs, by_stack)
@@ -51,7 +51,7 @@ def find_examples(
     jitted = jax.jit(of_batch, out_shardings=whole(mesh))  # whole, so that it can be fetched
     per_batch = [jax.device_get(jitted(state.components, state.ci, weights, inputs)) for inputs in batches]
     tokens = np.concatenate([tokens for tokens, _ in per_batch])
-    per_site = [sites.unstack({name: list(x) for name, x in logits.items()}) for _, logits in per_batch]
+    per_site = [sites.unstack(logits) for _, logits in per_batch]
     return Examples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})
 
 
@@ -83,7 +83,7 @@ def write_examples(
         }
 
     def component(logits: np.ndarray, number: int, mean: float) -> dict[str, Any]:
-        values = np.asarray(lower(jnp.asarray(logits)))
+        values = np.asarray(squash_existing(lower, jnp.asarray(logits)))
         order = [int(row) for row in np.argsort(-logits.max(axis=1), kind="stable")[:n_examples]]
         shown = [row for row in order if values[row].max() > 0]
         return {"component": number, "mean_ci": mean, "examples": [example(logits, values, row) for row in shown]}

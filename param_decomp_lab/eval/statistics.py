@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import ImportanceReader, per_component
 from param_decomp_jax.components import Components
+from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem
 
@@ -18,34 +18,41 @@ BINS = 100
 
 
 def batch_statistics(
-    problem: Problem, components: Components, reader: ImportanceReader, threshold: float
+    problem: Problem, components: Components, reader: ImportanceReader, threshold: float, n_positions: int
 ) -> dict[str, tuple[Float[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
-    """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold."""
+    """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold.
 
-    def of_components(logits: Float[Array, "*n C"]) -> tuple[Array, Array, Array]:
-        flat = reader.squash(logits).reshape(-1, logits.shape[-1])
-        bins = jnp.clip((flat * BINS).astype(jnp.int32), 0, BINS - 1)
-        counts = jax.vmap(lambda column: jnp.bincount(column, length=BINS), in_axes=1)(bins)
-        return counts, jnp.mean(flat, axis=0), jnp.mean(flat > threshold, axis=0)
+    Of experts, the histogram is over the positions that they are taken at; at the others λ is 0 (X4).
+    """
+
+    def of_components(logits: Float[Array, "*n C"], over: OverPositions) -> tuple[Array, Array, Array]:
+        lower = reader.squash(logits)
+        bins = jnp.clip((lower * BINS).astype(jnp.int32), 0, BINS - 1)
+        density = over.sum((lower > threshold).astype(jnp.float32)) / n_positions
+        return over.counts(bins, BINS), over.sum(lower) / n_positions, density
 
     found = per_component(reader, components, problem.target.sites, problem.target.memory, of_components)
     # One row of an 8B has more entries than an int32 counts.
-    return {name: (jnp.sum(counts, axis=1, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
+    return {name: (jnp.sum(counts, axis=-2, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
 
 
 def mean_l0(
-    problem: Problem, components: Components, reader: ImportanceReader, thresholds: Sequence[float]
+    problem: Problem,
+    components: Components,
+    reader: ImportanceReader,
+    thresholds: Sequence[float],
+    n_positions: int,
 ) -> list[dict[str, Float[Array, " layers"]]]:
     """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
 
-    def alive(logits: Float[Array, "*n C"]) -> Float[Array, "C thresholds"]:
+    def alive(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C thresholds"]:
         lower = reader.squash(logits)
-        return jnp.stack([jnp.mean(lower > t, axis=tuple(range(lower.ndim - 1))) for t in thresholds], axis=-1)
+        return jnp.stack([over.sum((lower > t).astype(jnp.float32)) / n_positions for t in thresholds], axis=-1)
 
     if not thresholds:
         return []
     found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
-    return [{name: jnp.sum(x[..., n], axis=1) for name, x in found.items()} for n in range(len(thresholds))]
+    return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
 
 
 @dataclass
@@ -59,11 +66,10 @@ class Statistics:
     @classmethod
     def over(cls, sites: Sites, batches: list[Any], n_histogram: int | None = None) -> "Statistics":
         """From the host copies of one `batch_statistics` per batch; histograms of the first ``n_histogram`` (all)."""
-        per_batch = [sites.unstack({n: list(zip(*s, strict=True)) for n, s in batch.items()}) for batch in batches]
         names = [site.name for site in sites.all]
 
         def column(which: int, combine: Any, first: int | None = None) -> dict[str, np.ndarray]:
-            kept = per_batch[:first]
-            return {name: combine(np.stack([batch[name][which] for batch in kept]), axis=0) for name in names}
+            kept = [sites.unstack({stack: arrays[which] for stack, arrays in batch.items()}) for batch in batches[:first]]
+            return {name: combine(np.stack([own[name] for own in kept]), axis=0) for name in names}
 
         return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))

@@ -90,8 +90,9 @@ def _copy(
             whole = places[piece.name].T if piece.transposed else places[piece.name]
             if piece.row is None:
                 whole[part] = values
-            elif part[0].start <= piece.row < part[0].stop:
-                whole[part[1:]] = values[piece.row - part[0].start]
+            elif all(p.start <= n < p.stop for p, n in zip(part, piece.rows, strict=False)):
+                n_lead = len(piece.rows)
+                whole[part[n_lead:]] = values[tuple(n - p.start for p, n in zip(part, piece.rows, strict=False))]
     for place in places.values():
         place.flush()
 

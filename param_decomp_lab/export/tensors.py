@@ -11,12 +11,17 @@ BLOCKS = "blocks"
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is a part of an array of the checkpoint: its ``row`` on the first axis, or all of it (None)."""
+    """A tensor that is a part of an array of the checkpoint: its ``row`` on the first axis (of experts, on the first
+    two), or all of it (None)."""
 
     name: str
     shape: tuple[int, ...]
-    row: int | None = None
+    row: int | tuple[int, int] | None = None
     transposed: bool = False
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return () if self.row is None else (self.row,) if isinstance(self.row, int) else self.row
 
 
 def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
@@ -25,14 +30,16 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
     A site that is tied to another (T4) gets tensors of its own, which are the other's, transposed and swapped.
     """
     stacks = {stack.name: [sites.all[n].name for n in stack.sites] for stack in sites.stacks}
+    rows = {stack.name: (stack.rows(), len(stack.lead)) for stack in sites.stacks}
     tied = {first: second for second, first in sites.views.items()}
     found: dict[str, list[Piece]] = {}
     for name, shape in arrays.items():
         kind, *path = name.split("/")
         stack = next((part for part in path if part in stacks), None)
         if stack is not None:
-            named = [(row, _named(kind, path, stack, site)) for row, site in enumerate(stacks[stack])]
-            found[name] = [Piece(tensor, shape[1:], row) for row, tensor in named]
+            places, n_lead = rows[stack]
+            named = [(row, _named(kind, path, stack, site)) for row, site in zip(places, stacks[stack], strict=True)]
+            found[name] = [Piece(tensor, shape[n_lead:], row) for row, tensor in named]
             if kind == "components" and stack in tied:
                 other = "U" if path[-1] == "V" else "V"
                 (site,) = stacks[tied[stack]]

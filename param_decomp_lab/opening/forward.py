@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.components import with_views
-from param_decomp_jax.importances import read_batch, read_sites, site_logits
+from param_decomp_jax.importances import read_batch, read_sites, site_logits, squash_existing
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle, GivenSources
 from param_decomp_jax.recon import run_masked
@@ -24,8 +24,10 @@ def importances(
     """Causal importances of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
     logits = site_logits(problem, components, ci, weights, inputs, names)
     lower, upper = squashings(problem.decomposition.squashing)
-    squash = {"lower": lower, "upper": upper, "logits": lambda z: z}[kind]
-    return jax.tree.map(squash, logits)
+    if kind == "logits":
+        return logits
+    squash = {"lower": lower, "upper": upper}[kind]
+    return {name: squash_existing(squash, z) for name, z in logits.items()}
 
 
 def activations(

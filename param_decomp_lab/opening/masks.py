@@ -89,14 +89,14 @@ def bundle(
     names = [site.name for site in sites.all]
     made = {}
     for stack in sites.stacks:
-        own = {row: masks[names[n]] for row, n in enumerate(stack.sites) if names[n] in masks}
+        own = {row: masks[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if names[n] in masks}
         if not own:
             continue
         lead = np.broadcast_shapes((1,) * n_leading, *(mask.shape[:-1] for mask in own.values()))
-        components = np.zeros((stack.n_layers, *lead, stack.C), np.float32)
+        components = np.zeros((*stack.lead, *lead, stack.C), np.float32)
         for row, mask in own.items():
             components[row] = mask
-        deltas = None if delta == 0 else jnp.full((stack.n_layers, *lead), delta, jnp.float32)
+        deltas = None if delta == 0 else jnp.full((*stack.lead, *lead), delta, jnp.float32)
         made[stack.name] = Sources(jnp.asarray(components), deltas)
     live = tuple(n for n, name in enumerate(names) if name in masks)
     return live, made

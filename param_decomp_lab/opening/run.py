@@ -168,7 +168,7 @@ class Run:
             raise UserError(f"'{name}' is no site; {nearest(plain, self.sites)}")
         return self.sites[plain]
 
-    def _place(self, site: Site) -> tuple[Stack, int]:
+    def _place(self, site: Site) -> tuple[Stack, Any]:
         return self.target.sites.stack_rows[list(self.sites).index(site.name)]
 
     # --- outputs on inputs ---
@@ -181,7 +181,8 @@ class Run:
         ``inputs``: token ids ``[B, T]`` or a text; for a toy, features ``[B, n]``. Without a batch axis in ``inputs``
         there is none in the result. ``sites``: names or patterns; None for all sites. ``kind``: ``lower`` is λ, from
         which masks are built (C3); ``upper`` is υ, which the importance minimality loss uses; ``logits`` are the CI
-        function's outputs before either squashing.
+        function's outputs before either squashing. An expert's matrix has λ and υ 0, and logits −∞, at the positions
+        that do not take the expert (X4).
 
         Raises UserError if the inputs do not fit the target, a site is unknown, or the weights are missing.
         """
