@@ -587,7 +587,7 @@ Choose = Callable[[str, Array], Array]  # (mixture, the S of its own router) -> 
 
 @dataclass(frozen=True)
 class MixtureTarget:
-    """A `Target` with mixtures of experts (section 12). Called as any other, every mixture uses its own choice."""
+    """A `Target` that may have mixtures of experts (section 12). Called as any other, each uses its own choice."""
 
     run: Callable[[Linear, Choose], Num]
 

@@ -1266,6 +1266,34 @@ def test_step_gradients_with_experts(ci_config: dict) -> None:
     assert_derivative(total, tree_map(np.zeros_like, slopes), slopes)
 
 
+def test_step_terms_with_experts() -> None:
+    """The step hands S and the existence of sites to every term."""
+    config = make_config(EXPERT_LOSSES, ci_config={"fn_type": "shared_mlp"}, n_mask_samples=1)
+    state, draws = make_state(config, MOE.sites), make_draws(config, MOE.sites)
+    state["components"] = tree_map(lambda x: 4 * x, state["components"])  # enough to change what routers choose
+    terms = run(config, state, draws, MOE).terms
+    clean = ref.clean_pass(MOE.target(), MOE.sites)
+    lam, ups = ref.causal_importance(config, state["ci"], clean.inputs, state["components"], clean.exists)
+
+    def masked(sources: dict, routes: dict, chosen: dict) -> tuple[np.ndarray, dict]:
+        masks = {s: lam[s] + (1 - lam[s]) * sources[s]["components"] for s in MOE.sites}
+        deltas = {s: sources[s]["delta"] for s in MOE.sites}
+        return ref.masked_pass(MOE.target(), state["components"], masks, deltas, routes, chosen)
+
+    subset, hidden = draws["StochasticReconSubsetLoss"][0], draws["StochasticHiddenActsReconLoss"][0]
+    error = ref.kl_error(clean.output, masked(**subset, chosen=clean.chosen)[0])
+    np.testing.assert_allclose(terms["StochasticReconSubsetLoss"], error)
+    assert abs(ref.kl_error(clean.output, masked(**subset, chosen={})[0]) - error) > 1e-3
+    acts = masked(**hidden, routes={}, chosen=clean.chosen)[1]
+    expected = ref.hidden_acts_error(clean.outputs, acts, clean.exists)
+    np.testing.assert_allclose(terms["StochasticHiddenActsReconLoss"], expected)
+    penalty = ref.penalty_of(MINIMALITY, 0, 1)
+    expected = ref.importance_minimality(ups, penalty, 0.0, clean.exists)
+    np.testing.assert_allclose(terms["ImportanceMinimalityLoss"], expected, rtol=1e-12)
+    expected = ref.importance_frequency(ups, penalty, 40, clean.exists)
+    np.testing.assert_allclose(terms["ImportanceMinimalityLoss/frequency"], expected, rtol=1e-12)
+
+
 def renamed(tree: Tree, names: dict[str, str]) -> Tree:
     """The tree with other names of sites, wherever they are keys."""
     if isinstance(tree, dict):
