@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8 and 11, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11 and 12, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -7,9 +7,12 @@ leading axes of an activation, `(batch, seq)` or `(batch,)`; `lead` is their siz
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -243,6 +246,29 @@ def tie(components: dict, tied_weights: Sequence[Sequence[str]] | None) -> dict:
     return {**components, **views}
 
 
+# ---- Section 12: where the site of an expert exists ----
+
+NO_EXPERTS: Mapping[str, Array] = MappingProxyType({})
+
+
+def expert_of(module: str) -> tuple[str, int] | None:
+    """(mixture, number of the expert) of an expert's matrix, None for any other matrix."""
+    found = re.match(r"(.+)\.experts\.(\d+)\.", module)
+    return (found[1], int(found[2])) if found else None
+
+
+def existence(sites: Iterable[str], chosen: Mapping[str, Array]) -> dict[str, Array]:
+    """X3: {expert's site: bool `[...]`} from the S of every mixture, bool `[..., E]`. The other sites, which exist
+    everywhere, have no entry."""
+    experts = {s: found for s in sites if (found := expert_of(s))}
+    return {s: chosen[mixture][..., expert] for s, (mixture, expert) in experts.items()}
+
+
+def where_it_exists(x: Num, site: str, exists: Mapping[str, Array]) -> Num:
+    """X4: x `[..., d]` at the n positions where the site exists, `[n, d]`; x itself for a site without an entry."""
+    return x[exists[site]] if site in exists else x
+
+
 # ---- Section 3: causal importance ----
 
 ALPHA = 0.01  # C1, C2
@@ -412,7 +438,8 @@ def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: flo
 
 
 def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
-    """C4: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5).
+    """C4: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a site does
+    not exist (X5); so the logits of a layerwise function mean nothing there.
     Layerwise `params`: {site: layers}; global: a layer list or the transformer's dict."""
     match ci_config["fn_type"]:
         case "mlp":
@@ -431,11 +458,23 @@ def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components:
     return {s: joint[..., lo:hi] for s, lo, hi in zip(inputs, ends[:-1], ends[1:], strict=True)}
 
 
-def causal_importance(config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> tuple[dict, dict]:
-    """C1-C5: ({site: lambda}, {site: upsilon}) `[..., C_s]`; `config` as in `training_step`."""
+def causal_importance(
+    config: dict,
+    params: Tree,
+    inputs: dict[str, Num],
+    components: dict,
+    exists: Mapping[str, Array] = NO_EXPERTS,
+) -> tuple[dict, dict]:
+    """C1-C5, X4: ({site: lambda}, {site: upsilon}) `[..., C_s]`, 0 where a site does not exist; `config` as in
+    `training_step`, `exists` as in `existence`."""
     logits = ci_logits(config["ci_config"], params, inputs, components)
     kind = config.get("sigmoid_type", "leaky_hard")
-    return {s: lower(z, kind) for s, z in logits.items()}, {s: upper(z, kind) for s, z in logits.items()}
+
+    def squashed(function: Callable[[Num, str], Num]) -> dict:
+        values = {s: function(z, kind) for s, z in logits.items()}
+        return {s: v * exists[s][..., None] if s in exists else v for s, v in values.items()}
+
+    return squashed(lower), squashed(upper)
 
 
 # ---- Section 4: masks. A site's source is {components [..., C], delta [...]}; no delta key: delta = 0 ----
@@ -481,10 +520,10 @@ def mse_error(clean: Array, masked: Num) -> Num:
     return ((masked - clean) ** 2).mean()
 
 
-def hidden_acts_error(clean: dict[str, Array], masked: dict[str, Num]) -> Num:
-    """R2: site outputs; squared differences over the number of elements, all sites together."""
-    squares = sum(((masked[s] - clean[s]) ** 2).sum() for s in masked)
-    return squares / sum(clean[s].size for s in masked)
+def hidden_acts_error(clean: dict[str, Array], masked: dict[str, Num], exists: Mapping[str, Array] = NO_EXPERTS) -> Num:
+    """R2, X4: site outputs; squared differences over the number of elements, all sites together, where they exist."""
+    differences = [where_it_exists(masked[s] - clean[s], s, exists) for s in masked]
+    return sum((d**2).sum() for d in differences) / sum(value(d).size for d in differences)
 
 
 def uniform_k_subset(k: Array, scores: Array) -> Array:
@@ -543,6 +582,21 @@ def live_sets(loss: dict, sites: Sequence[str], n_mask_samples: int) -> list[tup
 
 Linear = Callable[[str, Num, Array], Num]  # (module, x, W) -> y
 Target = Callable[[Linear], Num]  # the target on a fixed batch, every x @ W done by the argument
+Choose = Callable[[str, Array], Array]  # (mixture, the S of its own router) -> the S it uses, both bool [..., E]
+
+
+@dataclass(frozen=True)
+class MixtureTarget:
+    """A `Target` that may have mixtures of experts (section 12). Called as any other, each uses its own choice."""
+
+    run: Callable[[Linear, Choose], Num]
+
+    def __call__(self, linear: Linear) -> Num:
+        return self.run(linear, lambda mixture, own: own)
+
+
+def run_target(target: Target, linear: Linear, choose: Choose) -> Num:
+    return target.run(linear, choose) if isinstance(target, MixtureTarget) else target(linear)
 
 
 PRE_IDENTITY = ".pre_identity"
@@ -553,43 +607,62 @@ def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
     names one: it multiplies what the module reads, and the module (no other) reads its product."""
     modules = {s.removesuffix(PRE_IDENTITY) for s in sites if s.endswith(PRE_IDENTITY)}
 
-    def extended(linear: Linear) -> Num:
+    def extended(linear: Linear) -> Linear:
         def apply(module: str, x: Num, W: Array) -> Num:
             if module in modules:
                 x = linear(module + PRE_IDENTITY, x, np.eye(W.shape[0]))
             return linear(module, x, W)
 
-        return target(apply)
+        return apply
 
-    return extended
+    if isinstance(target, MixtureTarget):
+        return MixtureTarget(lambda linear, choose: target.run(extended(linear), choose))
+    return lambda linear: target(extended(linear))
 
 
 class Clean(NamedTuple):
-    """What the clean pass leaves: output, and {site: input}, {site: x @ W}, {site: W}."""
+    """What the clean pass leaves: output, and {site: input}, {site: x @ W}, {site: W}; the first two are zeros where a
+    site does not exist. Of experts, besides (X3): `exists`, {expert's site: bool [...]}, and `chosen`, {mixture with
+    such sites: S, bool [..., E]}."""
 
     output: Array
     inputs: dict[str, Array]
     outputs: dict[str, Array]
     weights: dict[str, Array]
+    exists: Mapping[str, Array] = NO_EXPERTS
+    chosen: Mapping[str, Array] = NO_EXPERTS
 
 
 def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
-    """F4, F5: the forward with no live site, recorded at the sites."""
+    """F4, F5, X3: the forward with no live site, recorded at the sites."""
     seen: dict[str, tuple[Array, Array, Array]] = {}
+    every_choice: dict[str, Array] = {}
 
     def linear(module: str, x: Array, W: Array) -> Array:
         seen[module] = (x, x @ W, W)
         return x @ W
 
-    output = target(linear)
-    return Clean(output, *({s: seen[s][i] for s in sites} for i in range(3)))
+    def choose(mixture: str, own: Array) -> Array:
+        every_choice[mixture] = own
+        return own
+
+    output = run_target(target, linear, choose)
+    with_sites = {found[0] for s in sites if (found := expert_of(s))}
+    chosen = {mixture: S for mixture, S in every_choice.items() if mixture in with_sites}
+    records = ({s: seen[s][i] for s in sites} for i in range(3))
+    return Clean(output, *records, exists=existence(sites, chosen), chosen=chosen)
 
 
 def masked_pass(
-    target: Target, components: dict, masks: dict, deltas: dict, routes: dict
+    target: Target,
+    components: dict,
+    masks: dict,
+    deltas: dict,
+    routes: dict,
+    chosen: Mapping[str, Array] = NO_EXPERTS,
 ) -> tuple[Num, dict[str, Num]]:
-    """F1, F3: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
-    routed everywhere. -> (output, {live site: its output})."""
+    """F1, F3, X3: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
+    routed everywhere; no entry in `chosen`: the mixture chooses by itself. -> (output, {live site: its output})."""
     outputs: dict[str, Num] = {}
 
     def linear(module: str, x: Num, W: Array) -> Num:
@@ -600,7 +673,7 @@ def masked_pass(
         outputs[module] = masked_site(x, W, V, U, m, delta, route)
         return outputs[module]
 
-    return target(linear), outputs
+    return run_target(target, linear, lambda mixture, own: chosen.get(mixture, own)), outputs
 
 
 class Forward(NamedTuple):
@@ -631,9 +704,9 @@ def forward_error(model: Decomposition, forward: Forward, hidden_acts: bool = Fa
     """R1, R2: the error of one forward."""
     pairs = {s: site_masks(model.lower[s], forward.sources[s]) for s in forward.live}
     masks, deltas = ({s: pair[i] for s, pair in pairs.items()} for i in range(2))
-    output, acts = masked_pass(model.target, model.components, masks, deltas, forward.routes)
+    output, acts = masked_pass(model.target, model.components, masks, deltas, forward.routes, model.clean.chosen)
     if hidden_acts:
-        return hidden_acts_error(model.clean.outputs, acts)
+        return hidden_acts_error(model.clean.outputs, acts, model.clean.exists)
     return model.error(model.clean.output, output)
 
 
@@ -668,21 +741,25 @@ def component_sums(upper_ci: Num, penalty: Callable[[Num], Num]) -> Num:
     return penalty(upper_ci).sum(axis=tuple(range(upper_ci.ndim - 1)))
 
 
-def importance_minimality(upper_ci: dict, penalty: Callable[[Num], Num], beta: float) -> Num:
-    """L2, L3: sum of f_c · (1 + beta · log2(1 + S_c))."""
+def importance_minimality(
+    upper_ci: dict, penalty: Callable[[Num], Num], beta: float, exists: Mapping[str, Array] = NO_EXPERTS
+) -> Num:
+    """L2, L3, X4: sum of f_c · (1 + beta · log2(1 + S_c)); f_c = S_c / N, with N the number of all positions."""
     term: Num = np.zeros(())
-    for u in upper_ci.values():
-        S = component_sums(u, penalty)
+    for s, u in upper_ci.items():
+        S = component_sums(where_it_exists(u, s, exists), penalty)
         f = S / math.prod(u.shape[:-1])
         term = term + (f * (1.0 + beta / math.log(2.0) * log(1.0 + S))).sum()
     return term
 
 
-def importance_frequency(upper_ci: dict, penalty: Callable[[Num], Num], a: float) -> Num:
-    """L2, the batch-size-invariant form: sum of f_c · log2(1 + a · f_c)."""
+def importance_frequency(
+    upper_ci: dict, penalty: Callable[[Num], Num], a: float, exists: Mapping[str, Array] = NO_EXPERTS
+) -> Num:
+    """L2, X4, the batch-size-invariant form: sum of f_c · log2(1 + a · f_c)."""
     term: Num = np.zeros(())
-    for u in upper_ci.values():
-        f = component_sums(u, penalty) / math.prod(u.shape[:-1])
+    for s, u in upper_ci.items():
+        f = component_sums(where_it_exists(u, s, exists), penalty) / math.prod(u.shape[:-1])
         term = term + (f * log(1.0 + a * f)).sum() / math.log(2.0)
     return term
 
@@ -889,15 +966,17 @@ def loss_terms(
 ) -> dict[str, tuple[float, Num]]:
     """{term: (coefficient, value without it)}; L2's frequency part is the term `<name>/frequency`, with its own."""
     terms: dict[str, tuple[float, Num]] = {}
+    exists = model.clean.exists
     for loss in losses:
         name, coeff = term_name(loss), loss["coeff"]
         if loss["type"] == "FaithfulnessLoss":
             terms[name] = coeff, faithfulness(model.components, model.clean.weights)
         elif loss["type"] == "ImportanceMinimalityLoss":
             penalty, frequency = penalty_of(loss, step, total), loss.get("frequency")
-            terms[name] = coeff, importance_minimality(upper_ci, penalty, loss["beta"] if frequency is None else 0.0)
+            beta = loss["beta"] if frequency is None else 0.0
+            terms[name] = coeff, importance_minimality(upper_ci, penalty, beta, exists)
             if frequency is not None:
-                part = importance_frequency(upper_ci, penalty, frequency["reference_token_count"])
+                part = importance_frequency(upper_ci, penalty, frequency["reference_token_count"], exists)
                 terms[f"{name}/frequency"] = frequency["coeff"], part
         else:
             hidden_acts = RECONSTRUCTION[loss["type"]].hidden_acts
@@ -943,7 +1022,7 @@ def training_step(
     clean = clean_pass(target, sites)
     trained = tree_map(Var, {"components": state["components"], "ci": state["ci"]})
     components = tie(trained["components"], config.get("tied_weights"))
-    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components)
+    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components, clean.exists)
     model = Decomposition(target, error, clean, components, lower_ci)
 
     sources, source_moments = dict(state["sources"]), dict(state["source_moments"])
@@ -989,15 +1068,53 @@ LLAMA_MODULES = {
 }
 
 
-def llama_site(layer: int, kind: str) -> str:
-    """The module's name in a Hugging Face checkpoint."""
-    return f"model.layers.{layer}.{LLAMA_MODULES[kind]}"
+def llama_site(layer: int, kind: str, expert: int | None = None) -> str:
+    """The module's name in a Hugging Face checkpoint; `expert` for the matrices of a mixture (Qwen3-MoE, OLMoE)."""
+    module = LLAMA_MODULES[kind]
+    if expert is not None:
+        module = module.replace("mlp.", f"mlp.experts.{expert}.")
+    return f"model.layers.{layer}.{module}"
+
+
+def top_k(logits: Array, k: int) -> Array:
+    """X1: logits `[..., E]` -> S, true for the k largest (of equal ones, those with the lower number)."""
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    return np.argsort(order, axis=-1) < k
+
+
+def expert_weights(logits: Num, S: Array, normalised: bool) -> Num:
+    """X1: w `[..., E]`, 0 outside S."""
+    w = exp(log_softmax(logits)) * S
+    return w / w.sum(axis=-1, keepdims=True) if normalised else w
+
+
+def mixture(
+    weights: dict,
+    x: Num,
+    project: Callable[[str, Num, int], Num],
+    choose: Callable[[Array], Array],
+    *,
+    experts_per_token: int,
+    normalised: bool,
+) -> Num:
+    """X1-X3: x `[..., d]` -> `[..., d]`. weights: router [d, E]; `project(kind, x, expert)` multiplies by an expert's
+    matrix, `choose` makes of the router's own S the one that is used. An expert reads zeros at the positions that do
+    not use it; its matrices give zeros there, and nothing comes back from there in the backward pass."""
+    logits = x @ weights["router"]
+    S = choose(top_k(value(logits), experts_per_token))
+    w = expert_weights(logits, S, normalised)
+    experts = range(S.shape[-1])
+    read = [x * S[..., e, None] for e in experts]
+    gate = [project("gate", read[e], e) for e in experts]
+    up = [project("up", read[e], e) for e in experts]
+    down = [project("down", gate[e] * sigmoid(gate[e]) * up[e], e) for e in experts]
+    return sum(w[..., e, None] * down[e] for e in experts)
 
 
 def llama(
     weights: dict,
     tokens: Array,
-    linear: Callable[[int, str, Num, Num], Num],
+    linear: Callable[..., Num],
     *,
     n_heads: int,
     n_kv_heads: int,
@@ -1005,38 +1122,49 @@ def llama(
     eps: float,
     rope_theta: float,
     rope_scaling: Mapping[str, float] | None = None,
+    experts_per_token: int = 1,
+    normalised: bool = False,
+    choose: Choose = lambda mixture, own: own,
 ) -> Num:
     """tokens `[B, T]` -> logits `[B, T, vocab]`. weights: embed [vocab, d], layers [{q_proj, k_proj,
     v_proj, o_proj, gate_proj, up_proj, down_proj [d_in, d_out], input_norm, post_norm [d]}],
     final_norm [d], head [d, vocab]. Every projection is `linear(layer, kind, x, W)`, kind in
-    q, k, v, o, gate, up, down (the canonical order)."""
+    q, k, v, o, gate, up, down (the canonical order).
+
+    A layer with a `router` [d, E] has a mixture named `model.layers.{i}.mlp` in place of its MLP (section 12). Its
+    gate_proj, up_proj and down_proj are [E, d_in, d_out], and every product is `linear(layer, kind, x, W, expert)`,
+    first gate of all experts, then up, then down. `experts_per_token` is k; `normalised` as in X1."""
     freq = rope_frequencies(head_dim, rope_theta, rope_scaling)
     h = weights["embed"][tokens]
     for i, layer in enumerate(weights["layers"]):
 
-        def project(kind: str, x: Num, i: int = i, layer: dict = layer) -> Num:
-            return linear(i, kind, x, layer[f"{kind}_proj"])
+        def project(kind: str, x: Num, *expert: int, i: int = i, layer: dict = layer) -> Num:
+            return linear(i, kind, x, layer[f"{kind}_proj"][expert], *expert)
 
         x = rms_norm(h, eps) * layer["input_norm"]
         q, k, v = project("q", x), project("k", x), project("v", x)
         assert (q.shape[-1], k.shape[-1]) == (n_heads * head_dim, n_kv_heads * head_dim)
         h = h + project("o", attention(q, k, v, n_heads, freq, causal=True))
         x = rms_norm(h, eps) * layer["post_norm"]
-        gate, up = project("gate", x), project("up", x)
-        h = h + project("down", gate * sigmoid(gate) * up)
+        if "router" in layer:
+            choose_here = partial(choose, f"model.layers.{i}.mlp")
+            h = h + mixture(layer, x, project, choose_here, experts_per_token=experts_per_token, normalised=normalised)
+        else:
+            gate, up = project("gate", x), project("up", x)
+            h = h + project("down", gate * sigmoid(gate) * up)
     return rms_norm(h, eps) * weights["final_norm"] @ weights["head"]
 
 
-def llama_target(weights: dict, tokens: Array, **arch: Any) -> Target:
+def llama_target(weights: dict, tokens: Array, **arch: Any) -> MixtureTarget:
     """The Llama on these tokens, its projections named by `llama_site`."""
 
-    def target(linear: Linear) -> Num:
-        def by_kind(layer: int, kind: str, x: Num, W: Num) -> Num:
-            return linear(llama_site(layer, kind), x, W)
+    def run(linear: Linear, choose: Choose) -> Num:
+        def by_kind(layer: int, kind: str, x: Num, W: Num, expert: int | None = None) -> Num:
+            return linear(llama_site(layer, kind, expert), x, W)
 
-        return llama(weights, tokens, by_kind, **arch)
+        return llama(weights, tokens, by_kind, choose=choose, **arch)
 
-    return target
+    return MixtureTarget(run)
 
 
 # ---- The toy models ----
@@ -1102,13 +1230,14 @@ def ce_and_kl(
         "random_masked": (random_masks, zero_delta),
         "zero_masked": (tree_map(np.zeros_like, lower_ci), zero_delta),
     }
-    clean = clean_pass(target, ()).output
+    clean = clean_pass(target, tuple(lower_ci))
     outputs = {
-        name: masked_pass(target, components, masks, deltas, {})[0] for name, (masks, deltas) in maskings.items()
+        name: masked_pass(target, components, masks, deltas, {}, clean.chosen)[0]
+        for name, (masks, deltas) in maskings.items()
     }
-    target_ce = cross_entropy(clean, tokens)
+    target_ce = cross_entropy(clean.output, tokens)
     differences = {name: cross_entropy(y, tokens) - target_ce for name, y in outputs.items()}
-    out = {f"kl_{name}": float(kl_error(clean, y)) for name, y in outputs.items()}
+    out = {f"kl_{name}": float(kl_error(clean.output, y)) for name, y in outputs.items()}
     for name, difference in differences.items():
         out[f"ce_difference_{name}"] = difference
         out[f"ce_unrecovered_{name}"] = difference / differences["zero_masked"]
@@ -1117,7 +1246,8 @@ def ce_and_kl(
 
 def l0(lower_ci: dict[str, Array], threshold: float, groups: dict[str, list[str]] | None = None) -> dict[str, float]:
     """Mean number per position of components with lambda above the threshold, per site and summed
-    over the sites that match any pattern of a group (no key prefix)."""
+    over the sites that match any pattern of a group (no key prefix). X4: lambda is 0 where a site does not exist, and
+    the mean is over all positions."""
     per_site = {s: float((lam > threshold).sum(axis=-1).mean()) for s, lam in lower_ci.items()}
     grouped = {
         name: sum(n for s, n in per_site.items() if any(fnmatch(s, p) for p in patterns))

@@ -1,8 +1,10 @@
 """The NumPy reference against itself: finite differences, loops written out, and cases known by hand."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -604,13 +606,27 @@ def source(lead: tuple[int, ...], sites: list[str] = SITES, delta: bool = True) 
     return {s: {"components": uniform(*lead, C[s]), **({"delta": uniform(*lead)} if delta else {})} for s in sites}
 
 
-def make_draws(config: dict) -> dict:
+class Case(NamedTuple):
+    """A Llama and the sites that are chosen in it; their shapes and C are in SHAPES and C."""
+
+    weights: dict
+    sites: list[str]
+    arch: dict
+
+    def target(self) -> ref.Target:
+        return ref.llama_target(self.weights, TOKENS, **self.arch)
+
+
+DENSE = Case(LLAMA, SITES, ARCH)
+
+
+def make_draws(config: dict, sites: list[str] = SITES) -> dict:
     draws = {}
     for loss in config["loss_metrics"]:
         if loss["type"] not in ref.RECONSTRUCTION:
             continue
         row, given = ref.RECONSTRUCTION[loss["type"]], []
-        for live in ref.live_sets(loss, SITES, config["n_mask_samples"]):
+        for live in ref.live_sets(loss, sites, config["n_mask_samples"]):
             draw: dict = {}
             if "Subset" in loss["type"]:
                 k = rng.integers(1, len(live) + 1, LEAD)
@@ -623,12 +639,12 @@ def make_draws(config: dict) -> dict:
     return draws
 
 
-def make_state(config: dict) -> dict:
-    components = {s: {"V": normal(SHAPES[s][0], C[s]) / 2, "U": normal(C[s], SHAPES[s][1]) / 2} for s in SITES}
-    widths = {s: SHAPES[s][0] for s in SITES}
-    ci = ci_parameters(config["ci_config"]["fn_type"], widths, C)
+def make_state(config: dict, sites: list[str] = SITES) -> dict:
+    components = {s: {"V": normal(SHAPES[s][0], C[s]) / 2, "U": normal(C[s], SHAPES[s][1]) / 2} for s in sites}
+    widths = {s: SHAPES[s][0] for s in sites}
+    ci = ci_parameters(config["ci_config"]["fn_type"], widths, {s: C[s] for s in sites})
     bundles = {
-        ref.term_name(loss): source(ref.persistent_scope_shape(loss["scope"], LEAD))
+        ref.term_name(loss): source(ref.persistent_scope_shape(loss["scope"], LEAD), sites)
         for loss in config["loss_metrics"]
         if loss["type"].startswith("Persistent")
     }
@@ -643,9 +659,8 @@ def make_state(config: dict) -> dict:
     }
 
 
-def run(config: dict, state: dict, draws: dict) -> ref.StepResult:
-    target = ref.llama_target(LLAMA, TOKENS, **ARCH)
-    return ref.training_step(target, ref.kl_error, SITES, config, state, draws)
+def run(config: dict, state: dict, draws: dict, case: Case = DENSE) -> ref.StepResult:
+    return ref.training_step(case.target(), ref.kl_error, case.sites, config, state, draws)
 
 
 def assert_step_gradients(config: dict, tol: float = 1e-6) -> ref.StepResult:
@@ -981,3 +996,433 @@ def test_toy_recovery() -> None:
     V, U = np.eye(4)[:, [2, 0, 3, 1]], 0.5 * W[[2, 0, 3, 1]]
     np.testing.assert_allclose(ref.mmcs_and_ml2r(W, -V, -U), (1.0, 0.5))
     np.testing.assert_allclose(ref.mmcs_and_ml2r(W, V, -U)[0], 0.0)
+
+
+# ---- mixtures of experts ----
+
+E = 4
+MIX = {"experts_per_token": 2, "normalised": False}
+EXPERT_KINDS = ["gate", "up", "down"]
+
+
+def mixture_layer(dense: dict, n_experts: int = E) -> dict:
+    """The layer with experts of other random weights, and attention as in `dense`."""
+    shapes = {f"{kind}_proj": WIDTHS[kind] for kind in EXPERT_KINDS}
+    experts = {name: 2 * normal(n_experts, *shape) / math.sqrt(shape[0]) for name, shape in shapes.items()}
+    return {**dense, **experts, "router": normal(D, n_experts)}
+
+
+def expert_site(kind: str, expert: int, layer: int = 1) -> str:
+    return ref.llama_site(layer, kind, expert)
+
+
+# A dense layer with a site, a mixture with experts' up and down matrices as sites, a frozen mixture.
+DENSE_DOWN, LAST_O, MIXTURE = ref.llama_site(0, "down"), ref.llama_site(2, "o"), "model.layers.1.mlp"
+EXPERTS = [expert_site(kind, e) for kind in ("up", "down") for e in range(E)]
+SHAPES |= {expert_site(kind, e): WIDTHS[kind] for kind in EXPERT_KINDS for e in range(E)} | {LAST_O: WIDTHS["o"]}
+C |= {expert_site(kind, e): c for kind, c in zip(EXPERT_KINDS, (5, 4, 3), strict=True) for e in range(E)} | {LAST_O: 2}
+
+
+def mixture_weights() -> dict:
+    dense, first, second = llama_weights(3)["layers"]
+    return {**llama_weights(0), "layers": [dense, mixture_layer(first), mixture_layer(second)]}
+
+
+MOE = Case(mixture_weights(), [DENSE_DOWN, *EXPERTS, LAST_O], ARCH | MIX)
+MOE_NORMALISED = MOE._replace(arch=MOE.arch | {"normalised": True})
+both_weightings = pytest.mark.parametrize("case", [MOE, MOE_NORMALISED], ids=["all", "normalised"])
+
+
+class Written(NamedTuple):
+    """A forward written out: logits, the S of every (layer, b, t), and what {site: {(b, t): x}} reads there."""
+
+    logits: np.ndarray
+    S: dict[tuple[int, int, int], list[int]]
+    reads: dict[str, dict[tuple[int, int], np.ndarray]]
+
+
+def write_out(case: Case, apply: Callable, given: dict | None = None) -> Written:
+    """The model of `case` by loops over positions and experts: only the experts of S are looked at.
+    apply(site, (b, t), x [d_in], W) -> [d_out] multiplies; `given`: the S that is not the router's own."""
+    w, T, S, reads, logits = case.weights, TOKENS.shape[1], {}, {}, []
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def read(site: str, at: tuple[int, int], x: np.ndarray, W: np.ndarray) -> np.ndarray:
+        reads.setdefault(site, {})[at] = x
+        return apply(site, at, x, W)
+
+    def gated(layer: dict, x: np.ndarray, at: tuple[int, int], i: int, *expert: int) -> np.ndarray:
+        def product(kind: str, x: np.ndarray) -> np.ndarray:
+            return read(ref.llama_site(i, kind, *expert), at, x, layer[f"{kind}_proj"][expert])
+
+        g = product("gate", x)
+        return product("down", g / (1 + np.exp(-g)) * product("up", x))
+
+    for b, row in enumerate(TOKENS):
+        h = w["embed"][row]
+        for i, layer in enumerate(w["layers"]):
+            x = norm(h, layer["input_norm"])
+            q, k, v = x @ layer["q_proj"], x @ layer["k_proj"], x @ layer["v_proj"]
+            mixed = loop_attention(q, k, v, 4, ref.rope_frequencies(4, 100.0), True)
+            h = h + [read(ref.llama_site(i, "o"), (b, t), mixed[t], layer["o_proj"]) for t in range(T)]
+            x, update = norm(h, layer["post_norm"]), np.zeros((T, D))
+            for t in range(T):
+                if "router" not in layer:
+                    update[t] = gated(layer, x[t], (b, t), i)
+                    continue
+                p = [math.exp(x[t] @ column) for column in layer["router"].T]
+                own = sorted(sorted(range(len(p)), key=lambda e: -p[e])[: case.arch["experts_per_token"]])
+                chosen = S[i, b, t] = (given or {}).get((i, b, t), own)
+                total = sum(p[e] for e in chosen) if case.arch["normalised"] else sum(p)
+                update[t] = sum(p[e] / total * gated(layer, x[t], (b, t), i, e) for e in chosen)
+            h = h + update
+        logits.append(norm(h, w["final_norm"]) @ w["head"])
+    return Written(np.array(logits), S, reads)
+
+
+@both_weightings
+def test_mixture_written_out(case: Case) -> None:
+    out, clean = write_out(case, lambda site, at, x, W: x @ W), ref.clean_pass(case.target(), case.sites)
+    np.testing.assert_allclose(clean.output, out.logits)
+    assert set(clean.chosen) == {MIXTURE}  # layer 2 has a mixture too, of which no matrix is a site
+    assert set(clean.exists) == set(EXPERTS)
+    for b, t in np.ndindex(*LEAD):
+        assert list(np.flatnonzero(clean.chosen[MIXTURE][b, t])) == out.S[1, b, t]
+        for s in case.sites:
+            x = out.reads[s].get((b, t), np.zeros(SHAPES[s][0]))
+            np.testing.assert_allclose(clean.inputs[s][b, t], x, atol=1e-14)
+            np.testing.assert_allclose(clean.outputs[s][b, t], x @ clean.weights[s], atol=1e-13)
+            assert s not in clean.exists or clean.exists[s][b, t] == ((b, t) in out.reads[s])
+    calls: list[str] = []
+    case.target()(lambda module, x, W: (calls.append(module), x @ W)[1])
+    assert calls[11:23] == [expert_site(kind, e) for kind in EXPERT_KINDS for e in range(E)]
+    assert calls[11] == "model.layers.1.mlp.experts.0.gate_proj"
+
+
+def test_equal_router_logits() -> None:
+    S = ref.top_k(np.array([[1.0, 2.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]]), 3)
+    np.testing.assert_array_equal(S, [[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]])
+    w = ref.expert_weights(np.log([1.0, 2.0, 3.0, 4.0]), np.array([False, True, False, True]), False)
+    np.testing.assert_allclose(w, [0, 0.2, 0, 0.4])
+    w = ref.expert_weights(np.log([1.0, 2.0, 3.0, 4.0]), np.array([False, True, False, True]), True)
+    np.testing.assert_allclose(w, [0, 1 / 3, 0, 2 / 3])
+
+
+def masking(sites: list[str], route: bool = True) -> tuple[dict, dict, dict, dict]:
+    """Random components, masks, deltas and routes."""
+    components = {s: {"V": 2 * normal(SHAPES[s][0], C[s]), "U": 2 * normal(C[s], SHAPES[s][1])} for s in sites}
+    masks, deltas = {s: uniform(*LEAD, C[s]) for s in sites}, {s: uniform(*LEAD) for s in sites}
+    return components, masks, deltas, {s: ref.static_probability(uniform(*LEAD), 0.7) for s in sites} if route else {}
+
+
+@both_weightings
+@pytest.mark.parametrize("live", [MOE.sites, [DENSE_DOWN]], ids=["all_live", "no_expert_live"])
+def test_masked_mixture_written_out(case: Case, live: list[str]) -> None:
+    """X3: the clean S where experts are sites, live or not, with the weights of the pass itself."""
+    components, masks, deltas, routes = masking(live)
+
+    def apply(site: str, at: tuple[int, int], x: np.ndarray, W: np.ndarray) -> np.ndarray:
+        if site not in live:
+            return x @ W
+        V, U, m, r = components[site]["V"], components[site]["U"], masks[site][at], routes[site][at]
+        return r * (((x @ V) * m) @ U + deltas[site][at] * (x @ (W - V @ U))) + (1 - r) * (x @ W)
+
+    clean = ref.clean_pass(case.target(), case.sites)
+    plain = write_out(case, lambda site, at, x, W: x @ W)
+    out = write_out(case, apply, {at: S for at, S in plain.S.items() if at[0] == 1})
+    y, acts = ref.masked_pass(case.target(), components, masks, deltas, routes, clean.chosen)
+    np.testing.assert_allclose(y, out.logits)
+    assert list(acts) == live
+    for b, t in np.ndindex(*LEAD):
+        for s in live:
+            x, W = out.reads[s].get((b, t)), clean.weights[s]
+            expected = np.zeros(SHAPES[s][1]) if x is None else apply(s, (b, t), x, W)
+            np.testing.assert_allclose(acts[s][b, t], expected, atol=1e-12)
+    free = write_out(case, apply)  # the masks do change what the routers would choose, in both mixtures
+    assert any(free.S[at] != S for at, S in plain.S.items() if at[0] == 1)
+    assert any(out.S[at] != S for at, S in plain.S.items() if at[0] == 2)
+    assert np.abs(free.logits - out.logits).max() > 1e-3
+
+
+@both_weightings
+def test_masked_mixture_differentiates(case: Case) -> None:
+    """Through experts and routers, of the layer whose S is given and of the one that chooses."""
+    components, masks, deltas, routes = masking(case.sites)
+    chosen, weight = ref.clean_pass(case.target(), case.sites).chosen, normal(*LEAD, VOCAB)
+
+    def f(t: Tree) -> ref.Num:
+        target = ref.llama_target(t["weights"], TOKENS, **case.arch)
+        return (ref.masked_pass(target, t["components"], t["masks"], t["deltas"], routes, chosen)[0] * weight).sum()
+
+    tree = {"weights": case.weights, "components": components, "masks": masks, "deltas": deltas}
+    check(f, tree, tol=1e-5)
+    variables = tree_map(Var, tree)
+    to_layers = gradients(f(variables), variables)["weights"]["layers"]
+    assert all(np.abs(to_layers[i]["router"]).max() > 1e-3 for i in (1, 2))
+
+
+@both_weightings
+def test_masks_that_change_nothing(case: Case) -> None:
+    """Delta 1 and masks 1 with any components; or V = W and U = 1, without a delta."""
+    clean = ref.clean_pass(case.target(), case.sites)
+    components, masks, _, _ = masking(case.sites)
+    ones, on, off = tree_map(np.ones_like, masks), np.ones(LEAD), np.zeros(LEAD)
+    exact = {s: {"V": W, "U": np.eye(W.shape[1])} for s, W in clean.weights.items()}
+    wide = {s: np.ones((*LEAD, W.shape[1])) for s, W in clean.weights.items()}
+    for factors, full, delta in (components, ones, on), (exact, wide, off):
+        deltas = dict.fromkeys(case.sites, delta)
+        for chosen in clean.chosen, {}:
+            y, acts = ref.masked_pass(case.target(), factors, full, deltas, {}, chosen)
+            np.testing.assert_allclose(y, clean.output, rtol=1e-9)
+            for s in case.sites:
+                np.testing.assert_allclose(acts[s], clean.outputs[s], atol=1e-10)
+
+
+@pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
+def test_importances_of_experts(config: dict) -> None:
+    """X4, X5: zeros in where a site does not exist, zeros out there."""
+    clean, out = ref.clean_pass(MOE.target(), MOE.sites), write_out(MOE, lambda site, at, x, W: x @ W)
+    state = make_state(make_config([], ci_config=config), MOE.sites)
+    kinds = make_config([], ci_config=config, sigmoid_type="leaky_hard")
+    lam, ups = ref.causal_importance(kinds, state["ci"], clean.inputs, state["components"], clean.exists)
+    reads = {
+        s: np.array([[out.reads[s].get((b, t), np.zeros(SHAPES[s][0])) for t in range(3)] for b in range(2)])
+        for s in MOE.sites
+    }
+    logits = ref.ci_logits(config, state["ci"], reads, state["components"])
+    for s in MOE.sites:
+        for b, t in np.ndindex(*LEAD):
+            there = (b, t) in out.reads[s]
+            np.testing.assert_allclose(lam[s][b, t], ref.lower(logits[s][b, t], "leaky_hard") * there, atol=1e-12)
+            np.testing.assert_allclose(ups[s][b, t], ref.upper(logits[s][b, t], "leaky_hard") * there, atol=1e-12)
+
+
+def test_experts_in_the_losses() -> None:
+    """X4, X7: sums over the positions where a site exists, f over all, errors per existing element."""
+    clean, N = ref.clean_pass(MOE.target(), MOE.sites), math.prod(LEAD)
+    ups = {s: uniform(*LEAD, C[s]) for s in MOE.sites}
+    acts, beta, penalty = {s: y + normal(*y.shape) for s, y in clean.outputs.items()}, 0.7, lambda u: (u + 1e-2) ** 0.5
+    minimality = frequency = squares = elements = 0.0
+    for s in MOE.sites:
+        there = [at for at in np.ndindex(*LEAD) if s not in EXPERTS or clean.exists[s][at]]
+        assert s in EXPERTS or len(there) == N
+        squares += sum(((acts[s][at] - clean.outputs[s][at]) ** 2).sum() for at in there)
+        elements += len(there) * SHAPES[s][1]
+        for c in range(C[s]):
+            S = sum((ups[s][at][c] + 1e-2) ** 0.5 for at in there)
+            minimality += S / N * (1 + beta * math.log2(1 + S))
+            frequency += S / N * math.log2(1 + 50.0 * S / N)
+    np.testing.assert_allclose(ref.importance_minimality(ups, penalty, beta, clean.exists), minimality)
+    np.testing.assert_allclose(ref.importance_frequency(ups, penalty, 50.0, clean.exists), frequency)
+    np.testing.assert_allclose(ref.hidden_acts_error(clean.outputs, acts, clean.exists), squares / elements)
+    check(lambda t: ref.importance_minimality(t, penalty, beta, clean.exists), ups)
+    check(lambda t: ref.hidden_acts_error(clean.outputs, t, clean.exists), acts)
+    assert sum(n.sum() for n in clean.exists.values()) == 2 * 2 * N  # k of the experts, two kinds
+    mixture, dense, last = MOE.weights["layers"][1], MOE.weights["layers"][0], MOE.weights["layers"][2]
+    arrays = [mixture["up_proj"], mixture["down_proj"], dense["down_proj"], last["o_proj"]]
+    squares, size = sum((W**2).sum() for W in arrays), sum(W.size for W in arrays)
+    nothing = {s: {"V": np.zeros((n, 1)), "U": np.zeros((1, m))} for s in MOE.sites for n, m in [SHAPES[s]]}
+    np.testing.assert_allclose(ref.faithfulness(nothing, clean.weights), squares / size)
+
+
+EXPERT_LOSSES = [
+    {"type": "StochasticReconSubsetLoss", "coeff": 0.7},
+    {**PERSISTENT, "scope": {"type": "per_batch_per_position"}},
+    {"type": "StochasticHiddenActsReconLoss", "coeff": 0.3},
+    {**MINIMALITY, "frequency": {"coeff": 0.02, "reference_token_count": 40}},
+    FAITHFUL,
+]
+
+
+def by_kind(tree: Tree, path: tuple[str, ...] = ()) -> Tree:
+    """The tree with a label at each leaf: its part of the state and its site, experts of one kind having one label."""
+    if isinstance(tree, dict):
+        return {k: by_kind(v, (*path, k)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [by_kind(x, path) for x in tree]
+    return re.sub(r"\d+", "", "/".join([path[0], *(k for k in path if k in MOE.sites)]))
+
+
+@pytest.mark.parametrize("ci_config", [TRANSFORMER, {"fn_type": "mlp"}], ids=lambda c: c["fn_type"])
+def test_step_gradients_with_experts(ci_config: dict) -> None:
+    """Finite differences as in `assert_step_gradients`, along one direction for all leaves of a label."""
+    config = make_config(EXPERT_LOSSES, ci_config=ci_config, n_mask_samples=1)
+    state, draws = make_state(config, MOE.sites), make_draws(config, MOE.sites)
+    trained, grads = {k: state[k] for k in ("components", "ci", "sources")}, run(config, state, draws, MOE).gradients
+    own = grads["sources"]["PersistentPGDReconLoss"]
+    grads["sources"] = {"PersistentPGDReconLoss": tree_map(lambda g: PERSISTENT["coeff"] * g, own)}
+    labels, directions = by_kind(trained), tree_map(lambda x: normal(*x.shape), trained)
+    slopes = {label: np.zeros(()) for label in tree_leaves(labels)}
+    for label, g, d in zip(*map(tree_leaves, (labels, grads, directions)), strict=True):
+        slopes[label] = slopes[label] + (g * d).sum()
+
+    def total(steps: dict[str, np.ndarray]) -> float:
+        moved = tree_map(lambda label, x, d: x + steps[label] * d, labels, trained, directions)
+        return run(config, {**state, **moved}, draws, MOE).total
+
+    assert len(slopes) > 8
+    assert_derivative(total, tree_map(np.zeros_like, slopes), slopes)
+
+
+def test_step_terms_with_experts() -> None:
+    """The step hands S and the existence of sites to every term."""
+    config = make_config(EXPERT_LOSSES, ci_config={"fn_type": "shared_mlp"}, n_mask_samples=1)
+    state, draws = make_state(config, MOE.sites), make_draws(config, MOE.sites)
+    state["components"] = tree_map(lambda x: 4 * x, state["components"])  # enough to change what routers choose
+    terms = run(config, state, draws, MOE).terms
+    clean = ref.clean_pass(MOE.target(), MOE.sites)
+    lam, ups = ref.causal_importance(config, state["ci"], clean.inputs, state["components"], clean.exists)
+
+    def masked(sources: dict, routes: dict, chosen: dict) -> tuple[np.ndarray, dict]:
+        masks = {s: lam[s] + (1 - lam[s]) * sources[s]["components"] for s in MOE.sites}
+        deltas = {s: sources[s]["delta"] for s in MOE.sites}
+        return ref.masked_pass(MOE.target(), state["components"], masks, deltas, routes, chosen)
+
+    subset, hidden = draws["StochasticReconSubsetLoss"][0], draws["StochasticHiddenActsReconLoss"][0]
+    error = ref.kl_error(clean.output, masked(**subset, chosen=clean.chosen)[0])
+    np.testing.assert_allclose(terms["StochasticReconSubsetLoss"], error)
+    assert abs(ref.kl_error(clean.output, masked(**subset, chosen={})[0]) - error) > 1e-3
+    acts = masked(**hidden, routes={}, chosen=clean.chosen)[1]
+    expected = ref.hidden_acts_error(clean.outputs, acts, clean.exists)
+    np.testing.assert_allclose(terms["StochasticHiddenActsReconLoss"], expected)
+    penalty = ref.penalty_of(MINIMALITY, 0, 1)
+    expected = ref.importance_minimality(ups, penalty, 0.0, clean.exists)
+    np.testing.assert_allclose(terms["ImportanceMinimalityLoss"], expected, rtol=1e-12)
+    expected = ref.importance_frequency(ups, penalty, 40, clean.exists)
+    np.testing.assert_allclose(terms["ImportanceMinimalityLoss/frequency"], expected, rtol=1e-12)
+
+
+def renamed(tree: Tree, names: dict[str, str]) -> Tree:
+    """The tree with other names of sites, wherever they are keys."""
+    if isinstance(tree, dict):
+        return {names.get(k, k): renamed(v, names) for k, v in tree.items()}
+    return [renamed(x, names) for x in tree] if isinstance(tree, list) else tree
+
+
+def assert_same_step(a: ref.StepResult, b: ref.StepResult, names: dict[str, str]) -> None:
+    """b's is a's with its sites called by `names`."""
+    expected, actual = renamed(a._asdict(), names), b._asdict()
+
+    def compare(x: object, y: object) -> None:
+        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-12)
+
+    assert set(expected["gradients"]["components"]) == set(actual["gradients"]["components"])
+    tree_map(compare, expected, actual)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("ci_config", [TRANSFORMER, {"fn_type": "vector_mlp"}], ids=lambda c: c["fn_type"])
+def test_one_expert_is_a_dense_mlp(normalised: bool, ci_config: dict) -> None:
+    kinds = [(0, "down"), *((1, kind) for kind in EXPERT_KINDS)]
+    names = {ref.llama_site(1, kind): expert_site(kind, 0) for kind in EXPERT_KINDS}
+    first, second = LLAMA["layers"]
+    alone = {f"{kind}_proj": second[f"{kind}_proj"][None] for kind in EXPERT_KINDS} | {"router": normal(D, 1)}
+    one = {"experts_per_token": 1, "normalised": normalised}
+    moe = Case({**LLAMA, "layers": [first, {**second, **alone}]}, [], ARCH | one)
+    moe = moe._replace(sites=[names.get(ref.llama_site(*x), ref.llama_site(*x)) for x in kinds])
+    dense = DENSE._replace(sites=[ref.llama_site(*x) for x in kinds])
+    back = {new: old for old, new in names.items()}
+    losses = [*EXPERT_LOSSES, CHUNKWISE, {"type": "CIMaskedReconLayerwiseLoss", "coeff": 0.2}]
+    losses.append({"type": "PGDReconLoss", "coeff": 0.4, "n_steps": 2, "step_size": 0.1})
+    losses[1] = {**losses[1], "n_warmup_steps": 1}
+    config = make_config(losses, ci_config=ci_config, sigmoid_type="leaky_hard", n_mask_samples=1)
+    state, draws = make_state(config, moe.sites), make_draws(config, moe.sites)
+    a, b = run(config, renamed(state, back), renamed(draws, back), dense), run(config, state, draws, moe)
+    assert_same_step(a, b, names)
+    lam = {s: uniform(*LEAD, C[s]) for s in moe.sites}
+    stochastic, random = source(LEAD, moe.sites), {s: uniform(*LEAD, C[s]) for s in moe.sites}
+    figures = [
+        ref.ce_and_kl(
+            case.target(), TOKENS, *(renamed(x, n) for x in (state["components"], lam, stochastic, random)), 0.5
+        )
+        for case, n in ((dense, back), (moe, {}))
+    ]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-10)
+
+
+def test_experts_in_another_order() -> None:
+    """Permuted with the columns of the router, all that is theirs is permuted, and the rest is the same."""
+    order = [2, 0, 3, 1]  # expert j is the former expert order[j]
+    names = {expert_site(kind, e): expert_site(kind, j) for kind in EXPERT_KINDS for j, e in enumerate(order)}
+    layers = [dict(layer) for layer in MOE.weights["layers"]]
+    for layer in layers[1:]:
+        layer |= {f"{kind}_proj": layer[f"{kind}_proj"][order] for kind in EXPERT_KINDS}
+        layer["router"] = layer["router"][:, order]
+    permuted = MOE._replace(weights={**MOE.weights, "layers": layers})
+    config = make_config(EXPERT_LOSSES, ci_config={"fn_type": "shared_mlp"}, sigmoid_type="leaky_hard")
+    state, draws = make_state(config, MOE.sites), make_draws(config, MOE.sites)
+    a, b = run(config, state, draws, MOE), run(config, renamed(state, names), renamed(draws, names), permuted)
+    assert_same_step(a, b, names)
+    clean, other = (ref.clean_pass(case.target(), MOE.sites) for case in (MOE, permuted))
+    np.testing.assert_array_equal(clean.chosen[MIXTURE][..., order], other.chosen[MIXTURE])
+    lam = {s: uniform(*LEAD, C[s]) for s in MOE.sites}
+    assert renamed(ref.l0(lam, 0.5), names) == ref.l0(renamed(lam, names), 0.5)
+
+
+def forced(target: ref.MixtureTarget, S: np.ndarray) -> ref.MixtureTarget:
+    """The target with S in place of what the router of layer 1 chooses."""
+
+    def run(linear: ref.Linear, choose: ref.Choose) -> ref.Num:
+        return target.run(linear, lambda mixture, own: choose(mixture, S if mixture == MIXTURE else own))
+
+    return ref.MixtureTarget(run)
+
+
+def test_experts_that_are_not_used_get_no_gradient() -> None:
+    S = np.zeros((*LEAD, E), dtype=bool)
+    S[0, :, [0, 2]] = S[1, :, [0, 1]] = True  # expert 3 is used nowhere, 1 and 2 in one row each
+    target = forced(MOE._replace(weights={**MOE.weights, "layers": MOE.weights["layers"][:2]}).target(), S)
+    sites = MOE.sites[:-1]
+    config = make_config(EXPERT_LOSSES[:4], ci_config={"fn_type": "shared_mlp"})
+    state, draws = make_state(config, sites), make_draws(config, sites)
+    step = ref.training_step(target, ref.kl_error, sites, config, state, draws)
+    to_sources = step.gradients["sources"]["PersistentPGDReconLoss"]
+    for kind in "up", "down":
+        for e in range(E):
+            s, there = expert_site(kind, e), S[..., e]
+            for part in "components", "ci":
+                assert all(np.any(g != 0) == (e != 3) for g in tree_leaves(step.gradients[part][s]))
+            assert np.all((to_sources[s]["components"] != 0) == there[..., None])
+            assert np.all((to_sources[s]["delta"] != 0) == there)
+    config = make_config([FAITHFUL], ci_config={"fn_type": "shared_mlp"})
+    faithful = ref.training_step(target, ref.kl_error, sites, config, state, {})
+    assert all(np.all(g != 0) for g in tree_leaves(faithful.gradients["components"][expert_site("up", 3)]))  # X7
+    # The error at one position, in the last layer, is that of its own experts.
+    config = make_config([EXPERT_LOSSES[1]], ci_config={"fn_type": "shared_mlp"})
+    for at in np.ndindex(*LEAD):
+
+        def error(clean: np.ndarray, masked: ref.Num, at: tuple[int, ...] = at) -> ref.Num:
+            return ref.kl_error(clean[at], masked[at])
+
+        step = ref.training_step(target, error, sites, config, state, {})
+        for e in range(E):
+            for part in "components", "ci":
+                grads = step.gradients[part][expert_site("up", e)]
+                assert all(np.any(g != 0) == S[at][e] for g in tree_leaves(grads))
+
+
+def test_evaluation_with_experts() -> None:
+    """X3 in the six maskings, and L0 over what exists."""
+    components, masks, _, _ = masking(MOE.sites)
+    clean = ref.clean_pass(MOE.target(), MOE.sites)
+    lam = {s: m * clean.exists[s][..., None] if s in EXPERTS else m for s, m in masks.items()}
+    out = ref.ce_and_kl(MOE.target(), TOKENS, components, lam, source(LEAD, MOE.sites), masks, 0.5)
+    zero = dict.fromkeys(MOE.sites, np.zeros(LEAD))
+    y, _ = ref.masked_pass(MOE.target(), components, masks, zero, {}, clean.chosen)
+    np.testing.assert_allclose(out["kl_random_masked"], ref.kl_error(clean.output, y))
+    np.testing.assert_allclose(out["kl_ci_masked"], out["kl_random_masked"])  # no mask is used where no site is
+    free, _ = ref.masked_pass(MOE.target(), components, masks, zero, {})
+    assert abs(ref.kl_error(clean.output, free) - out["kl_random_masked"]) > 1e-3
+    counts = [sum((lam[s][at] > 0.5).sum() for s in EXPERTS) for at in np.ndindex(*LEAD)]
+    np.testing.assert_allclose(ref.l0(lam, 0.5, {"experts": ["*.experts.*"]})["experts"], np.mean(counts))
+
+
+def test_identity_before_an_expert() -> None:
+    sites = [expert_site("up", 1) + ".pre_identity", expert_site("up", 1)]
+    target = ref.with_identity_sites(MOE.target(), sites)
+    clean = ref.clean_pass(target, sites)
+    np.testing.assert_array_equal(clean.output, MOE.target()(lambda module, x, W: x @ W))
+    np.testing.assert_array_equal(clean.exists[sites[0]], clean.chosen[MIXTURE][..., 1])
+    np.testing.assert_array_equal(clean.outputs[sites[0]], clean.inputs[sites[1]])
