@@ -230,8 +230,8 @@ class ForwardDraws(eqx.Module):
 
 
 TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
-"""Draws of all forwards of a term, live sets outside, samples inside, and then of its `n_routed_ascents`; or the key that
-all of them are drawn from (M4)."""
+"""Draws of all forwards of a term, live sets outside, samples inside, then those of its `n_routed_ascents`; or the key
+that all of them are drawn from (M4)."""
 
 
 def draw_forwards(

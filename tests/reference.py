@@ -301,6 +301,16 @@ def upper_leaky_derivative(z: Array) -> Array:
     return np.where(z > 1, ALPHA, hard_derivative(z))
 
 
+def two_sided_leaky(z: Array) -> Array:
+    """C3: alpha z below 0, z on [0, 1], 1 + alpha (z - 1) above."""
+    return np.where(z < 0, ALPHA * z, upper_leaky(z))
+
+
+def two_sided_leaky_derivative(z: Array) -> Array:
+    """C3: 1 on the closed interval [0, 1], alpha outside."""
+    return np.where(hard_derivative(z) > 0, 1.0, ALPHA)
+
+
 def normal_derivative(z: Array) -> Array:
     return sigmoid(z) * sigmoid(-z)
 
@@ -334,6 +344,7 @@ UPPER: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "leaky_hard": (upper_leaky, upper_leaky_derivative),
     "upper_leaky_hard": (upper_leaky, upper_leaky_derivative),
     "swish_hard": (swish_hard, swish_hard_derivative),
+    "two_sided_leaky_hard": (two_sided_leaky, two_sided_leaky_derivative),
 }
 
 

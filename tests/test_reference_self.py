@@ -143,7 +143,7 @@ def test_f1_at_one_position() -> None:
 
 # ---- causal importance ----
 
-SIGMOIDS = ["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+SIGMOIDS = ["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
 @pytest.mark.parametrize("kind", SIGMOIDS)

@@ -23,7 +23,7 @@ from param_decomp_lab.config.strict import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
 class DecompositionTarget(Strict):

@@ -349,6 +349,7 @@ def test_valid_choices_survive_saving(override: str, tmp_path: Path) -> None:
 CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
 REFUSED = [
     ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
+    ("pd.sigmoid_type=two_sided_leaky_hard", "pd.sigmoid_type: two_sided_leaky_hard falls below 0 without end"),
     ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
     ("pd.loss_metrics.0.coef=1", "pd.loss_metrics.0.coef: unknown key 'coef'; did you mean 'coeff'"),
     ("pd.loss_metrics.0.type=ImportanceLoss", "did you mean 'ImportanceMinimalityLoss'"),
@@ -1053,3 +1054,25 @@ def test_the_output_may_be_an_element_an_attribute_or_itself(value: str) -> None
 def test_swish_hard_with_a_constant_integer_p() -> None:
     constant = "pd.loss_metrics.0={type: ImportanceMinimalityLoss, coeff: 1.0, pnorm: 2.0, beta: 0}"
     assert example("pd.sigmoid_type=swish_hard", constant).method.pd.sigmoid_type == "swish_hard"
+
+
+@pytest.mark.parametrize(
+    ("p", "more", "valid"),
+    [
+        (2, "beta: 0.5", True),
+        (1, "beta: 0", True),
+        (1, "beta: 0.5", False),
+        (3, "beta: 0, frequency: {coeff: 1, reference_token_count: 10}", False),
+    ],
+)
+def test_odd_powers_of_what_falls_below_0(p: int, more: str, valid: bool) -> None:
+    """The logarithm's argument is 1 + a sum of υ^p, which no bound keeps above 0."""
+    overrides = (
+        "pd.sigmoid_type=two_sided_leaky_hard",
+        f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1, pnorm: {p}, {more}}}",
+    )
+    if valid:
+        assert example(*overrides).method.pd.sigmoid_type == "two_sided_leaky_hard"
+    else:
+        with pytest.raises(UserError, match="an odd power is negative"):
+            example(*overrides)
