@@ -199,5 +199,19 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
                 max_len=attention.max_len,
                 rope_base=attention.rope_base,
             )
+        case GlobalCI(fn_type="global_reverse_residual", transition_attn_config=between):
+            groups, width, hidden = config.block_groups, config.d_resid_ci_fn, config.reader_hidden_dims
+            assert groups is not None
+            assert width is not None
+            assert hidden is not None
+            return ci.GlobalReverseResidual(
+                d_resid=width,
+                groups=tuple(ci.SiteGroup(group.name, group.patterns) for group in groups),
+                reader_hidden=hidden,
+                attention=None
+                if between is None
+                else ci.TransitionAttention(between.n_heads, between.max_len, between.rope_base),
+                transition_hidden=config.transition_hidden_dim,
+            )
         case _:
             raise AssertionError(f"not a CI function: {config}")
