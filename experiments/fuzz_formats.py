@@ -213,7 +213,7 @@ def _weights_are_the_saved(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
 FIELDS = {
     "vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "head_dim": "head_dim",
-    "intermediate_size": "d_mlp", "rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions",
+    "intermediate_size": "d_mlp", "rms_norm_eps": "norm_eps", "max_position_embeddings": "max_positions",
 }  # fmt: skip
 """Keys of a `config.json` of a Llama, and the fields of `LlamaConfig` that keep their numbers."""
 
@@ -248,10 +248,11 @@ def _sizes_are_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
         if raw.get(key) is None or name not in found or raw.get("model_type") != "llama":
             continue
         given = float(raw[key]) if isinstance(raw[key], str) or isinstance(found[name], float) else raw[key]
-        least_allowed = found[name] >= 0 if name == "rms_norm_eps" else found[name] > 0
+        least_allowed = found[name] >= 0 if name == "norm_eps" else found[name] > 0
         if given != found[name] or not (math.isfinite(found[name]) and least_allowed):
             raise WrongNumbers(f"config.json: {key} is {raw[key]!r:.60}, {found[name]!r:.60} was read")
-    numbers = [found.get("rope_theta", 1.0), *(found.get("rope_scaling") or {}).values()]
+    scaling = [x for x in (found.get("rope_scaling") or {}).values() if not isinstance(x, str)]
+    numbers = [found.get("rope_theta", 1.0), *scaling]
     if any(not (math.isfinite(number) and number > 0) for number in numbers):
         raise WrongNumbers(f"config.json: rotary numbers {numbers} were accepted")
     weights = _read_weights("model")

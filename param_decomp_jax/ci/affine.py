@@ -113,9 +113,7 @@ class GlobalCI(eqx.Module):
 
     def heads_axes(self) -> dict[str, Any]:
         """Logical axes of the heads: split by component."""
-        return {
-            name: head.axes(*(None,) * (head.b.ndim - 1), columns="component") for name, head in self.heads.items()
-        }
+        return {name: head.axes(*(None,) * (head.b.ndim - 1), columns="component") for name, head in self.heads.items()}
 
 
 def init_heads(key: PRNGKeyArray, sites: Sites, d_in: int) -> dict[str, Affine]:

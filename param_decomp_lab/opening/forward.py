@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
