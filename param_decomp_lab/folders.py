@@ -53,8 +53,21 @@ def write_whole(file: Path, text: str) -> None:
 
 def _explained(error: OSError, folder: Path) -> Exception:
     """``error``, or CannotWrite if ``folder``, which was there when writing to it began, is not any more."""
-    if folder.is_dir():
-        return error
+    return error if folder.is_dir() else _taken_away(folder)
+
+
+def _refuse_another(folder: Path, made: int) -> None:
+    """Raises CannotWrite if ``folder`` is not the one that is open as ``made``: what unpacks an archive makes a folder
+    anew that is gone, and would leave the second half of a result there."""
+    try:
+        same = os.path.samestat(folder.stat(), os.fstat(made))
+    except OSError:
+        same = False
+    if not same:
+        raise _taken_away(folder)
+
+
+def _taken_away(folder: Path) -> CannotWrite:
     return CannotWrite(f"{folder.parent} was renamed, removed or replaced while something was written there")
 
 
@@ -120,6 +133,7 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     partial, old = maker.name(out, "partial"), maker.name(out, "old")
     try:
         partial.mkdir(parents=True)
+        made = os.open(partial, os.O_RDONLY)  # while it is open, no other folder gets its number
     except OSError as error:
         raise not_written(out, error, "choose another place") from error
     try:
@@ -128,8 +142,10 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
                 yield partial
         except OSError as error:
             raise _explained(error, partial) from error
+        _refuse_another(partial, made)
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
+        os.close(made)
         shutil.rmtree(partial, ignore_errors=True)
 
 

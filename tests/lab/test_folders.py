@@ -62,6 +62,23 @@ def test_a_place_that_is_taken_away_is_named(tmp_path: Path) -> None:
         make(tmp_path / "out", "mine", meanwhile=(tmp_path / "no such text").read_text)
 
 
+def test_half_of_a_result_gets_no_place(tmp_path: Path) -> None:
+    """A library that makes missing folders goes on in a new one when the place has been taken away."""
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def write() -> None:
+        with new_folder(place / "out", marker=MARKER, overwrite=False) as partial:
+            (partial / MARKER).write_text("first half")
+            place.rename(tmp_path / "moved")
+            partial.mkdir(parents=True)
+            (partial / "rows").write_text("second half")
+
+    with pytest.raises(CannotWrite, match="place was renamed, removed or replaced while something was written there"):
+        write()
+    assert contents(place) == {}
+
+
 def test_a_file_that_appears_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(UserError, match="appeared meanwhile"):
