@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 from zipfile import BadZipFile
 
@@ -136,7 +137,17 @@ def _named_if_damaged(saved: Path) -> Iterator[None]:
     """Raises UserError, which names the save, where the block cannot read it. Errors of the disk stay as they are."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, EOFError, RecursionError, BadZipFile, FileNotFoundError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        RecursionError,
+        TokenError,
+        SyntaxError,
+        BadZipFile,
+        FileNotFoundError,
+    ) as error:
         raise UserError(
             f"{saved} is damaged ({type(error).__name__}: {error}), and the harvest cannot go on from it; remove "
             f"{saved.parent.parent}, whose part of the work is then done again"

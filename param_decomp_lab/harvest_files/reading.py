@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,10 @@ class NumberList:
     was read once does not stay in memory."""
 
     def __init__(self, file: Path) -> None:
-        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is no Python
+            raise ValueError(f"not an array: {error}") from error
         if mapped.ndim != 1 or mapped.dtype.kind != "i":
             raise ValueError("not a list of whole numbers")
         self._dtype, self._offset, self._length = mapped.dtype, mapped.offset, len(mapped)
