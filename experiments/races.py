@@ -116,7 +116,8 @@ def write_fitted(source: str, seed: str) -> None:
 class Writer:
     """``variants``: arguments of ``call``, with {base} for the folder of inputs; they write to `place/out`, or ``out``.
     ``overwrite``: has that option. ``needs``: folders of ``base`` that are copied to `place` first. ``in_parts``: may
-    leave a part after a failure. ``result``: of `place/out`, the same every time; None if there is none."""
+    leave a part after a failure. ``result``: of `place/out`, the same every time; None if there is none. ``room``: the
+    largest disks have so much more than the result takes."""
 
     name: str
     variants: tuple[tuple[str, ...], tuple[str, ...]]
@@ -126,6 +127,7 @@ class Writer:
     in_parts: bool = False
     result: Callable[[Path], Any] = files
     call: Callable[..., None] = forked.pd
+    room: float = 1.4
 
 
 def _train(seed: int) -> tuple[str, ...]:
@@ -338,7 +340,7 @@ class Course:
         return what, [ended], left, wrong
 
     def _disk(self, writer: Writer, random: Random, folder: Path) -> tuple[str, list[Ended], str, list[str]]:
-        size = random.randrange(0, int(1.4 * self.bytes[writer.name]) + 4 * PAGE)
+        size = random.randrange(0, int(writer.room * self.bytes[writer.name]) + 4 * PAGE)
         with mounted(folder / "place", size=256 << 20):
             place = self.lay_out(writer, folder)
             used = max(PAGE, shutil.disk_usage(place).used)  # a size of 0 has no limit

@@ -56,11 +56,11 @@ def _explained(error: OSError, folder: Path) -> Exception:
     return error if folder.is_dir() else _taken_away(folder)
 
 
-def _refuse_another(folder: Path, made: int) -> None:
-    """Raises CannotWrite if ``folder`` is not the one that is open as ``made``: what unpacks an archive makes a folder
-    anew that is gone, and would leave the second half of a result there."""
+def _refuse_another(folder: Path, made: int, marker: str) -> None:
+    """Raises CannotWrite if ``folder`` is not the one that is open as ``made``, or has been emptied meanwhile: what
+    unpacks an archive makes a folder anew that is gone, and would leave the second half of a result there."""
     try:
-        same = os.path.samestat(folder.stat(), os.fstat(made))
+        same = os.path.samestat(folder.stat(), os.fstat(made)) and (folder / marker).exists()
     except OSError:
         same = False
     if not same:
@@ -68,7 +68,7 @@ def _refuse_another(folder: Path, made: int) -> None:
 
 
 def _taken_away(folder: Path) -> CannotWrite:
-    return CannotWrite(f"{folder.parent} was renamed, removed or replaced while something was written there")
+    return CannotWrite(f"{folder.parent} was renamed, removed, emptied or replaced while something was written there")
 
 
 def is_irregular(file: Path) -> bool:
@@ -142,7 +142,7 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
                 yield partial
         except OSError as error:
             raise _explained(error, partial) from error
-        _refuse_another(partial, made)
+        _refuse_another(partial, made, marker)
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
         os.close(made)

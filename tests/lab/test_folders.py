@@ -56,25 +56,39 @@ def test_a_place_that_is_taken_away_is_named(tmp_path: Path) -> None:
         (place / "out" / "rows").write_text("1")
 
     place.mkdir()
-    with pytest.raises(CannotWrite, match="place was renamed, removed or replaced while something was written there"):
+    with pytest.raises(
+        CannotWrite, match="place was renamed, removed, emptied or replaced while something was written there"
+    ):
         make(place / "out", "mine", meanwhile=meanwhile)
     with pytest.raises(FileNotFoundError):  # the user's file, not the place
         make(tmp_path / "out", "mine", meanwhile=(tmp_path / "no such text").read_text)
 
 
-def test_half_of_a_result_gets_no_place(tmp_path: Path) -> None:
-    """A library that makes missing folders goes on in a new one when the place has been taken away."""
+def take_away(place: Path, partial: Path) -> None:
+    place.rename(place.with_name("moved"))
+    partial.mkdir(parents=True)
+
+
+def take_out(place: Path, partial: Path) -> None:
+    (partial / MARKER).unlink()
+
+
+@pytest.mark.parametrize("act", [take_away, take_out])
+def test_half_of_a_result_gets_no_place(tmp_path: Path, act: Callable[[Path, Path], None]) -> None:
+    """A library that makes missing folders goes on in a new one when the place has been taken away, or in what is left
+    of the old one when somebody removes all files."""
     place = tmp_path / "place"
     place.mkdir()
 
     def write() -> None:
         with new_folder(place / "out", marker=MARKER, overwrite=False) as partial:
             (partial / MARKER).write_text("first half")
-            place.rename(tmp_path / "moved")
-            partial.mkdir(parents=True)
+            act(place, partial)
             (partial / "rows").write_text("second half")
 
-    with pytest.raises(CannotWrite, match="place was renamed, removed or replaced while something was written there"):
+    with pytest.raises(
+        CannotWrite, match="place was renamed, removed, emptied or replaced while something was written there"
+    ):
         write()
     assert contents(place) == {}
 
