@@ -809,13 +809,16 @@ def _browsed(fault: Fault, whole: Any) -> None:
     shown = [pages.runs(1)]
     wrong: UserError | None = None
     run, name = Path(RUN).name, next((Path(RUN) / "harvests").iterdir()).name
-    asked: list[Callable[[], str]] = [lambda: pages.harvest(pages.catalog.harvest(run, name), "", 1)]
-    for site in ("linear1", "linear2"):
-        asked += [
-            lambda site=site: pages.site(pages.catalog.harvest(run, name), site, Query(), 1),
-            lambda site=site: pages.site(pages.catalog.harvest(run, name), site, Query(search="1"), 1),
-            lambda site=site: pages.component(pages.catalog.harvest(run, name), site, 1, Query(), False),
+
+    def of_site(site: str) -> list[Callable[[], str]]:
+        return [
+            lambda: pages.site(pages.catalog.harvest(run, name), site, Query(), 1),
+            lambda: pages.site(pages.catalog.harvest(run, name), site, Query(search="1"), 1),
+            lambda: pages.component(pages.catalog.harvest(run, name), site, 1, Query(), False),
         ]
+
+    asked: list[Callable[[], str]] = [lambda: pages.harvest(pages.catalog.harvest(run, name), "", 1)]
+    asked += of_site("linear1") + of_site("linear2")
     for ask in asked:
         try:
             shown.append(ask())
