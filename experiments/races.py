@@ -183,7 +183,14 @@ WRITERS = {
             overwrite=True,
             result=trained,
         ),
-        Writer("harvest", (HARVEST, HARVEST), out="p-00000002/harvests", needs=("toy/p-00000002",), result=harvested),
+        Writer(
+            "harvest",
+            (HARVEST, HARVEST),
+            out="p-00000002/harvests",
+            needs=("toy/p-00000002",),
+            result=harvested,
+            room=3.0,
+        ),
         Writer("launch", (_prepare(0), _prepare(1)), out=RUN_ID, result=prepared),
         Writer("probe", (("0",), ("1",)), out="out.json", call=write_answer),
         Writer(

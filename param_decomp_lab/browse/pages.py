@@ -230,6 +230,8 @@ def texts(opened: Opened, ids: Sequence[int]) -> list[str]:
     if vocabulary is None:
         what = "feature " if opened.harvest.plan.inputs == "features" else "#"
         return [f"{what}{i}" for i in ids]
+    if len(ids) and not 0 <= min(ids) <= max(ids) < len(vocabulary):
+        raise UserError(f"{opened.harvest.folder} names tokens that are not in its vocabulary: the harvest is damaged")
     return [clean(text, TOKEN_CHARACTERS) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
 
 

@@ -371,12 +371,41 @@ def test_damaged_harvests(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "column", "value"),
+    [
+        (f"components/{SITE}", "importance_sum", np.inf), (f"components/{SITE}", "activation_max", np.nan),
+        (f"components/{SITE}", "component", 1000), (f"weights/{SITE}", "component", 1000),
+        (f"examples/{SITE}", "scale", np.nan), ("positions", "outputs", 10**6), (f"tokens/{SITE}", "token", 10**6),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_harvest_has(mine: Path, file: str, column: str, value: float) -> None:
+    """Such as a bit that turned over makes them."""
+    harvest = only_harvest(mine)
+    file = file.replace(SITE, str(Harvest(harvest).sites[SITE]))
+    path = harvest / f"{file}.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index(column)
+    values = table[column].combine_chunks()
+    if pa.types.is_list(values.type):
+        ids = pa.array(np.full(len(values.values), value), values.type.value_type)
+        made = pa.ListArray.from_arrays(values.offsets, ids)
+    else:
+        made = pa.array(np.full(len(values), value), values.type)
+    pq.write_table(table.set_column(at, table.schema.field(at), made), path)
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/sites/{SITE}/3")
+        assert page.status_code == 400, page.text
+        assert "the harvest is damaged" in page.text
+        assert browser.get(f"{base(mine)}/sites/{SITE}").status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"format": 2}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
         {"n_inputs": 10**12}, {"inputs": "images"},
         {"run": "../x"}, {"threshold": "a"}, {"data": None}, {"around": 10**9},
-        {"block_rows": 0},
+        {"block_rows": 0}, {"rows": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -450,6 +479,15 @@ def test_a_port_in_use(harvested: Path) -> None:
         assert said in " ".join(outcome.err.split())
         with closing(_bind("127.0.0.1", [port, 0])) as next_one:
             assert next_one.getsockname()[1] != port
+
+
+def test_it_is_opened_in_a_browser(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: opened.append("served"))
+    for wanted in (False, True):
+        listen([harvested], "127.0.0.1", None, wanted)
+    assert re.fullmatch(r"served http://127\.0\.0\.1:\d+/ served", " ".join(opened))
 
 
 def test_nothing_to_show(tmp_path: Path, harvested: Path) -> None:
