@@ -21,10 +21,16 @@ DISK_ERRORS = (*FULL_ERRORS, errno.EROFS, errno.EIO)
 """What a full, failing or read-only disk answers: a failure of the machine, not the user's mistake."""
 
 
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether a full, failing or read-only disk is to blame. NumPy has no number for that: it says "9 requested and 3
+    written"."""
+    return error.errno in DISK_ERRORS or (error.errno is None and str(error).endswith("written"))
+
+
 def not_written(path: Path, error: OSError, advice: str) -> CannotWrite | UserError:
     """What to raise where ``path`` could not be written. ``advice``: what to do unless the disk is full."""
-    kind = CannotWrite if error.errno in DISK_ERRORS else UserError
-    then = "free some space" if error.errno in FULL_ERRORS else advice
+    kind = CannotWrite if is_of_the_disk(error) else UserError
+    then = "free some space" if error.errno in (*FULL_ERRORS, None) else advice
     return kind(f"cannot write {path}: {error.strerror or error}; {then}")
 
 
@@ -155,7 +161,7 @@ def _cannot_write(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not is_of_the_disk(error):
             raise
         raise not_written(out, error, "nothing was made; choose another place") from error
 

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.folders import DISK_ERRORS, not_written
+from param_decomp_lab.folders import is_of_the_disk, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import BatchValues, SiteSums, SiteValues, batch_values
 from param_decomp_lab.harvest.firings import find_firings
@@ -92,7 +92,7 @@ def harvest(
                 publish(run, plan, source, state, out)
         except OSError as error:
             check_folder()
-            if error.errno in DISK_ERRORS:
+            if is_of_the_disk(error):
                 raise not_written(work, error, "the harvest so far is kept") from error
             if isinstance(error, FileNotFoundError) and not mine.is_dir():
                 raise CannotWrite(f"{work} was removed while the harvest went on; start it again") from error

@@ -192,3 +192,15 @@ def test_what_a_killed_process_had_moved_away_is_put_back(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="exists and is not empty"):
         make(out, "new")
     assert contents(tmp_path) == {f"out/{MARKER}": "old"}
+
+
+@pytest.mark.parametrize("error", [OSError("20001 requested and 2544 written"), OSError(28, "No space left on device")])
+def test_a_full_disk_however_it_is_said(tmp_path: Path, error: OSError) -> None:
+    """NumPy gives no number of an error."""
+
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(CannotWrite, match=r"cannot write .*out: .*; free some space"):
+        make(tmp_path / "out", "mine", meanwhile=fails)
+    assert not list(tmp_path.iterdir())
