@@ -4,9 +4,12 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from param_decomp_jax.targets.registry import PREFIXES
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import UserError
+
+
+PREFIXES = ("gpt_neox.", "model.", "transformer.")
+"""With which published files begin the names of modules, and patterns may: those of `targets/registry.py`, without JAX."""
 
 
 def match_sites(
