@@ -7,9 +7,8 @@ from fnmatch import fnmatchcase
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import UserError
 
-
 PREFIXES = ("gpt_neox.", "model.", "transformer.")
-"""With which published files begin the names of modules, and patterns may: those of `targets/registry.py`, without JAX."""
+"""With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
 
 
 def match_sites(

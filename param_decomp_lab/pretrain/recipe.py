@@ -135,8 +135,7 @@ class GPTRecipe(Strict):
 class FamilyRecipe(Strict):
     """Any decoder that can be decomposed.
 
-    ``config``: its `config.json`, without vocabulary and longest sequence, which come from the data; ``model_type`` says
-    the family.
+    ``config``: its `config.json`; ``model_type`` says the family. Vocabulary and longest sequence come from the data.
     """
 
     architecture: Literal["family"]
