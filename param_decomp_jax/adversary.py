@@ -217,14 +217,14 @@ def ascend(
 def warm_up(
     spec: PersistentAttack,
     adversary: Adversary,
-    error: Callable[[Bundle], Float[Array, ""]],
+    error: Callable[[Bundle, Int[Array, ""]], Float[Array, ""]],
     step: Int[Array, ""],
     total: int,
 ) -> Adversary:
-    """A3: ``n_warmup_steps`` ascents of ``error`` (a function of the effective sources)."""
+    """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number."""
 
-    def one(_: Int[Array, ""], adversary: Adversary) -> Adversary:
-        gradient = jax.grad(lambda raw: error(effective(spec, raw)))(adversary.raw)
+    def one(number: Int[Array, ""], adversary: Adversary) -> Adversary:
+        gradient = jax.grad(lambda raw: error(effective(spec, raw), number))(adversary.raw)
         return ascend(spec, adversary, gradient, step, total)
 
     return jax.lax.fori_loop(0, spec.n_warmup_steps, one, adversary)

@@ -45,7 +45,8 @@ def step_draws(problem: Problem, step: int | Int[Array, ""], leading: tuple[int,
     """The random numbers of a training step as arrays: by reconstruction term, those of each of its masked forwards.
 
     ``leading``: global axes of an activation before its last one, ``(B, T)`` for a language model. A term's forwards
-    come in the order of its live sets, and for each of these its samples. The result can be given to
+    come in the order of its live sets, and for each of these its samples; after them, of a persistent term on subsets,
+    its warm-up ascents (A3). The result can be given to
     `step_outcome`, `loss_and_gradients` and `term_loss_and_gradients`; with other numbers in its place, made by
     another implementation, these compute with those. A forward's sources from arrays by site name:
 

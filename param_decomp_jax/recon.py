@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from param_decomp_jax.adversary import FreshAttack, PersistentAttack, attack, initial_sources
 from param_decomp_jax.ci import ImportanceReader, Summarise
@@ -94,6 +94,13 @@ def n_samples(term: Reconstruction) -> int:
 def n_forwards(term: Reconstruction, n_sites: int) -> int:
     """Number of masked forwards in the term's mean, not counting those of an attack."""
     return len(live_sets(term.live, n_sites)) * n_samples(term)
+
+
+def n_routed_ascents(term: Reconstruction) -> int:
+    """Number of warm-up ascents that have routes of their own (A3): those of a persistent term on subsets."""
+    if isinstance(term.routing, Everywhere) or not isinstance(term.sources, PersistentAttack):
+        return 0
+    return term.sources.n_warmup_steps
 
 
 def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
@@ -223,13 +230,14 @@ class ForwardDraws(eqx.Module):
 
 
 TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
-"""Draws of all forwards of a term: live sets outside, samples inside; or the key that they are drawn from (M4)."""
+"""Draws of all forwards of a term, live sets outside, samples inside, then those of its `n_routed_ascents`; or the key
+that all of them are drawn from (M4)."""
 
 
 def draw_forwards(
     term: Reconstruction, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
 ) -> list[ForwardDraws]:
-    """What `streams` draws from ``key`` for the term's forwards, as arrays.
+    """What `streams` draws from ``key`` for the term's forwards, and `warm_up_error` for its ascents, as arrays.
 
     ``leading``: global axes of an activation before its last one.
     """
@@ -248,7 +256,18 @@ def draw_forwards(
                 case Constant() | PersistentAttack():
                     sources = None
             found.append(ForwardDraws(routes, sources))
+    for ascent in range(n_routed_ascents(term)):
+        routes = draw_ascent_routes(term, key, jnp.asarray(ascent), at, len(sites))
+        found.append(ForwardDraws(routes, None))
     return found
+
+
+def draw_ascent_routes(
+    term: Reconstruction, key: PRNGKeyArray, ascent: Int[Array, ""], at: UInt32[Array, "*leading"], n_sites: int
+) -> Bool[Array, "*leading n_sites"] | None:
+    """A3: the routes of a warm-up ascent, whose number follows those of the term's forwards."""
+    routes_key, _ = jax.random.split(jax.random.fold_in(key, n_forwards(term, n_sites) + ascent))
+    return draw_routes(term.routing, routes_key, at, n_sites)
 
 
 def draw_stochastic(
@@ -278,8 +297,9 @@ def streams(
     """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
     n_sites = len(clean_pass.target.sites)
     if isinstance(draws, Sequence):
-        wanted = n_forwards(term, n_sites)
-        assert len(draws) == wanted, f"{term.name} has {wanted} forwards, draws are given for {len(draws)}"
+        wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
+        has = f"{term.name} has {wanted} forwards" + f" and {ascents} ascents" * (ascents > 0)
+        assert len(draws) == wanted + ascents, f"{has}, draws are given for {len(draws)}"
     found: list[Stream] = []
     for live in live_sets(term.live, n_sites):
         for _ in range(n_samples(term)):
@@ -342,11 +362,31 @@ def reconstruction(
     return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
 
 
-def persistent_error(
-    clean_pass: CleanPass, components: Components, reader: ImportanceReader
-) -> Callable[[Bundle], Float[Array, ""]]:
-    """The error that warm-up ascents maximise (A3): all sites live, routed everywhere, components and λ constant."""
-    return attacked_error(clean_pass, components, reader, tuple(range(len(clean_pass.target.sites))), None, "output")
+def warm_up_error(
+    term: Reconstruction, clean_pass: CleanPass, components: Components, reader: ImportanceReader, draws: TermDraws
+) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
+    """The error that warm-up ascents maximise (A3), from the sources and the ascent's number: all sites live, routed as
+    the term is, components and λ constant."""
+    n_sites = len(clean_pass.target.sites)
+    live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
+    given: Array | None = None
+    if isinstance(draws, Sequence) and n_ascents:
+        of_ascents = draws[n_forwards(term, n_sites) :]
+        by_ascent = [draw.routes for draw in of_ascents if draw.routes is not None]
+        wanted = f"{term.name} has {n_ascents} warm-up ascents, each with routes of its own"
+        assert len(by_ascent) == len(of_ascents) == n_ascents, f"{wanted}; given are {len(by_ascent)}"
+        given = jnp.stack(by_ascent)
+
+    def error(bundle: Bundle, ascent: Int[Array, ""]) -> Float[Array, ""]:
+        routes: Array | None = None
+        if given is not None:
+            routes = given[ascent]
+        elif n_ascents:
+            assert not isinstance(draws, Sequence)
+            routes = draw_ascent_routes(term, draws, ascent, clean_pass.at, n_sites)
+        return attacked_error(clean_pass, components, reader, live, routes, "output")(bundle)
+
+    return error
 
 
 def attacked_error(

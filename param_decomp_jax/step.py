@@ -30,7 +30,7 @@ from param_decomp_jax.mesh import constrain
 from param_decomp_jax.objective import Metrics, Objective, term_keys
 from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.recon import ForwardDraws, Reconstruction, persistent_error
+from param_decomp_jax.recon import ForwardDraws, Reconstruction, warm_up_error
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
@@ -229,19 +229,21 @@ def losses_and_ascents(
     # Fetched and stored even where nothing changes: both branches must leave it in the same memory.
     untouched = partial(update, by=lambda adversary: adversary)
 
-    def warmed_up(attack: PersistentAttack, adversary: Adversary) -> Adversary:
+    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass)
+    components = with_views(state.components, sites)
+
+    def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
+            error = warm_up_error(term, clean_pass, components, reader, objective.draws(term.name))
             return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps))
 
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
         return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
 
-    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass)
-    error = persistent_error(clean_pass, with_views(state.components, sites), reader)
     adversaries = {
-        name: when_on(spec, attack, state, partial(warmed_up, attack), untouched, adversary)
+        name: when_on(spec, attack, state, partial(warmed_up, term, attack), untouched, adversary)
         for name, adversary in state.adversaries.items()
-        for attack in (spec.persistent[name][1],)
+        for term, attack in (spec.persistent[name],)
     }
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}

@@ -301,6 +301,16 @@ def upper_leaky_derivative(z: Array) -> Array:
     return np.where(z > 1, ALPHA, hard_derivative(z))
 
 
+def two_sided_leaky(z: Array) -> Array:
+    """C3: alpha z below 0, z on [0, 1], 1 + alpha (z - 1) above."""
+    return np.where(z < 0, ALPHA * z, upper_leaky(z))
+
+
+def two_sided_leaky_derivative(z: Array) -> Array:
+    """C3: 1 on the closed interval [0, 1], alpha outside."""
+    return np.where(hard_derivative(z) > 0, 1.0, ALPHA)
+
+
 def normal_derivative(z: Array) -> Array:
     return sigmoid(z) * sigmoid(-z)
 
@@ -334,6 +344,7 @@ UPPER: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "leaky_hard": (upper_leaky, upper_leaky_derivative),
     "upper_leaky_hard": (upper_leaky, upper_leaky_derivative),
     "swish_hard": (swish_hard, swish_hard_derivative),
+    "two_sided_leaky_hard": (two_sided_leaky, two_sided_leaky_derivative),
 }
 
 
@@ -919,14 +930,27 @@ def term_name(loss: dict) -> str:
     return loss.get("name") or loss["type"]
 
 
+def split_draws(
+    loss: dict, sites: Sequence[str], n_mask_samples: int, draws: list[dict] | None
+) -> tuple[list[dict], list[dict]]:
+    """The draws of a term's forwards, and (A3) those of its warm-up ascents; of one that draws nothing, `{}` each."""
+    n, n_ascents = len(live_sets(loss, sites, n_mask_samples)), loss.get("n_warmup_steps", 0)
+    forwards, ascents = (draws or [{}] * n)[:n], (draws or [])[n:]
+    if loss["type"] != "PersistentPGDReconSubsetLoss":
+        assert not ascents, "only ascents on subsets draw"
+        return forwards, [{}] * n_ascents
+    assert len(ascents) == n_ascents, "a draw for every ascent"
+    return forwards, ascents
+
+
 def warm_up_sources(
-    model: Decomposition, loss: dict, raw: Tree, moments: dict, step: int, total: int
+    model: Decomposition, loss: dict, raw: Tree, moments: dict, draws: list[dict], step: int, total: int
 ) -> tuple[Tree, dict]:
-    """A3: the ascents before the loss, all sites live and routed everywhere; `model` detached."""
-    for _ in range(loss.get("n_warmup_steps", 0)):
+    """A3: an ascent before the loss for each of `draws`, which routes it, all sites live; `model` detached."""
+    for draw in draws:
         moving = tree_map(Var, raw)
-        everywhere = Forward(tuple(raw), {}, effective_sources(loss, moving))
-        grads = gradients(forward_error(model, everywhere), moving)
+        forward = Forward(tuple(raw), draw.get("routes", {}), effective_sources(loss, moving))
+        grads = gradients(forward_error(model, forward), moving)
         raw, moments = ascend(loss, raw, grads, moments, step, total)
     return raw, moments
 
@@ -1011,8 +1035,9 @@ def training_step(
             sources {term: {site: {components [lead.., C], delta [lead..]}}} raw (A2, A5),
             source_moments {term: {m, v, count}}}
     draws: {term: [{routes {site: [...]}, sources {site: {components, delta}}} per forward]}, in
-            the order of `live_sets`; sources are the draw (stochastic) or init (fresh PGD), no
-            routes means everywhere; a term that draws nothing needs no entry.
+            the order of `live_sets`, and after them, of a persistent term on subsets, one per warm-up
+            ascent; sources are the draw (stochastic) or init (fresh PGD), no routes means
+            everywhere; a term that draws nothing needs no entry.
     """
     step, total_steps = state["step"], config["steps"]
     losses = [loss for loss in config["loss_metrics"] if term_is_on(loss, step, total_steps)]
@@ -1026,14 +1051,15 @@ def training_step(
     model = Decomposition(target, error, clean, components, lower_ci)
 
     sources, source_moments = dict(state["sources"]), dict(state["source_moments"])
+    drawn = {name: split_draws(loss, sites, config["n_mask_samples"], draws.get(name)) for name, loss in recon.items()}
     for name, loss in persistent.items():
         sources[name], source_moments[name] = warm_up_sources(
-            model.detached(), loss, sources[name], source_moments[name], step, total_steps
+            model.detached(), loss, sources[name], source_moments[name], drawn[name][1], step, total_steps
         )
     trained["sources"] = tree_map(Var, sources)
     forwards = {
         name: forwards_of(
-            model.detached(), loss, config["n_mask_samples"], draws.get(name), trained["sources"].get(name)
+            model.detached(), loss, config["n_mask_samples"], drawn[name][0], trained["sources"].get(name)
         )
         for name, loss in recon.items()
     }

@@ -143,7 +143,7 @@ def test_f1_at_one_position() -> None:
 
 # ---- causal importance ----
 
-SIGMOIDS = ["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+SIGMOIDS = ["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
 @pytest.mark.parametrize("kind", SIGMOIDS)
@@ -635,8 +635,14 @@ def make_draws(config: dict, sites: list[str] = SITES) -> dict:
                 lead = (1, 1) if loss.get("mask_scope") == "shared_across_batch" else LEAD
                 draw["sources"] = source(lead, list(live))
             given.append(draw)
+        if loss["type"] == "PersistentPGDReconSubsetLoss":
+            given += [{"routes": {s: coins(*LEAD) for s in SITES}} for _ in range(loss["n_warmup_steps"])]
         draws[ref.term_name(loss)] = given
     return draws
+
+
+def coins(*shape: int) -> np.ndarray:
+    return ref.static_probability(uniform(*shape), 0.6)
 
 
 def make_state(config: dict, sites: list[str] = SITES) -> dict:
@@ -717,19 +723,19 @@ def test_fresh_attack_raises_the_error_and_is_constant(name: str, mask_scope: st
     assert attacked.total > before.total
 
 
-def hand_warmed(config: dict, state: dict, n: int) -> tuple[dict, dict]:
-    """n ascents from the definition: the gradient of the error with all sites live, everywhere."""
+def hand_warmed(config: dict, state: dict, routes: list[dict]) -> tuple[dict, dict]:
+    """An ascent for each of these routes from the definition: the gradient of the error with all sites live."""
     loss = config["loss_metrics"][0]
     raw, moments = state["sources"][loss["type"]], state["source_moments"][loss["type"]]
     target = ref.llama_target(LLAMA, TOKENS, **ARCH)
     clean = ref.clean_pass(target, SITES)
     lam, _ = ref.causal_importance(config, state["ci"], clean.inputs, state["components"])
-    for _ in range(n):
+    for routed in routes:
         moving = tree_map(Var, raw)
         used = tree_map(ref.sigmoid, moving) if loss["use_sigmoid_parameterization"] else moving
         masks = {s: lam[s] + (1 - lam[s]) * used[s]["components"] for s in SITES}
         deltas = {s: used[s]["delta"] + np.zeros(LEAD) for s in SITES}
-        output, _ = ref.masked_pass(target, state["components"], masks, deltas, {})
+        output, _ = ref.masked_pass(target, state["components"], masks, deltas, routed)
         grads = gradients(ref.kl_error(clean.output, output), moving)
         raw, moments = ref.ascend(loss, raw, grads, moments, state["step"], config["steps"])
     return raw, moments
@@ -745,9 +751,10 @@ def test_persistent_sources_warm_up_and_ascend(name: str, scope: str, sigmoid_so
     config, cold = make_config([loss, FAITHFUL], **changes), {**loss, "n_warmup_steps": 0}
     state, draws = make_state(config), make_draws(config)
     result = run(config, state, draws)
-    raw, moments = hand_warmed(config, state, 2)
+    routed = "Subset" in name
+    raw, moments = hand_warmed(config, state, [draw["routes"] for draw in draws[name][2:]] if routed else [{}] * 2)
     warm = {**state, "sources": {name: raw}, "source_moments": {name: moments}}
-    again = run(make_config([cold, FAITHFUL], **changes), warm, draws)
+    again = run(make_config([cold, FAITHFUL], **changes), warm, {name: draws[name][:2] if routed else draws[name]})
     assert result.state["source_moments"][name]["count"] == 3
     for a, b in zip(tree_leaves(result._asdict()), tree_leaves(again._asdict()), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 LEAK = 0.01
-"""α of C1 and C2."""
+"""α of C1 to C3."""
 
-Squashing = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+Squashing = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 Squash = Callable[[Float[Array, "*n"]], Float[Array, "*n"]]
 
 
@@ -62,6 +62,18 @@ def _hard_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return hard(z), jnp.where((z >= 0) & (z <= 1), t, jnp.zeros_like(t))
 
 
+@jax.custom_jvp
+def two_sided_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Identity on [0, 1] (ties included), slope α on both sides of it (C3)."""
+    return jnp.where(z < 0, LEAK * z, jnp.where(z > 1, 1 + LEAK * (z - 1), z))
+
+
+@two_sided_leaky.defjvp
+def _two_sided_leaky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (z,), (t,) = primals, tangents
+    return two_sided_leaky(z), jnp.where((z >= 0) & (z <= 1), t, LEAK * t)
+
+
 def swish_hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """A smooth hard sigmoid made of swishes with β = 10 (C3)."""
     beta = 10.0
@@ -89,3 +101,5 @@ def squashings(name: Squashing) -> tuple[Squash, Squash]:
             return upper_leaky, upper_leaky
         case "swish_hard":
             return swish_hard, swish_hard
+        case "two_sided_leaky_hard":
+            return two_sided_leaky, two_sided_leaky

@@ -66,7 +66,9 @@ class Architecture(ABC):
     model_classes: ClassVar[tuple[str, ...]] = ()
     """Classes that a schema file's `target.spec.model_class` may name, without their module."""
     published: ClassVar[Mapping[str, "Architecture"]] = {}
-    """Sizes of published models by hub id, for use where their `config.json` is not at hand; stored in bfloat16."""
+    """Sizes of published models by hub id, for use where their `config.json` is not at hand."""
+    published_dtype: ClassVar[str] = "bfloat16"
+    """What those are stored in."""
     prefix: ClassVar[str] = ""
     """What all tensor names in a file may begin with or lack."""
     unread_tensors: ClassVar[tuple[str, ...]] = ()

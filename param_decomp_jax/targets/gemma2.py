@@ -16,6 +16,7 @@ class Gemma2Config(Family):
     name = "gemma2"
     title = "Gemma 2"
     model_classes = ("Gemma2ForCausalLM",)
+    published_dtype = "float32"
     prefix = "model."
     unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
     names = NAMES | {
@@ -67,3 +68,29 @@ class Gemma2Config(Family):
 def _whole_if_it_is(x: float) -> float | int:
     """What was read as a whole number, in spite of the root that was taken since."""
     return round(x) if abs(x - round(x)) < 1e-9 * x else x
+
+
+Gemma2Config.published = {
+    f"google/gemma-2-{size}": Gemma2Config.from_config(
+        {
+            "vocab_size": 256_000,
+            "hidden_size": d_model,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_kv_heads,
+            "head_dim": 256,
+            "intermediate_size": d_mlp,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        }
+    )
+    for size, d_model, n_layers, n_heads, n_kv_heads, d_mlp in (
+        ("2b", 2304, 26, 8, 4, 9216), ("9b", 3584, 42, 16, 8, 14_336),
+    )
+}  # fmt: skip
+"""From their public ``config.json``."""

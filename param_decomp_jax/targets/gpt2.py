@@ -28,6 +28,7 @@ class GPT2Config(Family):
     name = "gpt2"
     title = "GPT-2"
     model_classes = ("GPT2LMHeadModel", "GPT2")
+    published_dtype = "float32"
     prefix = "transformer."
     # A tied head is often stored too; the masks of attention are in old files.
     unread_tensors = ("lm_head.weight", "*.attn.bias", "*.attn.masked_bias")
@@ -81,3 +82,15 @@ class GPT2Config(Family):
             "eos_token_id": eos_token_id,
             "dtype": dtype,
         }
+
+
+GPT2Config.published = {
+    f"{owner}gpt2{size}": GPT2Config.from_config(
+        {"vocab_size": 50_257, "n_embd": d_model, "n_layer": n_layers, "n_head": n_heads, "n_positions": 1024}
+    )
+    for size, d_model, n_layers, n_heads in (
+        ("", 768, 12, 12), ("-medium", 1024, 24, 16), ("-large", 1280, 36, 20), ("-xl", 1600, 48, 25),
+    )
+    for owner in ("", "openai-community/")
+}  # fmt: skip
+"""From their public ``config.json``."""

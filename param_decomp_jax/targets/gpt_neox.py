@@ -27,6 +27,7 @@ class GPTNeoXConfig(Family):
     name = "gpt_neox"
     title = "GPT-NeoX"
     model_classes = ("GPTNeoXForCausalLM",)
+    published_dtype = "float16"
     prefix = "gpt_neox."
     # The masks of attention and the rotary frequencies are in the published files.
     unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq", "embed_out.weight")
@@ -72,3 +73,24 @@ class GPTNeoXConfig(Family):
             "use_parallel_residual": self.parallel,
             "attention_bias": "qkv_proj" in self.biases,
         }
+
+
+GPTNeoXConfig.published = {
+    f"EleutherAI/pythia-{size}": GPTNeoXConfig.from_config(
+        {
+            "vocab_size": 50_432 if size == "6.9b" else 50_304,
+            "hidden_size": d_model,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "intermediate_size": 4 * d_model,
+            "max_position_embeddings": 2048,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10_000,
+        }
+    )
+    for size, d_model, n_layers, n_heads in (
+        ("70m", 512, 6, 8), ("160m", 768, 12, 12), ("410m", 1024, 24, 16), ("1b", 2048, 16, 8),
+        ("1.4b", 2048, 24, 16), ("2.8b", 2560, 32, 32), ("6.9b", 4096, 32, 32),
+    )
+}  # fmt: skip
+"""From their public ``config.json``."""

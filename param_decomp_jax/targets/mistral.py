@@ -32,3 +32,23 @@ class MistralConfig(Family):
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         return llama_keys(self, "MistralForCausalLM", dtype, eos_token_id) | {"sliding_window": self.window}
+
+
+MistralConfig.published = {
+    "mistralai/Mistral-7B-v0.1": MistralConfig.from_config(
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+        }
+    )
+}
+"""From their public ``config.json``."""

@@ -35,3 +35,22 @@ class Olmo2Config(Family):
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         keys = llama_keys(self, "Olmo2ForCausalLM", dtype, eos_token_id)
         return keys | {"attention_bias": bool(self.biases)}
+
+
+Olmo2Config.published = {
+    "allenai/OLMo-2-1124-7B": Olmo2Config.from_config(
+        {
+            "vocab_size": 100_352,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11_008,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": False,
+        }
+    )
+}
+"""From their public ``config.json``."""

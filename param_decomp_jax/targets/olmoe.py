@@ -41,3 +41,25 @@ class OlmoeConfig(Family):
         keys = llama_keys(self, "OlmoeForCausalLM", dtype, eos_token_id) | expert_keys(self.experts)
         del keys["moe_intermediate_size"]
         return keys | {"clip_qkv": self.clip, "attention_bias": bool(self.biases)}
+
+
+OlmoeConfig.published = {
+    "allenai/OLMoE-1B-7B-0924": OlmoeConfig.from_config(
+        {
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+        }
+    )
+}
+"""From their public ``config.json``."""

@@ -46,3 +46,27 @@ def window_keys(config: TransformerConfig) -> dict[str, Any]:
         "max_window_layers": first,
         "layer_types": layer_types(config),
     }
+
+
+Qwen2Config.published = {
+    f"Qwen/Qwen2.5-{size}": Qwen2Config.from_config(
+        {
+            "vocab_size": vocab_size,
+            "hidden_size": d_model,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_kv_heads,
+            "intermediate_size": d_mlp,
+            "max_position_embeddings": longest,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": tied,
+        }
+    )
+    for size, vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_mlp, longest, tied in (
+        ("0.5B", 151_936, 896, 24, 14, 2, 4864, 32_768, True),
+        ("1.5B", 151_936, 1536, 28, 12, 2, 8960, 131_072, True),
+        ("7B", 152_064, 3584, 28, 28, 4, 18_944, 131_072, False),
+    )
+}
+"""From their public ``config.json``."""

@@ -50,3 +50,27 @@ def qwen3_keys(config: TransformerConfig, model_class: str, dtype: str, eos_toke
     """The keys that `qwen3_fields` reads."""
     keys = llama_keys(config, model_class, dtype, eos_token_id) | window_keys(config)
     return keys | {"attention_bias": bool(config.biases)}
+
+
+Qwen3Config.published = {
+    f"Qwen/Qwen3-{size}": Qwen3Config.from_config(
+        {
+            "vocab_size": 151_936,
+            "hidden_size": d_model,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": d_mlp,
+            "max_position_embeddings": 40_960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": tied,
+        }
+    )
+    for size, d_model, n_layers, n_heads, d_mlp, tied in (
+        ("0.6B", 1024, 28, 16, 3072, True), ("1.7B", 2048, 28, 16, 6144, True),
+        ("4B", 2560, 36, 32, 9728, True), ("8B", 4096, 36, 32, 12_288, False),
+    )
+}  # fmt: skip
+"""From their public ``config.json``."""

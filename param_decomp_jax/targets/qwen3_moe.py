@@ -64,3 +64,27 @@ def expert_keys(experts: Experts) -> dict[str, Any]:
         "moe_intermediate_size": experts.d_mlp,
         "norm_topk_prob": experts.normalised,
     }
+
+
+Qwen3MoeConfig.published = {
+    "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig.from_config(
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40_960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+        }
+    )
+}
+"""From their public ``config.json``."""

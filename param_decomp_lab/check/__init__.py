@@ -94,6 +94,7 @@ def _overview(
         ),
         ("training", f"{pd.steps:,} steps of {_batch(config)}{before}"),
         ("importances", f"{describe_ci(spec.ci)}; {spec.squashing}"),
+        ("tied", _ties(config)),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
         ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}"),
         ("memory", describe_memory(wrapper.memory.preset or "", spec.memory)),
@@ -118,6 +119,11 @@ def _data(config: RunConfig) -> str:
     if replaced is not None:
         return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
     return f"{method.data.data_files}, its last rows held out" if method.eval else str(method.data.data_files)
+
+
+def _ties(config: RunConfig) -> str:
+    pairs = ", ".join(" and ".join(pair) for pair in config.method.pd.tied_weights or ())
+    return pairs and f"{pairs}: updated once a step; the PyTorch project updates a pair twice, once for each name (T4)"
 
 
 def _batch(config: RunConfig) -> str:

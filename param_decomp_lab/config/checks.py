@@ -93,11 +93,20 @@ def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
 
 
 def _unsupported(method: MethodFile) -> Iterator[Mistake]:
-    roots = [n for n, loss in enumerate(method.pd.loss_metrics) if _takes_roots(loss)]
-    if method.pd.sigmoid_type == "swish_hard" and roots:
-        why = "swish_hard dips below 0, where (υ + eps)^p is not a number unless p is an integer"
-        where = f"pd.loss_metrics.{roots[0]}"
-        yield Mistake("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+    name = method.pd.sigmoid_type
+    falls = {"swish_hard": "dips below 0", "two_sided_leaky_hard": "falls below 0 without end"}.get(name)
+    if falls is None:
+        return
+    for n, loss in enumerate(method.pd.loss_metrics):
+        where = f"pd.loss_metrics.{n}"
+        if _takes_roots(loss):
+            why = f"{name} {falls}, where (υ + eps)^p is not a number unless p is an integer"
+            yield Mistake("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+            return
+        if name == "two_sided_leaky_hard" and _takes_log_of_odd_power(loss):
+            why = f"{name} {falls}, where an odd power is negative and the logarithm of its sum is not a number"
+            yield Mistake("pd.sigmoid_type", f"{why}; give {where} an even p, beta: 0, or penalty: smooth_l0")
+            return
 
 
 def _metric_mistakes(method: MethodFile) -> Iterator[Mistake]:
@@ -121,6 +130,13 @@ def _takes_roots(loss: Strict) -> bool:
         return False
     anneals = loss.p_anneal_final_p is not None and loss.p_anneal_start_frac < 1
     return anneals or loss.pnorm != int(loss.pnorm)
+
+
+def _takes_log_of_odd_power(loss: Strict) -> bool:
+    """Whether the loss takes the logarithm of sums of odd powers of υ, given that p is an integer."""
+    if not isinstance(loss, ImportanceMinimalityLoss) or loss.penalty != "lp":
+        return False
+    return loss.pnorm % 2 == 1 and (loss.beta > 0 or loss.frequency is not None)
 
 
 def _one_output(a: Strict, b: Strict) -> bool:

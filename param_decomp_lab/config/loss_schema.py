@@ -36,6 +36,8 @@ class StaticProbabilityRouting(Strict):
 
 
 Routing = Annotated[UniformKSubsetRouting | StaticProbabilityRouting, Field(discriminator="type")]
+DEFAULT_ROUTING = UniformKSubsetRouting(type="uniform_k_subset")
+"""Of the four losses on subsets of sites."""
 
 
 class Loss(Strict):
@@ -70,7 +72,7 @@ class CIMaskedReconLayerwiseLoss(Loss):
 
 class CIMaskedReconSubsetLoss(Loss):
     type: Literal["CIMaskedReconSubsetLoss"]
-    routing: Routing
+    routing: Routing = DEFAULT_ROUTING
 
 
 class StochasticReconLoss(Loss):
@@ -83,7 +85,7 @@ class StochasticReconLayerwiseLoss(Loss):
 
 class StochasticReconSubsetLoss(Loss):
     type: Literal["StochasticReconSubsetLoss"]
-    routing: Routing
+    routing: Routing = DEFAULT_ROUTING
 
 
 class StochasticHiddenActsReconLoss(Loss):
@@ -162,7 +164,7 @@ class PGDReconLayerwiseLoss(FreshPGD):
 
 class PGDReconSubsetLoss(FreshPGD):
     type: Literal["PGDReconSubsetLoss"]
-    routing: Routing
+    routing: Routing = DEFAULT_ROUTING
 
 
 class AdamConfig(Strict):
@@ -218,7 +220,7 @@ class PersistentPGDReconLoss(PersistentPGD):
 
 class PersistentPGDReconSubsetLoss(PersistentPGD):
     type: Literal["PersistentPGDReconSubsetLoss"]
-    routing: Routing
+    routing: Routing = DEFAULT_ROUTING
 
 
 AnyLoss = (

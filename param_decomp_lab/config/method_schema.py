@@ -23,7 +23,7 @@ from param_decomp_lab.config.strict import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard"]
+SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
 class DecompositionTarget(Strict):
@@ -179,7 +179,7 @@ class LanguageModelTarget(Strict):
     """``weights_dtype``: null keeps the weights as they are stored."""
 
     spec: Annotated[HubSpec | PretrainedSpec, Field(discriminator="kind")]
-    output_extract: Annotated[str, NO_MEANING] = "logits"
+    output_extract: Annotated[int | str | None, NO_MEANING] = "logits"
     weights_dtype: Literal["float32", "bfloat16"] | None = None
 
 
@@ -188,7 +188,7 @@ class LanguageModelData(Strict):
     data_files: Text | None = None
     revision: Annotated[str | None, NO_MEANING] = None
     tokenizer_name: Text
-    column_name: Literal["text", "input_ids"]
+    column_name: Text
     max_seq_len: Width = 512
     train_split: Annotated[str, NO_MEANING] = "train"
     eval_split: Annotated[str, NO_MEANING] = "test"

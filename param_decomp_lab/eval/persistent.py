@@ -14,7 +14,7 @@ from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.components import Components
 from param_decomp_jax.masks import Bundle
-from param_decomp_jax.recon import Reconstruction, persistent_error, reconstruction
+from param_decomp_jax.recon import Reconstruction, reconstruction, warm_up_error
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import State
 
@@ -52,12 +52,12 @@ def attack_batch(
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
     """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
-    climb = persistent_error(clean_pass, components, reader)
     moved, errors = {}, {}
     for number, term in enumerate(terms):
         spec = term.sources
         assert isinstance(spec, PersistentAttack)
         term_key = jax.random.fold_in(key, FIRST_NUMBER + number)
+        climb = warm_up_error(term, clean_pass, components, reader, term_key)
         adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
 
         def error(raw: Bundle, term: Reconstruction = term, term_key: PRNGKeyArray = term_key) -> Array:

@@ -80,7 +80,7 @@ def _language_architecture(
         return UnknownTarget(reason)
     where = "the wrapper's target.folder" if config.wrapper.target is not None else "the local Hugging Face cache"
     missing = (f"the target's weights: {spec.model_name} is not in {where}",)
-    return published, DTYPES["bfloat16"], "its published configuration", missing
+    return published, np.dtype(published.published_dtype), "its published configuration", missing
 
 
 def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:

@@ -177,7 +177,7 @@ def test_warm_up_climbs_through_the_sigmoid() -> None:
     zeros = jax.tree.map(jnp.zeros_like, raw)
     start = Adversary(raw, zeros, zeros, jnp.zeros((), jnp.int32))
 
-    def error(bundle: Bundle) -> jax.Array:
+    def error(bundle: Bundle, _: jax.Array) -> jax.Array:
         return sum(jnp.sum(x**2) for x in jax.tree.leaves(bundle))
 
     got = jax.jit(lambda a: warm_up(spec, a, error, jnp.asarray(3, jnp.int32), 10))(start)
@@ -205,7 +205,7 @@ def test_first_step(total: int) -> None:
 # ---- A3, A4: what the step runs ----
 
 
-def test_the_last_ascent_costs_no_forward_and_warm_ups_are_routed_everywhere() -> None:
+def test_the_last_ascent_costs_no_forward_and_warm_ups_are_routed_as_the_term_is() -> None:
     """A3, A4: one forward for the warm-up (the body of its loop), then those of the terms' own means."""
     persistent = PersistentAttack(AdamAscent(Schedule(0.1)), BroadcastAcrossBatch(), n_warmup_steps=4)
     terms = (
@@ -221,6 +221,6 @@ def test_the_last_ascent_costs_no_forward_and_warm_ups_are_routed_everywhere() -
         [(stream.live, type(stream.sources), stream.routes is None) for stream in call.args[3]]
         for call in counted.call_args_list
     )
-    assert warm_up == [(ALL, GivenSources, True)]
+    assert warm_up == [(ALL, GivenSources, False)]
     assert of_terms[:2] == [(ALL, GivenSources, False)] * 2
     assert [len(live) for live, _, _ in of_terms[2:]] == [4, 2]

@@ -129,6 +129,32 @@ def test_given_draws_are_used() -> None:
     assert tiny.deviation(loss, other) > 1e-6
 
 
+ROUTED = Reconstruction(
+    "PersistentPGDReconSubsetLoss", 0.4, AllSites(), UniformKSubset(),
+    dataclasses.replace(LASTING, n_warmup_steps=2), n_samples=2,
+)  # fmt: skip
+
+
+def test_ascents_draw_routes_of_their_own() -> None:
+    """A3: a step on one persistent term is the reference's, routes of its ascents included, be they drawn or given."""
+    problem = tiny.in_float64(tiny.problem((ROUTED,), toys.target(TOY, CHOSEN), squashing="normal", ci=tiny.SCALAR))
+    state = tiny.ruffled_state(problem, leading=LEADING)
+    sites, name = problem.target.sites, ROUTED.name
+    want = tiny.ref_step(problem, tiny.ref_state(state, sites), toys.weights(TOY), FEATURES)
+    with jax.enable_x64(True):
+        wide, weights, inputs = tiny.to_float64(state), tiny.to_float64(toys.weights(TOY)), jnp.asarray(FEATURES)
+        draws = jax.jit(step_draws, static_argnums=(0, 2))(problem, 3, LEADING)
+        step = jax.jit(partial(step_outcome, problem))
+        tiny.assert_step(problem, step(wide, weights, inputs), want, 1e-9)
+        tiny.assert_step(problem, step(wide, weights, inputs, draws), want, 1e-9)
+        exchanged = {name: [*draws[name][:2], draws[name][3], draws[name][2]]}
+        other = step(wide, weights, inputs, exchanged)
+    routes = [np.asarray(draw.routes) for draw in draws[name]]
+    assert len({r.tobytes() for r in routes}) == 4, "two forwards and two ascents, each with a draw of its own"
+    raw = (tiny.ref_bundle(other.state.adversaries[name].raw, sites), want.state["sources"][name])
+    assert max(tiny.deviation(*pair) for pair in zip(*map(ref.tree_leaves, raw), strict=True)) > 1e-6
+
+
 def test_wrong_draws_are_refused() -> None:
     state, weights, inputs = tiny.ruffled_state(PROBLEM, leading=LEADING), toys.weights(TOY), jnp.asarray(FEATURES)
     problem = tiny.problem((*TERMS, UNMASKED), toys.target(TOY, CHOSEN), ci=tiny.SCALAR)
@@ -145,6 +171,11 @@ def test_wrong_draws_are_refused() -> None:
     refused(f"{name} needs given sources", draws | {name: [ForwardDraws(d.routes, None) for d in draws[name]]})
     elsewhere = [ForwardDraws(d.routes, {"linear1": d.sources["linear1"]}) for d in draws[name]]
     refused(rf"{name}: no sources are given for linear2", draws | {name: elsewhere})
+    ascents = tiny.problem((ROUTED,), toys.target(TOY, CHOSEN), ci=tiny.SCALAR)
+    of_ascents, routes = tiny.ruffled_state(ascents, leading=LEADING), ForwardDraws(jnp.ones((*LEADING, 2), bool), None)
+    for given in ([routes] * 3, [*[routes] * 3, ForwardDraws(None, None)]):
+        with pytest.raises(AssertionError, match="has 2 warm-up ascents, each with routes of its own; given are 1"):
+            jax.eval_shape(lambda d: loss_and_gradients(ascents, of_ascents, weights, inputs, d), {ROUTED.name: given})
     constant = [ForwardDraws(None, draws[name][0].sources)]
     refused("UnmaskedReconLoss takes no given sources", draws | {"UnmaskedReconLoss": constant})
     with pytest.raises(AssertionError, match="no term is called Recon; there are FaithfulnessLoss"):

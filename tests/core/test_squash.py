@@ -55,6 +55,7 @@ TIE_DERIVATIVES = [
     ("upper_leaky_hard", "lower", -2.0, (-2.0, -2.0)),
     ("hard", "lower", 2.0, (2.0, 2.0)),
     ("hard", "upper", -2.0, (-2.0, -2.0)),
+    ("two_sided_leaky_hard", "lower", 2.0, (2.0, 2.0)),
 ]
 
 

@@ -75,7 +75,7 @@ CASES: dict[str, Problem] = {
         (
             Reconstruction(
                 "PersistentPGDReconSubsetLoss", 0.5, AllSites(), UniformKSubset(),
-                PersistentAttack(ASCENT, PerBatchPerPosition(), sigmoid=True, n_warmup_steps=1), n_samples=2,
+                PersistentAttack(ASCENT, PerBatchPerPosition(), sigmoid=True, n_warmup_steps=2), n_samples=2,
             ),
             Reconstruction(
                 "PersistentPGDReconLoss", 0.8, AllSites(), Everywhere(),
@@ -124,7 +124,7 @@ def test_count_of_source_updates() -> None:
     state = tiny.ruffled_state(problem)
     new = tiny.jit_step(problem, state, tiny.weights(), jnp.asarray(tiny.TOKENS)).state
     counts = {name: int(a.count - state.adversaries[name].count) for name, a in new.adversaries.items()}
-    assert counts == {"PersistentPGDReconSubsetLoss": 2, "PersistentPGDReconLoss": 1}
+    assert counts == {"PersistentPGDReconSubsetLoss": 3, "PersistentPGDReconLoss": 1}
 
 
 @pytest.mark.slow

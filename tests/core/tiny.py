@@ -485,18 +485,20 @@ def ref_term_draws(term: Reconstruction, key: Any, sites: Sites, leading: tuple[
 
 
 def ref_forward_draws(term: Reconstruction, draws: Sequence[ForwardDraws], sites: Sites) -> Tree:
-    """Draws of a term as the reference takes them: by site name; samples outside, live sets inside."""
+    """Draws of a term as the reference takes them: by site name; samples outside, live sets inside; then ascents."""
     lives, samples = live_sets(term.live, len(sites)), n_samples(term)
+    n_forwards = len(lives) * samples
     by_forward = []
     for n, draw in enumerate(draws):
-        live = lives[n // samples]
+        live = lives[n // samples] if n < n_forwards else tuple(range(len(sites)))
         entry: Tree = {}
         if draw.routes is not None:
             entry["routes"] = {sites.all[site].name: array(draw.routes[..., i]) for i, site in enumerate(live)}
         if draw.sources is not None:
             entry["sources"] = ref_bundle(draw.sources, sites, live)
         by_forward.append(entry)
-    return [by_forward[live * samples + sample] for sample in range(samples) for live in range(len(lives))]
+    ordered = [by_forward[live * samples + sample] for sample in range(samples) for live in range(len(lives))]
+    return ordered + by_forward[n_forwards:]
 
 
 _jit_step_draws = jax.jit(step_draws, static_argnums=(0, 2))

@@ -75,6 +75,7 @@ def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "to be trained first (10,000 steps)" in said
     assert "linear1 5 × 2 20 140" in said
     assert "linear2 2 × 5 20 – tied to linear1" in said
+    assert "linear1 and linear2: updated once a step; the PyTorch project updates a pair twice" in said
     assert "StochasticReconLayerwiseLoss 1 3 0" in said
     assert "total 4 0" in said
     assert "components lr 0.001" in said

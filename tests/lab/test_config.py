@@ -265,7 +265,7 @@ def test_each_loss(kind: str) -> None:
     for adapter, wrong in ((LOSS, raw), (LOSS, raw | {"coeff": None}), (METRIC, raw | {"coeff": 0.5})):
         with pytest.raises(ValidationError, match="coeff"):
             adapter.validate_python(wrong)
-    for key in LOSSES[kind]:
+    for key in LOSSES[kind].keys() - (set() if kind == "ChunkwiseSubsetReconLoss" else {"routing"}):
         with pytest.raises(ValidationError, match=rf"{key}\n  Field required"):
             METRIC.validate_python({k: v for k, v in raw.items() if k != key})
     with pytest.raises(ValidationError, match="unknown key 'nome'; did you mean 'name'"):
@@ -349,6 +349,7 @@ def test_valid_choices_survive_saving(override: str, tmp_path: Path) -> None:
 CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
 REFUSED = [
     ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
+    ("pd.sigmoid_type=two_sided_leaky_hard", "pd.sigmoid_type: two_sided_leaky_hard falls below 0 without end"),
     ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
     ("pd.loss_metrics.0.coef=1", "pd.loss_metrics.0.coef: unknown key 'coef'; did you mean 'coeff'"),
     ("pd.loss_metrics.0.type=ImportanceLoss", "did you mean 'ImportanceMinimalityLoss'"),
@@ -396,7 +397,9 @@ REFUSED = [
     (f"{TRANSFORMER}.d_model=24", f"{TRANSFORMER}.d_model: gives heads of width 3; rotary"),
     (f"{TRANSFORMER}.mlp_hidden_dim=[]", f"{TRANSFORMER}.mlp_hidden_dim: needs at least 1"),
     ("data.max_seq_len=1024", f"data.max_seq_len: is 1024, longer than {TRANSFORMER}.attn_config.max_len (512)"),
-    ("data.column_name=tokens", "data.column_name: should be 'text' or 'input_ids'"),
+    ("data.column_name=3", "data.column_name: should be a string, not 3"),
+    ("target.output_extract=true", "target.output_extract: "),
+    ("target.output_extract=0.5", "target.output_extract: "),
     ("pd.batch_size=60", "pd.batch_size: is 60; it must be a multiple of mesh.replica · mesh.fsdp = 1 · 8"),
     ("eval.batch_size=4", "eval.batch_size: is 4; it must be a multiple of mesh.replica"),
     (
@@ -1029,6 +1032,47 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
         assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
 
 
+SUBSETS = [kind for kind, point in POINTS.items() if point[1] == HALF and kind != "ChunkwiseSubsetReconLoss"]
+
+
+@pytest.mark.parametrize("kind", SUBSETS)
+def test_losses_on_subsets_have_a_routing_unless_told(kind: str) -> None:
+    raw = {"type": kind, "coeff": 2.0, **{key: value for key, value in LOSSES[kind].items() if key != "routing"}}
+    made = term(LOSS.validate_python(raw), "x", example().method.pd)
+    assert isinstance(made, recon.Reconstruction)
+    assert made.routing == routing.UniformKSubset()
+
+
+@pytest.mark.parametrize("value", ["0", "logits", "null"])
+def test_the_output_may_be_an_element_an_attribute_or_itself(value: str) -> None:
+    method = example(f"target.output_extract={value}", "data.column_name=story").method
+    assert isinstance(method, LanguageModelFile)
+    assert method.target.output_extract == {"0": 0, "logits": "logits", "null": None}[value]
+    assert method.data.column_name == "story"
+
+
 def test_swish_hard_with_a_constant_integer_p() -> None:
     constant = "pd.loss_metrics.0={type: ImportanceMinimalityLoss, coeff: 1.0, pnorm: 2.0, beta: 0}"
     assert example("pd.sigmoid_type=swish_hard", constant).method.pd.sigmoid_type == "swish_hard"
+
+
+@pytest.mark.parametrize(
+    ("p", "more", "valid"),
+    [
+        (2, "beta: 0.5", True),
+        (1, "beta: 0", True),
+        (1, "beta: 0.5", False),
+        (3, "beta: 0, frequency: {coeff: 1, reference_token_count: 10}", False),
+    ],
+)
+def test_odd_powers_of_what_falls_below_0(p: int, more: str, valid: bool) -> None:
+    """The logarithm's argument is 1 + a sum of υ^p, which no bound keeps above 0."""
+    overrides = (
+        "pd.sigmoid_type=two_sided_leaky_hard",
+        f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1, pnorm: {p}, {more}}}",
+    )
+    if valid:
+        assert example(*overrides).method.pd.sigmoid_type == "two_sided_leaky_hard"
+    else:
+        with pytest.raises(UserError, match="an odd power is negative"):
+            example(*overrides)

@@ -88,7 +88,7 @@ def plain(field: FieldInfo) -> Any:
     """The default as YAML would give it; a section with all its defaults is {}."""
     default = field.get_default(call_default_factory=True)
     if isinstance(default, BaseModel):
-        return {}
+        return default.model_dump(exclude_unset=True)
     if isinstance(default, tuple):
         return list(default)
     return str(default) if isinstance(default, Path) else default
