@@ -43,7 +43,8 @@ def warm() -> None:
     jax.config.update("jax_platforms", "cpu")
     logging.getLogger("jax").setLevel(logging.ERROR)
     ours = (
-        "check", "cli", "data.token_data", "data.tokenize", "eval.command", "export", "opening", "pretrain.pretrain",
+        "check", "cli", "data.token_data", "data.tokenize", "eval.command", "export", "harvest.harvest",
+        "launch.command", "opening", "pretrain.pretrain",
         "pretrain.recipe", "pretrain.toys", "report.listing", "training.run", "weights.import_gguf",
     )  # fmt: skip
     libraries = ("gguf.quants", "orbax.checkpoint", "pyarrow.parquet", "transformers")

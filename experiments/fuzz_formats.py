@@ -213,7 +213,7 @@ def _weights_are_the_saved(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
 FIELDS = {
     "vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "head_dim": "head_dim",
-    "intermediate_size": "d_mlp", "rms_norm_eps": "rms_norm_eps", "max_position_embeddings": "max_positions",
+    "intermediate_size": "d_mlp", "rms_norm_eps": "norm_eps", "max_position_embeddings": "max_positions",
 }  # fmt: skip
 """Keys of a `config.json` of a Llama, and the fields of `LlamaConfig` that keep their numbers."""
 
@@ -248,10 +248,11 @@ def _sizes_are_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
         if raw.get(key) is None or name not in found or raw.get("model_type") != "llama":
             continue
         given = float(raw[key]) if isinstance(raw[key], str) or isinstance(found[name], float) else raw[key]
-        least_allowed = found[name] >= 0 if name == "rms_norm_eps" else found[name] > 0
+        least_allowed = found[name] >= 0 if name == "norm_eps" else found[name] > 0
         if given != found[name] or not (math.isfinite(found[name]) and least_allowed):
             raise WrongNumbers(f"config.json: {key} is {raw[key]!r:.60}, {found[name]!r:.60} was read")
-    numbers = [found.get("rope_theta", 1.0), *(found.get("rope_scaling") or {}).values()]
+    scaling = [x for x in (found.get("rope_scaling") or {}).values() if not isinstance(x, str)]
+    numbers = [found.get("rope_theta", 1.0), *scaling]
     if any(not (math.isfinite(number) and number > 0) for number in numbers):
         raise WrongNumbers(f"config.json: rotary numbers {numbers} were accepted")
     weights = _read_weights("model")
@@ -762,6 +763,73 @@ def _damage_figures(folder: Path, random: Random) -> Fault:
             return Fault("a figure that is a link out", figure.name)
 
 
+# ---- harvests ----
+
+HARVEST = ("harvest", RUN, "--tokens", "300", "--target", "target", "--devices", "1", "--examples", "3")
+
+
+def _make_harvest(work: Path) -> None:
+    shutil.copytree(OLD_RUN, work / RUN)
+    shutil.copytree(OLD_RUN.parent / "target", work / "target")
+    beside = work.with_name(f"{work.name}-harvest")
+    made = forked.start(lambda: forked.pd(*HARVEST), work, beside).wait(300)
+    shutil.rmtree(beside)
+    if made.status != 0:
+        raise RuntimeError(f"no harvest to damage: {made.text}")
+
+
+def _damage_harvest(work: Path, random: Random) -> Fault:
+    (harvest,) = (work / RUN / "harvests").iterdir()
+    files = sorted(path for path in harvest.rglob("*") if path.is_file())
+    file = harvest / "harvest.json" if random.random() < 0.25 else random.choice(files)
+    if file.suffix == ".json":
+        return _damage_file(file, random, damage_json)
+    if random.random() < 0.1:
+        other = random.choice(files)
+        file.write_bytes(other.read_bytes())
+        return Fault(f"{file.name} holds {other.relative_to(harvest)}", file.name)
+    # A Parquet file says at its end what it holds, an .npy file at its beginning.
+    if file.suffix == ".parquet" and random.random() < 0.5:
+
+        def damage(content: bytes, random: Random) -> tuple[str, bytes]:
+            what, turned = damage_bytes(content[::-1], random, 400)
+            return f"from its end: {what}", turned[::-1]
+
+        return _damage_file(file, random, damage)
+    return _damage_file(file, random, damage_bytes)
+
+
+def _browsed(fault: Fault, whole: Any) -> None:
+    """Every kind of page of `pd browse`: that of the runs is always there; another may say what is wrong."""
+    from param_decomp_lab.browse.catalog import Catalog
+    from param_decomp_lab.browse.component_list import Query
+    from param_decomp_lab.browse.pages import Pages
+    from param_decomp_lab.errors import UserError
+
+    pages = Pages(Catalog([Path("runs")]), "/static")
+    shown = [pages.runs(1)]
+    wrong: UserError | None = None
+    run, name = Path(RUN).name, next((Path(RUN) / "harvests").iterdir()).name
+
+    def of_site(site: str) -> list[Callable[[], str]]:
+        return [
+            lambda: pages.site(pages.catalog.harvest(run, name), site, Query(), 1),
+            lambda: pages.site(pages.catalog.harvest(run, name), site, Query(search="1"), 1),
+            lambda: pages.component(pages.catalog.harvest(run, name), site, 1, Query(), False),
+        ]
+
+    asked: list[Callable[[], str]] = [lambda: pages.harvest(pages.catalog.harvest(run, name), "", 1)]
+    asked += of_site("linear1") + of_site("linear2")
+    for ask in asked:
+        try:
+            shown.append(ask())
+        except UserError as error:
+            wrong = wrong or error
+    print(" ".join(f"{len(page)}" for page in shown))
+    if wrong is not None:
+        raise wrong
+
+
 def _listing(fault: Fault, whole: Any) -> None:
     """`pd runs --json`, in which the other run must be."""
     import io
@@ -1017,6 +1085,7 @@ FORMATS: Mapping[str, Format] = {
             Command("pd report", pd("report", RUN), 2, (f"{RUN}/report.html",)),
             Command("find_checkpoint", _architecture),
         )),
+        Format("harvest", _make_harvest, _damage_harvest, (Command("the pages of pd browse", _browsed),)),
         Format("checkpoint", _make_checkpoint, _damage_checkpoint, (
             Command("the checks of a checkpoint", _verified, 8),
             Command("load_run", _opened),

@@ -5,7 +5,9 @@
     python -m experiments.races --kind disk --command tokenize --seed 7 --race 12    # this race alone
     python -m experiments.races --table races.jsonl
 
-The commands are `WRITERS`: all that make a folder or a file. Each has two variants with other results. Kinds:
+The commands are `WRITERS`: all that make a folder or a file. Each has two variants with other results. `pd fit` and
+`pd probe --json` compile for GPUs, which takes minutes: only what they write at their end is raced. `pd wandb` writes
+nothing itself. Kinds:
 
 - `two`: both variants, or one twice, into one place, one begun a random moment after the other;
 - `folder`: at a random moment of a command, the folder that it writes to is renamed, removed, emptied, replaced by
@@ -77,11 +79,45 @@ def decomposed(path: Path) -> Any:
     return seed, rows(path), last, about["custom_metadata"]["fingerprints"]
 
 
+def harvested(path: Path) -> Any:
+    """The harvests of a run, and whatever else lies beside them; None if there is none."""
+    finished = [folder for folder in path.glob("*/harvest.json") if not folder.parent.name.startswith(".")]
+    return files(path) if finished else None
+
+
+def prepared(path: Path) -> Any:
+    """A run that is launched: its seed, and every file but those that say where and how it was made."""
+    if not path.exists():
+        return None
+    seed = yaml.safe_load((path / "config.yaml").read_text())["torch"]["pd"]["seed"]
+    return seed, {name: text for name, text in files(path).items() if name not in ("launch.json", "config.yaml")}
+
+
+def fitted(path: Path) -> Any:
+    """A wrapper and its schema file."""
+    return (files(path), files(path.parent / "torch" / path.name)) if path.exists() else None
+
+
+def write_answer(seed: str) -> None:
+    """As `pd probe --json` at its end."""
+    from param_decomp_lab.probe.command import write_json
+
+    write_json({"verdict": "fits", "seed": seed * 9999}, Path("place/out.json"))
+
+
+def write_fitted(source: str, seed: str) -> None:
+    """As `pd fit` at its end."""
+    from param_decomp_lab.probe.write_config import write_config
+
+    write_config(Path(source), (f"pd.seed={seed}", f"run_name=seed-{seed}"), Path("place/out.yaml"), ())
+
+
 @dataclass(frozen=True)
 class Writer:
-    """``variants``: arguments of `pd`, with {base} for the folder of inputs; they write to `place/out`, or ``out``.
+    """``variants``: arguments of ``call``, with {base} for the folder of inputs; they write to `place/out`, or ``out``.
     ``overwrite``: has that option. ``needs``: folders of ``base`` that are copied to `place` first. ``in_parts``: may
-    leave a part after a failure. ``result``: of `place/out`, the same every time."""
+    leave a part after a failure. ``result``: of `place/out`, the same every time; None if there is none. ``room``: the
+    largest disks have so much more than the result takes."""
 
     name: str
     variants: tuple[tuple[str, ...], tuple[str, ...]]
@@ -90,6 +126,8 @@ class Writer:
     needs: tuple[str, ...] = ()
     in_parts: bool = False
     result: Callable[[Path], Any] = files
+    call: Callable[..., None] = forked.pd
+    room: float = 1.4
 
 
 def _train(seed: int) -> tuple[str, ...]:
@@ -101,6 +139,12 @@ def _train(seed: int) -> tuple[str, ...]:
         " {type: StochasticReconLoss, coeff: 1.0}]",
     )  # fmt: skip
     return ("train", "{base}/configs/toys/tms_5-2.yaml", *(word for text in settings for word in ("--set", text)))
+
+
+def _prepare(seed: int) -> tuple[str, ...]:
+    settings = ("out_dir=place", f"run_id={RUN_ID}", f"pd.seed={seed}")
+    words = (word for text in settings for word in ("--set", text))
+    return ("launch", "{base}/configs/toys/tms_5-2.yaml", *words, "--prepare", "--with-changes")
 
 
 def _tokenize(length: int) -> tuple[str, ...]:
@@ -116,6 +160,7 @@ def _evaluate(batches: int) -> tuple[str, ...]:
 IMPORT = ("weights", "import-gguf", "{base}/model.gguf", "place/out", "--dtype")
 REPORT = ("report", "place/p-00000002")
 COPY = ("configs", "toys", "--out", "place/out")
+HARVEST = ("harvest", "place/p-00000002", "--tokens", "20000", "--target", "{base}/toy/target", "--devices", "1")
 WRITERS = {
     found.name: found
     for found in (
@@ -137,6 +182,23 @@ WRITERS = {
             (("pretrain", "{base}/recipe-0.yaml"), ("pretrain", "{base}/recipe-1.yaml")),
             overwrite=True,
             result=trained,
+        ),
+        Writer(
+            "harvest",
+            (HARVEST, HARVEST),
+            out="p-00000002/harvests",
+            needs=("toy/p-00000002",),
+            result=harvested,
+            room=3.0,
+        ),
+        Writer("launch", (_prepare(0), _prepare(1)), out=RUN_ID, result=prepared),
+        Writer("probe", (("0",), ("1",)), out="out.json", call=write_answer),
+        Writer(
+            "fit",
+            (("{base}/configs/toys/tms_5-2.yaml", "0"), ("{base}/configs/toys/tms_5-2.yaml", "1")),
+            out="out.yaml",
+            result=fitted,
+            call=write_fitted,
         ),
         Writer("train", (_train(0), _train(1)), out=RUN_ID, in_parts=True, result=decomposed),
     )
@@ -219,7 +281,7 @@ class Course:
 
     def start(self, writer: Writer, variant: int, folder: Path, beside: str, *more: str) -> Forked:
         words = [word.replace("{base}", str(self.base)) for word in writer.variants[variant]]
-        return forked.start(lambda: forked.pd(*words, *more), folder, folder / beside)
+        return forked.start(lambda: writer.call(*words, *more), folder, folder / beside)
 
     def race(self, kind: str, writer: Writer, seed: int, number: int, folder: Path) -> Result:
         random = Random(f"{kind} {writer.name} {seed} {number}")
@@ -285,7 +347,7 @@ class Course:
         return what, [ended], left, wrong
 
     def _disk(self, writer: Writer, random: Random, folder: Path) -> tuple[str, list[Ended], str, list[str]]:
-        size = random.randrange(0, int(1.4 * self.bytes[writer.name]) + 4 * PAGE)
+        size = random.randrange(0, int(writer.room * self.bytes[writer.name]) + 4 * PAGE)
         with mounted(folder / "place", size=256 << 20):
             place = self.lay_out(writer, folder)
             used = max(PAGE, shutil.disk_usage(place).used)  # a size of 0 has no limit
@@ -310,6 +372,8 @@ class Course:
             found = writer.result(out)
         except (OSError, ValueError, KeyError, TypeError) as error:
             found = error
+        if found is None:
+            return "nothing", wrong
         for variant in dict.fromkeys((*won, 0, 1)):
             if found == self.results[writer.name, variant]:
                 if variant not in won and not writer.in_parts:

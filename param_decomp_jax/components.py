@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.draws import draw_per_site
-from param_decomp_jax.mesh import Axes, replace_fields, scatter
 from param_decomp_jax.grouped import Groups, product_wide
+from param_decomp_jax.mesh import Axes, replace_fields, scatter
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.sites import Sites, Stack
 
 
 class Factors(eqx.Module):
-    """Factors of a site, or with the leading axes of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+    """Factors of a site, or with leading axes of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
 
     V: Float[Array, "*lead d_in C"]
     U: Float[Array, "*lead C d_out"]

@@ -93,7 +93,7 @@ def product_wide(x: Array, W: Array, groups: Groups | None) -> Array:
 def at_chosen(x: Array, groups: Groups) -> Array:
     """What each slot's expert has at the slot's position: of ``x [experts, *n, …]``, ``[*n, k, …]``. Axes of positions
     may be 1 in ``x``, where all share them."""
-    *leading, k = groups.chosen.shape
+    leading = groups.chosen.shape[:-1]
     n = len(leading)
     x = jnp.moveaxis(x, 0, n)  # [*n, experts, …]
     index = groups.chosen.reshape(*groups.chosen.shape, *(1,) * (x.ndim - n - 1))

@@ -54,14 +54,18 @@ def importance_logits(
 def site_logits(
     problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """`importance_logits` of some sites, by name; nothing is made of the others. −∞ where a site does not exist (X4)."""
+    """`importance_logits` of some sites, by name, made of these alone; −∞ where a site does not exist (X4)."""
     components = with_views(components, problem.target.sites)
     _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
     return _logits_by_name(problem, reader, components, names)
 
 
 def _by_name(
-    problem: Problem, names: Collection[str], of_layer: Callable[[Stack, int], Array], chosen: ChosenExperts, fill: float
+    problem: Problem,
+    names: Collection[str],
+    of_layer: Callable[[Stack, int], Array],
+    chosen: ChosenExperts,
+    fill: float,
 ) -> dict[str, Float[Array, "*n C"]]:
     """Of some sites, what ``of_layer`` gives of a stack's layer; it is called once for all experts of a layer.
 
@@ -76,7 +80,9 @@ def _by_name(
         if (stack.name, layer) not in layers:
             layers[stack.name, layer] = of_layer(stack, layer)
         values = layers[stack.name, layer]
-        found[site.name] = values if stack.experts is None else _of_expert(values, chosen[stack.name][layer], row[1], fill)
+        found[site.name] = (
+            values if stack.experts is None else _of_expert(values, chosen[stack.name][layer], row[1], fill)
+        )
     return found
 
 
@@ -95,7 +101,10 @@ def _logits_by_name(
     """Logits of some sites from a lazy ``reader``; ``components``: of every stack. −∞ where a site does not exist."""
 
     def of_layer(stack: Stack, layer: int) -> Array:
-        own = (reader.slices(stack, stack.first + layer, stack.first + layer + 1), components[stack.name].V[layer][None])
+        own = (
+            reader.slices(stack, stack.first + layer, stack.first + layer + 1),
+            components[stack.name].V[layer][None],
+        )
         axes = reader.axes(stack), site_axes(stack)[0]
         head, V = gather_tree(jax.tree.map(lambda x: x[0], own), axes, problem.compute_dtype)
         chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
@@ -111,8 +120,9 @@ def squash_existing(squash: Squash, logits: Float[Array, "*s"]) -> Float[Array, 
 
 
 class SiteReading(NamedTuple):
-    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32; 0 where
-    the site does not exist (X4)."""
+    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32.
+
+    Both are 0 where the site does not exist (X4)."""
 
     importance: Float[Array, "*n C"]
     activation: Float[Array, "*n C"]

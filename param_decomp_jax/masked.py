@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
 from param_decomp_jax.components import Components, past_components, site_axes, through_components
@@ -35,7 +35,6 @@ from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.plain_linears import CHOSEN, FROZEN, output_record
-
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Positions(NamedTuple):
     chosen: Any
 
 
-def side_by_side(streams: Sequence[Float[Array, "B *n"]]) -> Float[Array, "rows *n"]:
+def side_by_side(streams: Sequence[Shaped[Array, "B *n"]]) -> Shaped[Array, "rows *n"]:
     """Row b of stream i at ``b · streams + i``: rows stay on the device that has the batch row."""
     if len(streams) == 1:
         return streams[0]
@@ -134,7 +133,9 @@ class MaskedLayer:
             self.records[output_record(kind)] = y
         return y
 
-    def _masked(self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
+    def _masked(
+        self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None
+    ) -> Float[Array, "rows *slots d_out"]:
         """A site that is live in some streams, block by block of the positions if the policy says so."""
         forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
         axes = forward.site_axes(stack, tuple(site.sources))
@@ -186,9 +187,9 @@ class MaskedLayer:
 
         ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
-        def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *n d_out"]:
+        def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *slots d_out"]:
             if i not in ys:
-                return _product(x, W) if groups is None else grouped_matmul(x, W, groups)
+                return _product(x, W, groups)
             past = past_components(x, W, deltas[i], routes[i], groups)
             return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
@@ -196,8 +197,10 @@ class MaskedLayer:
         return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
-def _product(x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
-    return x if W is None else matmul(x, W)
+def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
+    if W is None:
+        return x
+    return matmul(x, W) if groups is None else grouped_matmul(x, W, groups)
 
 
 def summary_record(kind: str) -> str:
@@ -209,9 +212,10 @@ def summary_record(kind: str) -> str:
 class MaskedLinears:
     """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
 
-    ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the clean residual at its first live layer.
-    ``summarise``: its results are recorded; where logits are computed block by block, they are computed once for the
-    masks and for this. ``output_name``: the memory policy's name for the outputs of live sites.
+    ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the
+    clean residual at its first live layer. ``summarise``: its results are recorded; where logits are computed block by
+    block, they are computed once for the masks and for this. ``output_name``: the memory policy's name for the outputs
+    of live sites.
     """
 
     sites: Sites
@@ -282,7 +286,7 @@ class MaskedLinears:
                 ci=self.reader.slices(stack, first, stop),
                 column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
                 sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
-                routes={i: _routes(self.streams[i], stack, range(first, stop)) for i in streams},
+                routes={i: self._routes(self.streams[i], stack, range(first, stop)) for i in streams},
             )
             axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
             # Wide where blocks of tokens add up its gradients.
@@ -306,7 +310,7 @@ class MaskedLinears:
             ci=self.reader.axes(stack),
             column=Axes(("component_in_use",)),
             sources={i: self.streams[i].sources.axes(stack) for i in streams},
-            routes={i: None if self.streams[i].routes is None else self._route_axes(stack) for i in streams},
+            routes={i: self._route_axes(stack) if self._is_routed(self.streams[i], stack) else None for i in streams},
         )
 
     def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
@@ -316,6 +320,27 @@ class MaskedLinears:
 
     def _route_axes(self, stack: Stack) -> Axes:
         return self._rows if stack.experts is None else self._rows.under()
+
+    @staticmethod
+    def _is_routed(stream: Stream, stack: Stack) -> bool:
+        """Whether the sites of a stack need routes: experts that are not live beside others that are get r = 0 (F3)."""
+        return stream.routes is not None or (stack.experts is not None and not set(stack.sites) <= set(stream.live))
+
+    def _routes(self, stream: Stream, stack: Stack, layers: Sequence[int]) -> Float[Array, "..."] | None:
+        """``[layers, *n]`` of a stack's sites in some layers; of experts ``[layers, experts, *n]``."""
+        if not self._is_routed(stream, stack):
+            return None
+        place = {site: n for n, site in enumerate(stream.live)}
+
+        def of_site(site: int) -> Array:
+            if site not in place:
+                return jnp.zeros(self.at.shape, jnp.float32)
+            if stream.routes is None:
+                return jnp.ones(self.at.shape, jnp.float32)
+            return stream.routes[..., place[site]].astype(jnp.float32)
+
+        of_layers = [[of_site(site) for site in stack.of_layer(layer)] for layer in layers]
+        return jnp.stack([own[0] if stack.experts is None else jnp.stack(own) for own in of_layers])
 
     @property
     def _rows(self) -> Axes:
@@ -331,15 +356,6 @@ class MaskedLinears:
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
         live, chosen = slice_
         return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen)
-
-
-def _routes(stream: Stream, stack: Stack, layers: Sequence[int]) -> Float[Array, "*lead_n"] | None:
-    """Of a stack's sites in some layers; of experts, with an axis of them behind that of layers."""
-    if stream.routes is None:
-        return None
-    routes = stream.routes.astype(jnp.float32)
-    of_sites = [[routes[..., stream.live.index(site)] for site in stack.of_layer(layer)] for layer in layers]
-    return jnp.stack([own[0] if stack.experts is None else jnp.stack(own) for own in of_sites])
 
 
 def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:

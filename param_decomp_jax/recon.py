@@ -280,9 +280,7 @@ def draw_stochastic(
         return Sources(sources.components(site, at, indices(C)), sources.delta(site, at))
 
     return {
-        stack.name: jax.tree.map(
-            stack.lay_out, jax.lax.map(partial(draw_site, C=stack.C), jnp.asarray(stack.sites))
-        )
+        stack.name: jax.tree.map(stack.lay_out, jax.lax.map(partial(draw_site, C=stack.C), jnp.asarray(stack.sites)))
         for stack in sites.stacks
         if set(live) & set(stack.sites)
     }

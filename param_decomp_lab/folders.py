@@ -21,10 +21,16 @@ DISK_ERRORS = (*FULL_ERRORS, errno.EROFS, errno.EIO)
 """What a full, failing or read-only disk answers: a failure of the machine, not the user's mistake."""
 
 
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether a full, failing or read-only disk is to blame. NumPy has no number for that: it says "9 requested and 3
+    written"."""
+    return error.errno in DISK_ERRORS or (error.errno is None and str(error).endswith("written"))
+
+
 def not_written(path: Path, error: OSError, advice: str) -> CannotWrite | UserError:
     """What to raise where ``path`` could not be written. ``advice``: what to do unless the disk is full."""
-    kind = CannotWrite if error.errno in DISK_ERRORS else UserError
-    then = "free some space" if error.errno in FULL_ERRORS else advice
+    kind = CannotWrite if is_of_the_disk(error) else UserError
+    then = "free some space" if error.errno in (*FULL_ERRORS, None) else advice
     return kind(f"cannot write {path}: {error.strerror or error}; {then}")
 
 
@@ -53,9 +59,22 @@ def write_whole(file: Path, text: str) -> None:
 
 def _explained(error: OSError, folder: Path) -> Exception:
     """``error``, or CannotWrite if ``folder``, which was there when writing to it began, is not any more."""
-    if folder.is_dir():
-        return error
-    return CannotWrite(f"{folder.parent} was renamed, removed or replaced while something was written there")
+    return error if folder.is_dir() else _taken_away(folder)
+
+
+def _refuse_another(folder: Path, made: int, marker: str) -> None:
+    """Raises CannotWrite if ``folder`` is not the one that is open as ``made``, or has been emptied meanwhile: what
+    unpacks an archive makes a folder anew that is gone, and would leave the second half of a result there."""
+    try:
+        same = os.path.samestat(folder.stat(), os.fstat(made)) and (folder / marker).exists()
+    except OSError:
+        same = False
+    if not same:
+        raise _taken_away(folder)
+
+
+def _taken_away(folder: Path) -> CannotWrite:
+    return CannotWrite(f"{folder.parent} was renamed, removed, emptied or replaced while something was written there")
 
 
 def is_irregular(file: Path) -> bool:
@@ -120,6 +139,7 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     partial, old = maker.name(out, "partial"), maker.name(out, "old")
     try:
         partial.mkdir(parents=True)
+        made = os.open(partial, os.O_RDONLY)  # while it is open, no other folder gets its number
     except OSError as error:
         raise not_written(out, error, "choose another place") from error
     try:
@@ -128,8 +148,10 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
                 yield partial
         except OSError as error:
             raise _explained(error, partial) from error
+        _refuse_another(partial, made, marker)
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
+        os.close(made)
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -139,7 +161,7 @@ def _cannot_write(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not is_of_the_disk(error):
             raise
         raise not_written(out, error, "nothing was made; choose another place") from error
 

@@ -33,7 +33,7 @@ class CIFunction(Protocol):
         groups: Groups | None = None,
     ) -> Float[Array, "*slots C"]:
         """Logits of one site in fp32 (N1), from its head, the shared features, its clean input (None where features are
-        shared) and its V. ``groups``: of the sites of experts, whose arrays have an axis of experts; then of every slot.
+        shared) and its V. ``groups``: of experts' sites, whose arrays have an axis of experts; then of every slot.
         """
         ...
 

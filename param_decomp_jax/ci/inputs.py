@@ -21,8 +21,8 @@ from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer
 SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
 """Clean inputs of the sites, by stack."""
 
-ChosenExperts = dict[str, Int[Array, "layers *n k"]]
-"""The experts that the clean pass's positions take, by stack; of the stacks of experts alone."""
+ChosenExperts = dict[str, Int[Array, "..."]]
+"""The experts that the clean pass's positions take, ``[layers, *n, k]``, by stack; of the stacks of experts alone."""
 
 Contribution = Callable[[Float[Array, "*n d_in"], Any, Groups | None], Array]
 """From a site's clean input and the site's own parameters to its summand. Groups: of experts, all at once."""

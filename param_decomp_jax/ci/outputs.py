@@ -75,8 +75,8 @@ def run_ci_function(
     def stack_logits(name: str, V: Array) -> Array:
         x = own[name].astype(compute_dtype) if own is not None else None
         if chosen is None or name not in chosen:
-            per_layer = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
-            return per_layer(heads[name], features, x, V)
+            of_layers = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
+            return of_layers(heads[name], features, x, V)
 
         def of_layer(head: Any, x: Array | None, V: Array, chosen: Array) -> Array:
             return ci.logits(head, features, x, V, group(chosen, V.shape[0]))
@@ -194,7 +194,8 @@ def per_component(
     memory: MemoryPolicy,
     summarise: Summarise,
 ) -> dict[str, Any]:
-    """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``, of experts ``[layers, experts, C, …]``."""
+    """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``; of experts, ``[layers,
+    experts, C, …]``."""
 
     def reduce_stack(stack: Stack) -> Any:
         slices = reader.slices(stack, stack.first, stack.first + stack.n_layers)

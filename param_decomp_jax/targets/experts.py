@@ -22,9 +22,9 @@ def mixture(
     The weighted sum over a position's experts is computed in the dtype of ``h``: in fp32 it would cost a copy of all
     their outputs.
     """
-    probabilities = jax.nn.softmax(matmul_wide(h, gather(w["router"], FROZEN, h.dtype)))
-    chosen = linear.choose(jax.lax.top_k(probabilities, experts.per_token)[1])
-    weights = routing_weights(experts, probabilities, chosen)
+    logits = matmul_wide(h, gather(w["router"], FROZEN, h.dtype))
+    chosen = linear.choose(jax.lax.top_k(logits, experts.per_token)[1])
+    weights = expert_weights(experts, logits, chosen)
     groups = group(chosen, experts.n)
     gate, up, down = EXPERT_KINDS
     shared = h[..., None, :]
@@ -32,9 +32,14 @@ def mixture(
     return jnp.einsum("...kd,...k->...d", linear.grouped(down, hidden, w[down], groups), weights.astype(h.dtype))
 
 
-def routing_weights(
-    experts: Experts, probabilities: Float[Array, "*n experts"], chosen: Int[Array, "*n k"]
+def expert_weights(
+    experts: Experts, logits: Float[Array, "*n experts"], chosen: Int[Array, "*n k"]
 ) -> Float[Array, "*n k"]:
-    """The weights of the experts that a position takes (X1)."""
-    weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True) if experts.normalised else weights
+    """The weights of the experts that a position takes (X1).
+
+    Normalised, they are the softmax over these alone: the quotient of two softmaxes would be 0 / 0 where a masked pass
+    finds all of the clean pass's experts unlikely.
+    """
+    if experts.normalised:
+        return jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+    return jnp.take_along_axis(jax.nn.softmax(logits), chosen, axis=-1)

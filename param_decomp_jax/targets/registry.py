@@ -50,10 +50,6 @@ def read_config(raw: Mapping[str, Any]) -> Architecture:
     return architecture
 
 
-PREFIXES = tuple(sorted({kind.prefix for kind in ARCHITECTURES.values()} - {""}))
-"""With which files begin the names of modules, and patterns may."""
-
-
 def find_published(hub_id: str) -> Architecture | None:
     """The sizes of a published model, None for one that no architecture lists."""
     for kind in ARCHITECTURES.values():

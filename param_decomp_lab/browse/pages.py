@@ -13,7 +13,7 @@ from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
 from param_decomp_lab.browse.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
-from param_decomp_lab.display.numbers import amount, number, percent
+from param_decomp_lab.display.numbers import amount, number, percent, signed
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example
@@ -50,7 +50,13 @@ class Pages:
         self._templates = templates_beside(__file__)
         self._templates.globals.update(static=static, url=address, range=range)
         self._templates.filters.update(
-            number=number, percent=percent, amount=amount, clean=clean, brief=lambda text: clean(text, LABEL_CHARACTERS)
+            number=number,
+            percent=percent,
+            amount=amount,
+            clean=clean,
+            brief=lambda text: clean(text, LABEL_CHARACTERS),
+            signed=signed,
+            breakable=breakable,
         )
 
     def render(self, template: str, **values: Any) -> str:
@@ -213,12 +219,19 @@ def clean(text: object, limit: int = 10_000) -> str:
     return printable(str(text), limit)
 
 
+def breakable(name: str) -> Markup:
+    """The name of a site, which a line may break after its dots."""
+    return Markup(".<wbr>").join(name.split("."))
+
+
 def texts(opened: Opened, ids: Sequence[int]) -> list[str]:
     """How inputs are shown: the text of a token, or the number of a feature."""
     vocabulary = opened.harvest.vocabulary
     if vocabulary is None:
         what = "feature " if opened.harvest.plan.inputs == "features" else "#"
         return [f"{what}{i}" for i in ids]
+    if len(ids) and not 0 <= min(ids) <= max(ids) < len(vocabulary):
+        raise UserError(f"{opened.harvest.folder} names tokens that are not in its vocabulary: the harvest is damaged")
     return [clean(text, TOKEN_CHARACTERS) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int
 
-from param_decomp_lab.display.numbers import number
+from param_decomp_lab.display.numbers import exact, number
 from param_decomp_lab.harvest_files import Summary
 from param_decomp_lab.harvest_files.tables import IMPORTANCE_BINS, OCTAVES
 
@@ -152,4 +152,4 @@ def _ticks(low: float, high: float) -> list[tuple[float, str]]:
         if len(found) >= 3:
             break
     every = max(1, math.ceil(len(found) / 7))
-    return [(math.log(value / low) / span, number(value)) for value in found[::every]]
+    return [(math.log(value / low) / span, exact(value)) for value in found[::every]]

@@ -1,6 +1,7 @@
 """`pd demo`."""
 
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,8 +76,16 @@ def demo(
         raise typer.Exit(status)
     console.print("\nits components, in a browser:", highlight=False)
     console.print(
-        f"$ {shlex.join(('pd', 'browse', str(out / RUNS), '--open'))}", style="bold", soft_wrap=True, highlight=False
+        f"$ {shlex.join((_called(), 'browse', str(out / RUNS), '--open'))}",
+        style="bold",
+        soft_wrap=True,
+        highlight=False,
     )
+
+
+def _called() -> str:
+    """`pd`, or how it was called where a shell does not find it by that: in an environment that is not activated."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "pd" and shutil.which("pd") is None else "pd"
 
 
 def _newest_run(runs: Path) -> Path | None:

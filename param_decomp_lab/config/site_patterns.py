@@ -4,9 +4,11 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from param_decomp_jax.targets.registry import PREFIXES
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import UserError
+
+PREFIXES = ("gpt_neox.", "model.", "transformer.")
+"""With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
 
 
 def match_sites(

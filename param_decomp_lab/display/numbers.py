@@ -20,6 +20,12 @@ def number(value: float | None) -> str:
     return text.replace("-", "−")
 
 
+def signed(value: float) -> str:
+    """``+0.12``, ``−1.14``, ``0.00``."""
+    text = f"{value:+.2f}"
+    return "0.00" if text in ("+0.00", "-0.00") else text.replace("-", "−")
+
+
 def exact(value: float | None) -> str:
     """A number from a configuration, as a person would write it: ``0.003``, ``1``, ``100,000``, ``1e7``."""
     if value is None:
@@ -30,13 +36,15 @@ def exact(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``7.4 %`` of a share in [0, 1]; more digits where it is small. The space does not break."""
+    """``7.4 %`` of a share in [0, 1]; more digits where it is small, to ``< 0.001 %``. The space does not break."""
     if share is None or not isfinite(share):
         return number(share)
     value = 100 * share
     if value == 0:
         return "0\u00a0%"
     size = abs(value)
+    if size < 1e-3:
+        return "< 0.001\u00a0%" if value > 0 else "> −0.001\u00a0%"
     text = f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 1 else f"{value:.2g}"
     return text.replace("-", "−") + "\u00a0%"
 

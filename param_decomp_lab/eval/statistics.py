@@ -69,7 +69,7 @@ class Statistics:
         names = [site.name for site in sites.all]
 
         def column(which: int, combine: Any, first: int | None = None) -> dict[str, np.ndarray]:
-            kept = [sites.unstack({stack: arrays[which] for stack, arrays in batch.items()}) for batch in batches[:first]]
+            kept = [sites.unstack({stack: own[which] for stack, own in batch.items()}) for batch in batches[:first]]
             return {name: combine(np.stack([own[name] for own in kept]), axis=0) for name in names}
 
         return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))

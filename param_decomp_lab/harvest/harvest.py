@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from param_decomp_jax.placement import batch_sharding, from_host
-from param_decomp_lab.errors import CannotWrite
-from param_decomp_lab.folders import DISK_ERRORS, not_written
+from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.folders import is_of_the_disk, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import BatchValues, SiteSums, SiteValues, batch_values
 from param_decomp_lab.harvest.firings import find_firings
@@ -33,6 +33,7 @@ from param_decomp_lab.harvest.state import HarvestState, blocks_done, last_save
 from param_decomp_lab.harvest_files.plan import HARVESTS, Plan
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.opening import Run
+from param_decomp_lab.run_folder.identity import what_became_of
 from param_decomp_lab.run_folder.lock import only_job
 
 SAVE_EVERY_S = 60.0
@@ -64,31 +65,67 @@ def harvest(
         return out if share.number == 0 else None
     work = out.with_name(f".{plan.name}.work")
     mine = work / f"process-{share.number}"
-    try:
-        mine.mkdir(parents=True, exist_ok=True)
-        with only_job(mine, console):
-            sizes = [site.C for site in plan.sites], plan.examples, plan.around
-            state = HarvestState.restore(mine / "state", *sizes)
-            state.sweep()
-            harvester = Harvester(run, plan, source, state)
-            with _progress(console, plan, share) as report:
-                if not harvester.run(share, work, report, stop):
-                    return None
-                if share.number > 0:
-                    return None
-                if not _wait_for_others(plan, work, report, stop):
-                    return None
-            for folder in _process_folders(work):
-                if folder != mine:
-                    state.merge(folder / "state")
-            console.print("writing the harvest …", highlight=False)
-            publish(run, plan, source, state, out)
-    except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise not_written(work, error, "the harvest so far is kept") from error
-        raise
+    with _watched(run.folder) as check_folder:
+        try:
+            for folder in (out.parent, work, mine):  # and none above: the run's folder may be gone
+                folder.mkdir(exist_ok=True)
+            with only_job(mine, console):
+                if (out / PLAN_FILE).is_file():  # made meanwhile
+                    shutil.rmtree(work, ignore_errors=True)
+                    return out if share.number == 0 else None
+                sizes = [site.C for site in plan.sites], plan.examples, plan.around
+                state = HarvestState.restore(mine / "state", *sizes)
+                state.sweep()
+                harvester = Harvester(run, plan, source, state)
+                with _progress(console, plan, share) as report:
+                    if not harvester.run(share, work, report, stop):
+                        return None
+                    if share.number > 0:
+                        return None
+                    if not _wait_for_others(plan, work, report, stop):
+                        return None
+                for folder in _process_folders(work):
+                    if folder != mine:
+                        state.merge(folder / "state")
+                console.print("writing the harvest …", highlight=False)
+                check_folder()
+                publish(run, plan, source, state, out)
+        except OSError as error:
+            check_folder()
+            if is_of_the_disk(error):
+                raise not_written(work, error, "the harvest so far is kept") from error
+            if isinstance(error, FileNotFoundError) and not mine.is_dir():
+                raise CannotWrite(f"{work} was removed while the harvest went on; start it again") from error
+            raise
+        except UserError:
+            if (out / PLAN_FILE).is_file():  # by the job that this one has met
+                return out if share.number == 0 else None
+            check_folder()
+            raise
     shutil.rmtree(work, ignore_errors=True)
     return out
+
+
+@contextmanager
+def _watched(folder: Path) -> Iterator[Callable[[], None]]:
+    """Yields a function that raises CannotWrite if the run's folder is not where it was when the block began."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise CannotWrite(f"{folder} cannot be opened: {error.strerror}") from error
+
+    def check() -> None:
+        became = what_became_of(folder, descriptor)
+        if became is not None:
+            raise CannotWrite(
+                f"the run folder {folder} {became} during the harvest, of which nothing more is saved; what it had "
+                "saved went with the folder. Start it again where the run is now"
+            )
+
+    try:
+        yield check
+    finally:
+        os.close(descriptor)
 
 
 class Harvester:

@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.examples import AROUND, Examples
 from param_decomp_lab.harvest.positions import BlockPositions
 from param_decomp_lab.harvest.token_counts import TokenCounts
@@ -64,16 +68,18 @@ class HarvestState:
 
     @classmethod
     def restore(cls, folder: Path, C: Sequence[int], n_examples: int, around: int = AROUND) -> "HarvestState":
-        """What was saved last in ``folder``, or an empty state; whatever else lies there is left as it is."""
+        """What was saved last in ``folder``, or an empty state; whatever else lies there is left as it is. Raises
+        UserError for a save that is damaged."""
         state = cls(folder, C, n_examples, around)
         saved = last_save(folder)
         if saved is not None:
-            about = json.loads((saved / DONE_FILE).read_text())
-            state._saves, state.done = about["save"], set(about["blocks"])
-            state.tokens.files = about["tokens"]
-            for number, site in enumerate(state.sites):
-                site.load(saved, number)
-            state.positions = _read_positions(saved / "positions.npz")
+            with _named_if_damaged(saved):
+                about = json.loads((saved / DONE_FILE).read_text())
+                state._saves, state.done = about["save"], set(about["blocks"])
+                state.tokens.files = about["tokens"]
+                for number, site in enumerate(state.sites):
+                    site.load(saved, number)
+                state.positions = _read_positions(saved / "positions.npz")
         return state
 
     def sweep(self) -> None:
@@ -108,14 +114,15 @@ class HarvestState:
         saved = last_save(folder)
         if saved is None:
             return
-        about = json.loads((saved / DONE_FILE).read_text())
-        assert not self.done & set(about["blocks"]), "two processes harvested the same block"
-        for number, mine in enumerate(self.sites):
-            _, K, width = mine.top.importances.shape
-            theirs = SiteState.empty(0, K, width // 2)
-            theirs.load(saved, number)
-            mine.merge(theirs)
-        self.positions |= _read_positions(saved / "positions.npz")
+        with _named_if_damaged(saved):
+            about = json.loads((saved / DONE_FILE).read_text())
+            assert not self.done & set(about["blocks"]), "two processes harvested the same block"
+            for number, mine in enumerate(self.sites):
+                _, K, width = mine.top.importances.shape
+                theirs = SiteState.empty(0, K, width // 2)
+                theirs.load(saved, number)
+                mine.merge(theirs)
+            self.positions |= _read_positions(saved / "positions.npz")
         self.done |= set(about["blocks"])
         self.merged_tokens += [folder / file for file in about["tokens"]]
 
@@ -125,6 +132,28 @@ class HarvestState:
         return self.tokens.paths + self.merged_tokens
 
 
+@contextmanager
+def _named_if_damaged(saved: Path) -> Iterator[None]:
+    """Raises UserError, which names the save, where the block cannot read it. Errors of the disk stay as they are."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        RecursionError,
+        TokenError,
+        SyntaxError,
+        BadZipFile,
+        FileNotFoundError,
+    ) as error:
+        raise UserError(
+            f"{saved} is damaged ({type(error).__name__}: {error}), and the harvest cannot go on from it; remove "
+            f"{saved.parent.parent}, whose part of the work is then done again"
+        ) from error
+
+
 def last_save(folder: Path) -> Path | None:
     """The folder of the last whole save in that of a process."""
     saves = [(int(path.name.partition("-")[2]), path) for path in folder.glob("save-*")]
@@ -132,12 +161,16 @@ def last_save(folder: Path) -> Path | None:
 
 
 def blocks_done(folder: Path) -> set[int]:
-    """The blocks in the last whole save of a process."""
-    saved = last_save(folder)
-    try:
-        return set() if saved is None else set(json.loads((saved / DONE_FILE).read_text())["blocks"])
-    except FileNotFoundError:  # it has saved again meanwhile
-        return blocks_done(folder)
+    """The blocks in the last whole save of a process. Raises UserError for a save that is damaged."""
+    for attempt in range(5):
+        saved = last_save(folder)
+        if saved is None:
+            break
+        if attempt < 4 and not (saved / DONE_FILE).exists():  # it has saved again meanwhile
+            continue
+        with _named_if_damaged(saved):
+            return set(json.loads((saved / DONE_FILE).read_text())["blocks"])
+    return set()
 
 
 def _write_positions(file: Path, positions: dict[int, BlockPositions]) -> None:

@@ -97,7 +97,13 @@ class Plan:
             raise ValueError("sites are missing, or twice there")
         if plan.inputs not in ("tokens", "features") or not 0 <= plan.threshold < 1:
             raise ValueError("its inputs or its threshold")
-        if not (plan.length and plan.block_rows and plan.n_inputs <= MOST_INPUTS and plan.around <= plan.length + 1024):
+        if not (
+            plan.rows
+            and plan.length
+            and plan.block_rows
+            and plan.n_inputs <= MOST_INPUTS
+            and plan.around <= plan.length + 1024
+        ):
             raise ValueError("its sizes")
         if not isinstance(plan.data, str):
             raise TypeError("its data")

@@ -3,12 +3,14 @@
 Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +89,10 @@ class NumberList:
     was read once does not stay in memory."""
 
     def __init__(self, file: Path) -> None:
-        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is no Python
+            raise ValueError(f"not an array: {error}") from error
         if mapped.ndim != 1 or mapped.dtype.kind != "i":
             raise ValueError("not a list of whole numbers")
         self._dtype, self._offset, self._length = mapped.dtype, mapped.offset, len(mapped)
@@ -146,6 +151,8 @@ class Harvest:
             x, N = {name: column.to_numpy() for name, column in found.items()}, self.plan.n_positions
             if len(tokens) != self.site(site).C:
                 raise ValueError(f"{len(tokens)} components")
+            if not all(np.isfinite(values).all() for values in x.values()):
+                raise ValueError("numbers that are not finite")
         return Summary(
             x["firings"], x["firings"] / N, x["importance_sum"] / N, x["importance_max"],
             x["activation_sum"] / N, x["activation_max"], tokens,
@@ -250,7 +257,7 @@ class Harvest:
         position counts as 0."""
         with self._damage(self.folder):
             here = self._mean_outputs(self._firing_places(self._global(site, number)))
-        everywhere = self._outputs_everywhere
+            everywhere = self._outputs_everywhere
         more = np.flatnonzero(here > everywhere)
         order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
         return pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]})
@@ -258,8 +265,7 @@ class Harvest:
     def weights(self, site: str, number: int) -> dict[str, Any]:
         """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
         the site writes to the residual stream."""
-        found: dict[str, Any] = self._rows("weights", site, number).to_pylist()[0]
-        return found
+        return self._only_row("weights", site, number)
 
     # --- inside ---
 
@@ -283,14 +289,25 @@ class Harvest:
         tokens = values[first:stop] if plan.inputs == "tokens" else np.flatnonzero(values)
         importances = np.frombuffer(row["importances"], np.uint8)[inside].astype(np.float32) / 255
         activations = np.frombuffer(row["activations"], np.int8)[inside].astype(np.float32) / 127 * row["scale"]
+        if not (math.isfinite(row["importance"]) and np.isfinite(activations).all()):
+            raise ValueError("numbers that are not finite")
         return Example(
             row["kind"], row["row"], row["position"], row["importance"], row["activation"], first,
             tuple(tokens.tolist()), importances, activations,
         )  # fmt: skip
 
     def _row_of(self, site: str, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows("components", site, number).to_pylist()[0]
-        return row
+        return self._only_row("components", site, number)
+
+    def _only_row(self, table: Table, site: str, number: int) -> dict[str, Any]:
+        rows = self._rows(table, site, number).to_pylist()
+        with self._damage(table_file(self.folder, table, self.sites[site])):
+            if len(rows) != 1:
+                raise ValueError(f"{len(rows)} rows of component {number}")
+            row: dict[str, Any] = rows[0]
+            if not all(math.isfinite(value) for value in row.values() if isinstance(value, float)):
+                raise ValueError("numbers that are not finite")
+            return row
 
     def _rows(self, table: Table, site: str, number: int) -> pa.Table:
         """The rows of one component."""
@@ -403,6 +420,8 @@ class Harvest:
 
     def _mean_outputs(self, places: np.ndarray) -> np.ndarray:
         outputs, values = self._outputs
+        if outputs.size and not 0 <= outputs.min() <= outputs.max() < self.plan.n_inputs:
+            raise ValueError(f"outputs {outputs.min()} to {outputs.max()} of {self.plan.n_inputs}")
         sums = np.bincount(outputs[places].ravel(), values[places].ravel().astype(float), self.plan.n_inputs)
         return sums / max(1, len(places))
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from param_decomp_lab.metrics.sinks import parse_row
+
 POLL_S = 0.5
 INIT_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 20.0
@@ -99,13 +101,19 @@ def _put_aside(made: Path) -> None:
 
 
 def read_rows(file: Path, ending: Ending) -> Iterator[dict[str, Any]]:
-    """Rows as they are written, until the run has ended. A line that is cut off by then is left out."""
-    rest = ""
+    """Rows as they are written, until the run has ended. A line that is cut off by then is left out. Raises ValueError,
+    with its number, for one that is no row."""
+    rest, number = "", 0
     with file.open(encoding="utf-8") as lines:
         while True:
             ended = ending.outcome is not None  # before the look: what was written before the end is still read
             *whole, rest = (rest + lines.read()).split("\n")
-            yield from map(json.loads, whole)
+            for line in whole:
+                number += 1
+                try:
+                    yield parse_row(line)
+                except ValueError as error:
+                    raise ValueError(f"{file}:{number}: {error}") from error
             if ended:
                 return
             time.sleep(POLL_S)

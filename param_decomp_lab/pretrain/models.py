@@ -1,4 +1,4 @@
-"""What the pretrainer needs of an architecture, and the two it trains: Llama and GPT."""
+"""What the pretrainer needs of an architecture, and what it trains: decoders of any family, and its own GPT."""
 
 import math
 from collections.abc import Sequence
@@ -14,28 +14,30 @@ from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
-from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.transformer import language_logits
+from param_decomp_jax.targets.transformer_config import TransformerConfig
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.recipe import GPTRecipe, PretrainRecipe
+from param_decomp_lab.pretrain.recipe import FamilyRecipe, GPTRecipe, PretrainRecipe
 from param_decomp_lab.weights.target_folder import save_target
 
 _LAYERS_RECOMPUTED = frozenset(INTERMEDIATES) - {"layers", "attention", "site_outputs", "attack_outputs"}
-"""What a Llama saves whose layers keep their input alone."""
+"""What a model saves whose layers keep their input alone."""
 
 
 def random_weights(
-    key: PRNGKeyArray, config: LlamaConfig | GPTConfig, std: float, into_residual: Sequence[str]
+    key: PRNGKeyArray, config: TransformerConfig | GPTConfig, std: float, into_residual: Sequence[str]
 ) -> Weights:
-    """Random fp32 weights: N(0, std²), the matrices ``into_residual`` times 1/√(2·n_layers); biases 0, norms 1."""
+    """Random fp32 weights: N(0, std²), the matrices ``into_residual`` times 1/√(2·n_layers); biases 0, norms 1 (0 where
+    they are one less than the scale)."""
     flat, structure = jax.tree_util.tree_flatten_with_path(config.weight_shapes(), is_leaf=is_shape)
 
     def leaf(number: int, name: str, shape: tuple[int, ...]) -> Array:
         if "bias" in name:
             return jnp.zeros(shape, jnp.float32)
         if "norm" in name:
-            return jnp.ones(shape, jnp.float32)
+            is_scale = not (isinstance(config, TransformerConfig) and config.norm == "rms_plus_one")
+            return jnp.full(shape, float(is_scale), jnp.float32)
         scale = std / math.sqrt(2 * config.n_layers) if name in into_residual else std
         return scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
 
@@ -68,21 +70,21 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True)
-class LlamaModel:
-    """Nothing of a Llama is dropped. ``std``: of its initial matrices."""
+class TransformerModel:
+    """A decoder of any family; nothing is dropped. ``std``: of its initial matrices."""
 
-    config: LlamaConfig
+    config: TransformerConfig
     memory: MemoryPolicy
     dtype: Any
     std: float
-    spared: tuple[str, ...] = ("norm",)
+    spared: tuple[str, ...] = ("norm", "bias")
 
     def init(self, key: PRNGKeyArray) -> Weights:
         def scaled(path: tuple[Any, ...], x: Array) -> Array:
             return x if "norm" in path[-1].key else x * (self.std / 0.02)
 
         # In two steps: from one, seeds would give other last bits than in folders that are there.
-        usual = random_weights(key, self.config, 0.02, ("o_proj", "down_proj"))
+        usual = random_weights(key, self.config, 0.02, ("o_proj", "down_proj", "experts.down_proj"))
         return jax.tree_util.tree_map_with_path(scaled, usual)
 
     def logits(
@@ -126,7 +128,9 @@ def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None)
         how = Computation(dtype, jnp.dtype(recipe.softmax_dtype), recipe.recomputed, recipe.layers)
         return GPTModel(recipe.model.config(seq_len, vocab_size), how, recipe.model.init_std)
     if vocab_size is None:
-        raise UserError("the vocabulary of a Llama comes from its data; say how large it is")
+        raise UserError("the vocabulary comes from the data; say how large it is")
     save = _LAYERS_RECOMPUTED if recipe.recomputed else frozenset(INTERMEDIATES)
     memory = MemoryPolicy(save=save, layers=recipe.layers)
-    return LlamaModel(recipe.model.config(vocab_size), memory, dtype, recipe.model.init_std)
+    is_family = isinstance(recipe.model, FamilyRecipe)
+    config = recipe.model.family(vocab_size, seq_len) if is_family else recipe.model.config(vocab_size)
+    return TransformerModel(config, memory, dtype, recipe.model.init_std)

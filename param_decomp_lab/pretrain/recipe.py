@@ -6,8 +6,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.gpt import GPTConfig, Part
 from param_decomp_jax.targets.llama import LlamaConfig
+from param_decomp_jax.targets.registry import ARCHITECTURES as REGISTERED
+from param_decomp_jax.targets.registry import read_config
+from param_decomp_jax.targets.transformer_config import TransformerConfig
 from param_decomp_lab.config.strict import (
     ConfigSource,
     Count,
@@ -28,7 +32,7 @@ from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
 from param_decomp_lab.untrusted.yaml_text import read_mapping
 
-LANGUAGE_MODELS = ("llama", "gpt")
+LANGUAGE_MODELS = ("llama", "gpt", "family")
 ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)
 
 
@@ -128,6 +132,36 @@ class GPTRecipe(Strict):
         )
 
 
+class FamilyRecipe(Strict):
+    """Any decoder that can be decomposed.
+
+    ``config``: its `config.json`; ``model_type`` says the family. Vocabulary and longest sequence come from the data.
+    """
+
+    architecture: Literal["family"]
+    config: dict[str, Any]
+    init_std: Positive = 0.02
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        self.family(vocab_size=1, n_positions=1)
+        return self
+
+    def family(self, vocab_size: int, n_positions: int) -> TransformerConfig:
+        """The architecture for data with this vocabulary, in rows of this length."""
+        lengths = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "block_size"), n_positions)
+        known = [kind.name for kind in REGISTERED.values() if issubclass(kind, TransformerConfig)]
+        if self.config.get("model_type") not in known:
+            given = self.config.get("model_type")
+            raise rule_error(("config", f"model_type is {given!r}; what can be trained is {', '.join(known)}"))
+        try:
+            found = read_config(lengths | {"vocab_size": vocab_size} | self.config)
+        except UnsupportedConfig as error:
+            raise rule_error(("config", str(error))) from error
+        assert isinstance(found, TransformerConfig)
+        return found
+
+
 class EvalRecipe(Strict):
     """Held-out cross-entropy, on the same ``batches`` batches every ``every`` steps and after the last."""
 
@@ -144,7 +178,7 @@ class PretrainRecipe(Strict):
     and is made again in the backward. ``micro_batches``: parts of the batch, one after the other.
     """
 
-    model: Annotated[LlamaRecipe | GPTRecipe, Field(discriminator="architecture")]
+    model: Annotated[LlamaRecipe | GPTRecipe | FamilyRecipe, Field(discriminator="architecture")]
     data: PathText
     out: PathText
     steps: Count
@@ -185,13 +219,11 @@ class PretrainRecipe(Strict):
     def _knobs(self) -> Self:
         if self.batch_size % self.micro_batches:
             raise rule_error(("micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"))
-        if isinstance(self.model, LlamaRecipe):
+        if not isinstance(self.model, GPTRecipe):
             if isinstance(self.remat, tuple):
                 raise rule_error(("remat", "should be none or block; parts of a layer are for model.architecture gpt"))
             if self.softmax_dtype != "float32":
-                raise rule_error(
-                    ("softmax_dtype", "should be float32, which a Llama's is; others are for architecture gpt")
-                )
+                raise rule_error(("softmax_dtype", "should be float32; others are for model.architecture gpt"))
         return self
 
     @field_validator("data", mode="before")

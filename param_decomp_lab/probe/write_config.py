@@ -1,7 +1,9 @@
 """The configuration of a run that was found, as two files that `pd train` takes as they are."""
 
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,24 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
     comment = "\n".join([first, *(f"# {line}".rstrip() for line in header)])
     try:
         schema_path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(schema_path(out), f"{first}\n{dump_yaml(method)}")
-        write_whole(out, f"{comment}\n{dump_yaml(wrapper)}")  # last: it names the schema file
+        with _one_at_a_time(out.parent):  # else the wrapper of one search, and the schema file of another
+            write_whole(schema_path(out), f"{first}\n{dump_yaml(method)}")
+            write_whole(out, f"{comment}\n{dump_yaml(wrapper)}")  # last: it names the schema file
     except OSError as error:
         raise not_written(out, error, "choose another place with --out") from error
     load_config(out)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is in such a block for ``folder``."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _moved(path: Any, old: Path, new: Path) -> str:

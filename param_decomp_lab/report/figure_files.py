@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from param_decomp_lab.untrusted.files import read_bytes
+from param_decomp_lab.untrusted.printable import first_few
 
 MAX_FIGURE_BYTES = 1 << 26
 """Largest figure that is put into the page."""
 MAX_OLDER_BYTES = 8_000_000
 """Older figures are put into the page until they take this much together; the others are named."""
+REFUSED_NAMED = 12
+"""Files that may not be shown, of which the page gives the names."""
 
 CAPTIONS = {
     "permuted_ci": "Causal importance of each component for each feature",
@@ -57,16 +60,29 @@ class FigureHistory:
     left_out: list[str]
 
 
-def read_figures(folder: Path) -> list[FigureHistory]:
+@dataclass(frozen=True)
+class Figures:
+    """Those that are shown, and the files that may not be."""
+
+    shown: list[FigureHistory]
+    refused: list[str]
+
+
+def read_figures(folder: Path) -> Figures:
     """All ``<name>_<step>.png`` in ``folder`` by name, those with a known caption first.
 
     Only regular files of the run are put into the page: no link to a file elsewhere, no pipe, none too large.
     """
     found: dict[str, list[Figure]] = {}
+    refused: list[str] = []
     for path in folder.glob("*.png") if folder.is_dir() else ():
         match = re.fullmatch(r"(.+)_([0-9]{1,18})", path.stem)
-        if match and not path.name.startswith(".") and _may_be_shown(path, folder.parent):
+        if not match or path.name.startswith("."):
+            continue
+        if _may_be_shown(path, folder.parent):
             found.setdefault(match[1], []).append(Figure(match[1], int(match[2]), path))
+        else:
+            refused.append(f"{folder.name}/{path.name}")
     order = list(CAPTIONS)
     room = MAX_OLDER_BYTES
     histories: list[FigureHistory] = []
@@ -82,7 +98,7 @@ def read_figures(folder: Path) -> list[FigureHistory]:
             else:
                 left_out.append(f"{folder.name}/{figure.path.name}")
         histories.append(FigureHistory(newest, older, left_out))
-    return histories
+    return Figures(histories, list(first_few(sorted(refused), REFUSED_NAMED)))
 
 
 def _may_be_shown(path: Path, run: Path) -> bool:

@@ -110,7 +110,10 @@ def sites_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix
         stack, _, factor = rest.rpartition("/")
         if group == "components" and factor == "V" and f"components/{stack}/U" in shapes:
             d_out = shapes[f"components/{stack}/U"][-1]
-            found |= dict.fromkeys(_members(stack, shape[0]), (shape[1], d_out, shape[2]))
+            names = [stack]
+            for n in shape[:-2]:  # layers, and experts
+                names = [member for name in names for member in _members(name, n)]
+            found |= dict.fromkeys(names, (shape[-2], d_out, shape[-1]))
     return found
 
 

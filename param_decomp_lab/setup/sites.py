@@ -1,6 +1,7 @@
 """The sites that a configuration chooses among a target's matrices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Sites
 from param_decomp_jax.targets.base import choose_sites
@@ -19,12 +20,37 @@ def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
     chosen = _without_slices(matrices, dict(given))
     identities = match_sites(pd.identity_decomposition_targets or (), names, "pd.identity_decomposition_targets")
     chosen |= {name + PRE_IDENTITY: C for name, C in _without_slices(matrices, dict(identities)).items()}
+    _refuse_some_experts(matrices, chosen)
     return choose_sites(matrices, chosen, _tied(pd, choose_sites(matrices, chosen)))
 
 
+def _refuse_some_experts(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> None:
+    """X2: UserError unless of a layer's experts all matrices of a kind are chosen with one C, or none is."""
+    where = "pd.decomposition_targets"
+    for matrix in matrices:
+        if matrix.expert is not None and matrix.name + PRE_IDENTITY in chosen:
+            raise UserError(f"pd.identity_{where[3:]}: {matrix.name} is an expert's, before which there is no identity")
+    experts = [m for m in matrices if m.expert is not None]
+    for _, group in groupby(experts, lambda m: (m.layer, m.kind)):
+        own = list(group)
+        given = {chosen.get(m.name) for m in own}
+        if len(given) > 1 and None in given:
+            taken, left = (next(m.name for m in own if (m.name in chosen) is is_in) for is_in in (True, False))
+            raise UserError(
+                f"{where}: {taken} is chosen, but {left} is not; choose the matrices of all {len(own)} experts of a "
+                "layer, or of none"
+            )
+        if len(given) > 1:
+            raise UserError(
+                f"{where}: the experts of {own[0].name} and its like have different C; give all of them one"
+            )
+
+
 def _without_slices(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> dict[str, int]:
-    """``chosen`` without slices of matrices that are chosen as a whole: `*.attn.*` means the whole ones. UserError where
-    one layer's is chosen as a whole and another's by its slices, which one pass does not compute."""
+    """``chosen`` without slices of matrices that are chosen as a whole: `*.attn.*` means the whole ones.
+
+    UserError where one layer's matrix is chosen as a whole and another's by its slices: a pass computes all alike.
+    """
     whole = {matrix.name: matrix.part_of for matrix in matrices}
     found = {name: C for name, C in chosen.items() if whole[name] not in chosen}
     slices = [name for name in found if whole[name] is not None]
@@ -53,6 +79,8 @@ def _tied(pd: PDConfig, sites: Sites) -> list[tuple[str, str]]:
             taken[site] = n
             pair.append(site)
         a, b = (by_name[name] for name in pair)
+        if a.expert is not None or b.expert is not None:
+            raise UserError(f"{where}: experts' matrices cannot be tied")
         if (a.d_in, a.d_out, a.C) != (b.d_out, b.d_in, b.C):
             raise UserError(
                 f"{where}: {a.name} is {a.d_in} x {a.d_out} with C {a.C} and {b.name} {b.d_in} x {b.d_out} with "

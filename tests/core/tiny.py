@@ -7,6 +7,7 @@ models themselves are in `toys.py`.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -349,17 +350,33 @@ def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
 
 def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
     layers = by_layer(weights["layers"])
+    for kind, has_mlp in (("dense", True), ("experts", False)):
+        own = iter(by_layer(weights[kind]) if kind in weights else ())
+        for n, layer in enumerate(layers):
+            if of.architecture.experts is not None and of.architecture.has_mlp(n) is has_mlp:
+                layer |= {name.removeprefix("experts."): w for name, w in next(own).items()}
     embed = array(weights["embed"])
     head = embed.T if of.architecture.tied else array(weights["head"])
     plain = {"embed": embed, "layers": layers, "final_norm": array(weights["norm"]), "head": head}
     config = of.architecture
     scaling = None if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
 
-    def forward(linear: ref.Linear) -> ref.Num:
+    def project(linear: ref.Linear, layer: int, kind: str, x: ref.Num, W: np.ndarray, *expert: int) -> ref.Num:
+        if not expert:
+            return linear(module_name(layer, f"{kind}_proj"), x, W)
+        return linear(config.names[f"experts.{kind}_proj"].format(layer, *expert).removeprefix(config.prefix), x, W)
+
+    experts = {} if config.experts is None else {
+        "experts_per_token": config.experts.per_token, "normalised": config.experts.normalised,
+    }  # fmt: skip
+
+    def forward(linear: ref.Linear, choose: Any) -> ref.Num:
         return ref.llama(
             plain,
             tokens,
-            lambda layer, kind, x, W: linear(module_name(layer, f"{kind}_proj"), x, W),
+            partial(project, linear),
+            choose=lambda mixture, own: choose(mixture.removeprefix(config.prefix), own),
+            **experts,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
@@ -368,7 +385,7 @@ def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
             rope_scaling=scaling,
         )
 
-    return forward
+    return ref.MixtureTarget(forward)
 
 
 def schema_schedule(schedule: Schedule) -> Tree:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from starlette.testclient import TestClient
 from param_decomp_lab import load_run
 from param_decomp_lab.browse.catalog import Catalog
 from param_decomp_lab.browse.component_list import Query, find_components
-from param_decomp_lab.browse.listen import listen
+from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.server import make_app
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Harvest, find_harvests
@@ -30,6 +31,7 @@ from tests.lab.tiny_run import pd_here
 LLAMA, TOY = "p-00000001", "p-00000002"
 SITE = "layers.1.mlp.down_proj"
 MARKUP = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"'&amp;"
+LONG_MARKS = ("\u202e<b>'\"&" * 2000)[:10_000]
 MARKS = "\u202egnp\u202c\u200f\x1b[2J\x00"
 
 
@@ -194,7 +196,7 @@ def test_labels_are_kept(mine: Path) -> None:
         answer = browser.post(f"{here}/3/label?sort=density", data=said, headers={"origin": "http://localhost:8720"})
         assert (answer.status_code, answer.headers["location"]) == (303, f"{here}/3?sort=density")
         browser.post(f"{here}/3/label", data={"text": MARKUP, "author": MARKS})
-        browser.post(f"{here}/4/label", data={"text": "x" * 10_000, "author": ""})
+        browser.post(f"{here}/4/label", data={"text": LONG_MARKS, "author": ""})
         assert browser.post(f"{here}/4/label", data={"text": "x" * 10_001}).status_code == 400
         assert browser.post(f"{here}/99/label", data={"text": "x"}).status_code == 404
         assert browser.post(f"{here}/3/label", content=b"text=%ff").status_code == 400
@@ -207,6 +209,11 @@ def test_labels_are_kept(mine: Path) -> None:
         assert "<script>alert" not in page
         assert "<img" not in page
         assert not set(MARKS) & set("\u202e\u200f\x1b") & set(page)
+        for path in (f"{here}/4", f"{here}?labelled=yes", f"{base(mine)}?search=b"):  # whole, in short, found
+            long = browser.get(path).text
+            assert "&lt;b&gt;" in long
+            assert "<b>&#39;" not in long
+            assert "\u202e" not in long
         assert numbers_of(browser.get(here, params={"labelled": "yes", "sort": "number", "order": "up"})) == [3, 4]
         assert set(numbers_of(browser.get(here, params={"sort": "unlabelled"}))[-2:]) == {3, 4}
         assert numbers_of(browser.get(here, params={"search": "ALERT("})) == [3]
@@ -302,7 +309,7 @@ def test_addresses_that_lead_nowhere(shown: TestClient, harvested: Path) -> None
 
 def test_hostile_tokens_and_names(mine: Path) -> None:
     harvest = only_harvest(mine)
-    texts = [MARKUP, MARKS, "x" * 10_000, "ش" * 50, "\ud7ff"]
+    texts = [MARKUP, MARKS, "x" * 10_000, "ش" * 50, "\ud7ff", LONG_MARKS, "ش" * 10_000]
     vocabulary = [texts[i % len(texts)] for i in range(256)]
     pq.write_table(pa.table({"text": vocabulary}), harvest / "vocabulary.parquet")
     config = mine / LLAMA / "config.yaml"
@@ -327,6 +334,7 @@ DAMAGE = {
     "zeros": lambda data: bytes(len(data)),
     "shifted": lambda data: data[1:],
     "footer": lambda data: data[:-40] + bytes(40),
+    "header": lambda data: data[:11] + b"(" + data[12:60] + b"(" + data[61:],  # brackets that nothing closes
 }
 
 
@@ -363,12 +371,41 @@ def test_damaged_harvests(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "column", "value"),
+    [
+        (f"components/{SITE}", "importance_sum", np.inf), (f"components/{SITE}", "activation_max", np.nan),
+        (f"components/{SITE}", "component", 1000), (f"weights/{SITE}", "component", 1000),
+        (f"examples/{SITE}", "scale", np.nan), ("positions", "outputs", 10**6), (f"tokens/{SITE}", "token", 10**6),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_harvest_has(mine: Path, file: str, column: str, value: float) -> None:
+    """Such as a bit that turned over makes them."""
+    harvest = only_harvest(mine)
+    file = file.replace(SITE, str(Harvest(harvest).sites[SITE]))
+    path = harvest / f"{file}.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index(column)
+    values = table[column].combine_chunks()
+    if pa.types.is_list(values.type):
+        ids = pa.array(np.full(len(values.values), value), values.type.value_type)
+        made = pa.ListArray.from_arrays(values.offsets, ids)
+    else:
+        made = pa.array(np.full(len(values), value), values.type)
+    pq.write_table(table.set_column(at, table.schema.field(at), made), path)
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/sites/{SITE}/3")
+        assert page.status_code == 400, page.text
+        assert "the harvest is damaged" in page.text
+        assert browser.get(f"{base(mine)}/sites/{SITE}").status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"format": 2}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
         {"n_inputs": 10**12}, {"inputs": "images"},
         {"run": "../x"}, {"threshold": "a"}, {"data": None}, {"around": 10**9},
-        {"block_rows": 0},
+        {"block_rows": 0}, {"rows": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -429,6 +466,28 @@ def test_a_text(harvested: Path) -> None:
 
 
 # ---- the command ----
+
+
+def test_a_port_in_use(harvested: Path) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = pd_here("browse", harvested, "--port", str(port))
+        assert outcome.status == 2
+        said = f"--port: cannot listen on port {port} of 127.0.0.1: Address already in use; choose another"
+        assert said in " ".join(outcome.err.split())
+        with closing(_bind("127.0.0.1", [port, 0])) as next_one:
+            assert next_one.getsockname()[1] != port
+
+
+def test_it_is_opened_in_a_browser(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: opened.append("served"))
+    for wanted in (False, True):
+        listen([harvested], "127.0.0.1", None, wanted)
+    assert re.fullmatch(r"served http://127\.0\.0\.1:\d+/ served", " ".join(opened))
 
 
 def test_nothing_to_show(tmp_path: Path, harvested: Path) -> None:

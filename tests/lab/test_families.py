@@ -22,6 +22,7 @@ from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
 from param_decomp_jax.targets.transformer import Transformer
+from param_decomp_lab.config import site_patterns
 from param_decomp_lab.opening.forward import masked
 from param_decomp_lab.run_folder.target_file import describe
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
@@ -70,7 +71,7 @@ def with_every_matrix_replaced(name: str, slices: bool) -> tuple[jax.Array, jax.
     architecture, weights = load_target(FAMILIES / name)
     target = architecture.target(every_site(architecture.matrices(), slices), PLAIN, jnp.float32)
     problem = tiny.problem((), target)
-    ones = {s.name: Sources(jnp.ones((s.n_layers, 1, 1, s.C)), None) for s in target.sites.stacks}
+    ones = {s.name: Sources(jnp.ones((*s.lead, 1, 1, s.C)), None) for s in target.sites.stacks}
     live = tuple(range(len(target.sites)))
 
     @jax.jit
@@ -89,6 +90,10 @@ def slow_unless(names: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in NAMES]
     )
+
+
+def test_patterns_know_the_prefixes_of_all_families() -> None:
+    assert set(site_patterns.PREFIXES) == {kind.prefix for kind in ARCHITECTURES.values()} - {""}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,10 +56,41 @@ def test_a_place_that_is_taken_away_is_named(tmp_path: Path) -> None:
         (place / "out" / "rows").write_text("1")
 
     place.mkdir()
-    with pytest.raises(CannotWrite, match="place was renamed, removed or replaced while something was written there"):
+    with pytest.raises(
+        CannotWrite, match="place was renamed, removed, emptied or replaced while something was written there"
+    ):
         make(place / "out", "mine", meanwhile=meanwhile)
     with pytest.raises(FileNotFoundError):  # the user's file, not the place
         make(tmp_path / "out", "mine", meanwhile=(tmp_path / "no such text").read_text)
+
+
+def take_away(place: Path, partial: Path) -> None:
+    place.rename(place.with_name("moved"))
+    partial.mkdir(parents=True)
+
+
+def take_out(place: Path, partial: Path) -> None:
+    (partial / MARKER).unlink()
+
+
+@pytest.mark.parametrize("act", [take_away, take_out])
+def test_half_of_a_result_gets_no_place(tmp_path: Path, act: Callable[[Path, Path], None]) -> None:
+    """A library that makes missing folders goes on in a new one when the place has been taken away, or in what is left
+    of the old one when somebody removes all files."""
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def write() -> None:
+        with new_folder(place / "out", marker=MARKER, overwrite=False) as partial:
+            (partial / MARKER).write_text("first half")
+            act(place, partial)
+            (partial / "rows").write_text("second half")
+
+    with pytest.raises(
+        CannotWrite, match="place was renamed, removed, emptied or replaced while something was written there"
+    ):
+        write()
+    assert contents(place) == {}
 
 
 def test_a_file_that_appears_stays(tmp_path: Path) -> None:
@@ -161,3 +192,15 @@ def test_what_a_killed_process_had_moved_away_is_put_back(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="exists and is not empty"):
         make(out, "new")
     assert contents(tmp_path) == {f"out/{MARKER}": "old"}
+
+
+@pytest.mark.parametrize("error", [OSError("20001 requested and 2544 written"), OSError(28, "No space left on device")])
+def test_a_full_disk_however_it_is_said(tmp_path: Path, error: OSError) -> None:
+    """NumPy gives no number of an error."""
+
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(CannotWrite, match=r"cannot write .*out: .*; free some space"):
+        make(tmp_path / "out", "mine", meanwhile=fails)
+    assert not list(tmp_path.iterdir())

@@ -3,10 +3,12 @@
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,16 +17,18 @@ from scipy.stats import chisquare
 
 from param_decomp_jax.step import run_clean_pass
 from param_decomp_lab import load_run
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.harvest.examples import Examples
 from param_decomp_lab.harvest.firings import HostFirings, ListedFirings, Ranked, Tables, find_firings
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.keys import keys, stream
 from param_decomp_lab.harvest.plan import HarvestRequest
 from param_decomp_lab.harvest.share import Share, find_share
+from param_decomp_lab.harvest.state import HarvestState, blocks_done
 from param_decomp_lab.harvest.totals import Totals
 from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
+from param_decomp_lab.run_folder.lock import only_job
 from tests.lab.tiny_run import SEQ_LEN, pd_here
 
 TOKENS = 40 * SEQ_LEN
@@ -334,6 +338,73 @@ def test_what_a_killed_process_left_is_no_part_of_it(
     assert found is not None
     assert contents(found) == expected
     shutil.rmtree(found)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"[" * 10**5])
+def test_a_damaged_save_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    folder = tmp_path / "process-0" / "state"
+    state = HarvestState(folder, [3], 2)
+    state.sweep()
+    state.save()
+    assert blocks_done(folder) == set()
+    saved = folder / "save-1"
+    for file in [*saved.iterdir(), None]:
+        whole = b""
+        if file is None:
+            (saved / "done.json").unlink()
+        else:
+            whole = file.read_bytes()
+            file.write_bytes(damage(whole))
+        with pytest.raises(UserError, match=r"save-1 is damaged .*; remove .*process-0, whose part of the work"):
+            HarvestState.restore(folder, [3], 2)
+        if file is None or file.name == "done.json":
+            with pytest.raises(UserError, match="save-1 is damaged"):
+                blocks_done(folder)
+        if file is not None:
+            file.write_bytes(whole)
+
+
+def test_a_run_that_is_taken_away(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made anew at its old place; renamed back, the harvest is made."""
+    small_blocks(monkeypatch)
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(runs["toy"], folder)
+    run = load_run(folder, devices=1)
+
+    def take_away() -> bool:
+        if not moved.exists():
+            folder.rename(moved)
+        return False
+
+    with pytest.raises(CannotWrite, match=rf"the run folder {folder} was renamed to {moved} during the harvest"):
+        harvest(run, REQUEST["toy"], stop=take_away)
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    with pytest.raises(CannotWrite, match="cannot be opened"):
+        harvest(run, REQUEST["toy"])
+    moved.rename(folder)
+    found = harvest(run, REQUEST["toy"])
+    assert found is not None
+    assert not list(found.parent.glob(".*"))
+
+
+def test_a_harvest_that_was_made_meanwhile(runs: dict[str, Path], tmp_path: Path) -> None:
+    """By another job, after this one had looked for it."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["toy"], folder)
+    run, other = load_run(folder, devices=1), load_run(folder, devices=1)
+    found: list[Path | None] = []
+
+    @contextmanager
+    def meanwhile(*arguments: Any) -> Iterator[Any]:
+        with mock.patch("param_decomp_lab.harvest.harvest.only_job", only_job):
+            found.append(harvest(other, REQUEST["toy"]))
+        arguments[0].mkdir(parents=True, exist_ok=True)
+        with only_job(*arguments) as check:
+            yield check
+
+    with mock.patch("param_decomp_lab.harvest.harvest.only_job", meanwhile):
+        assert harvest(run, REQUEST["toy"]) == found[0]
+    assert not list((folder / "harvests").glob(".*"))  # no work is left
 
 
 # ---- parts ----

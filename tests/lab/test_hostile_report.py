@@ -116,8 +116,12 @@ def test_only_files_of_the_run_are_figures(run: Path, make: Callable[[Path], Non
     (run / "figures").mkdir()
     (run / "figures" / "plot_3.png").write_bytes(PNG)
     make(run / "figures" / f"plot_{step}.png")
-    images = [attrs["src"] for tag, attrs in read_page(write_report(run)).tags if tag == "img"]
+    page = read_page(write_report(run))
+    images = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
     assert images == ["data:image/png;base64," + base64.b64encode(PNG).decode()]
+    said = page.content()
+    assert f"larger than 64 MiB): figures/plot_{step}.png." in said
+    assert "a private key" not in said
 
 
 @pytest.mark.parametrize(("number", "kind"), [(13, UserError), (28, CannotWrite), (30, CannotWrite)])

@@ -14,7 +14,7 @@ from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenize import tokenize_documents
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.pretrain import pretrain
-from param_decomp_lab.pretrain.models import LlamaModel, language_model
+from param_decomp_lab.pretrain.models import TransformerModel, language_model
 from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.pretrain import run_pretrain
 from param_decomp_lab.pretrain.program import cross_entropy, make_step
@@ -99,7 +99,7 @@ def test_the_saved_model_is_the_one_evaluated(recipe):
     result = run_pretrain(changed(recipe, steps=5, layers="unroll"), console=console())
     config, weights = load_target(result.folder)
     model = language_model(recipe, 32, 256)
-    assert isinstance(model, LlamaModel)
+    assert isinstance(model, TransformerModel)
     assert config == model.config
     batches = pretrain.Batches(pretrain.TokenData(f"{recipe.data}/eval"), recipe.batch_size, recipe.seed)
     losses = [cross_entropy(model, weights, jax.numpy.asarray(batches[n])) for n in range(2)]
@@ -136,7 +136,7 @@ def test_an_interruption_leaves_nothing(recipe, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LlamaModel, "save", interrupt)
+    monkeypatch.setattr(TransformerModel, "save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_pretrain(changed(recipe, steps=1), console=console())
     assert {p.name for p in tmp_path.iterdir()} == {"r.yaml"}

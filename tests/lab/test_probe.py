@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from param_decomp_jax.mesh import make_mesh
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.probe import write_config as write_config_module
 from param_decomp_lab.probe.answer import Answer, compile_parts
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
@@ -531,6 +533,24 @@ def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
     out.write_text("run_name: mine\n")
     with pytest.raises(UserError, match="pd fit has not written it"):
         write_config(tiny.config, sets, out, [])
+
+
+def test_two_searches_into_one_place(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper and the schema file that stay are of one of them, whatever comes between."""
+    out, write = tmp_path / "found.yaml", write_config_module.write_whole
+    other = threading.Thread(target=write_config, args=(tiny.config, ["pd.seed=2", "run_name=second"], out, []))
+
+    def slowly(file: Path, text: str) -> None:
+        write(file, text)
+        if file.parent.name == "torch" and other.ident is None:
+            other.start()
+            other.join(1.0)
+
+    monkeypatch.setattr(write_config_module, "write_whole", slowly)
+    write_config(tiny.config, ["pd.seed=1", "run_name=first"], out, [])
+    other.join()
+    found = load_config(out)
+    assert (found.wrapper.run_name, found.method.pd.seed) == ("second", 2)
 
 
 @needs_plugin

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import duration, number, percent
+from param_decomp_lab.display.numbers import duration, number, percent, signed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.figures import activation_density, ci_histograms, figure_path, mean_ci_per_component, save_figure
 from param_decomp_lab.report import summary_table, write_report
@@ -522,11 +522,13 @@ def test_numbers() -> None:
     assert [number(v) for v in (None, 0, 0.01234, 1234.6, 3e-6, math.nan, -0.5)] == [
         "–", "0", "0.0123", "1,235", "3.00e−6", "NaN", "−0.500",
     ]  # fmt: skip
-    assert [percent(v) for v in (None, 0.0, 0.074, 1.0, 0.0012)] == [
+    assert [percent(v) for v in (None, 0.0, 0.074, 1.0, 0.0012, 5e-7)] == [
         "–",
         "0\u00a0%",
         "7.4\u00a0%",
         "100\u00a0%",
         "0.12\u00a0%",
+        "< 0.001\u00a0%",
     ]
+    assert [signed(v) for v in (1.136, -1.136, 0.001, -0.001)] == ["+1.14", "−1.14", "0.00", "0.00"]
     assert [duration(s) for s in (4.2, 42, 185, 26_000)] == ["4.2 s", "42 s", "3 min 05 s", "7 h 13 min"]

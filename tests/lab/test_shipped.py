@@ -150,6 +150,17 @@ def test_demo_uses_what_is_there(tmp_path: Path, commands: list[list[str]]) -> N
     assert mine.read_text().endswith("# mine\n")
 
 
+def test_the_command_that_the_demo_prints_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make demo` calls it in an environment that the user has not activated."""
+    (tmp_path / "pd").write_text("#!/bin/sh\n")
+    (tmp_path / "pd").chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/pd", "demo"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert demo_module._called() == ".venv/bin/pd"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert demo_module._called() == "pd"
+
+
 def test_demo_stops_at_the_first_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "_run", lambda words, folder: 7)
     done = pd_here("demo", "--out", tmp_path)

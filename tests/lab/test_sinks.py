@@ -13,6 +13,7 @@ from rich.console import Console
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
+from param_decomp_lab.metrics.wandb_mirror import read_rows
 from param_decomp_lab.run_folder.identity import Displaced
 
 
@@ -159,3 +160,14 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "demo 21/100  total 0.125  A inf"  # nothing is known of the rate yet
     assert lines[1] == "demo 31/100, 69 s left  total 0.125  A inf"  # of this process's own steps after the first
     assert [line.split()[1] for line in lines] == ["21/100", "31/100,", "41/100,"]
+
+
+def test_wandb_is_sent_rows_and_nothing_else(tmp_path: Path) -> None:
+    """NaN is a number of a row; what is no row is named, and what is cut off at the end is left out."""
+    ending = SimpleNamespace(outcome="finished")
+    (tmp_path / METRICS_FILE).write_text('{"step": 0, "x": NaN}\n{"step": 1}\n{"step": ')
+    assert [row["step"] for row in read_rows(tmp_path / METRICS_FILE, ending)] == [0, 1]
+    for text in ("[" * 100_000, '{"step": "2"}', "[]", '{"step": 1' + "0" * 5000 + "}"):
+        (tmp_path / METRICS_FILE).write_text(f'{{"step": 0}}\n{text}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+            list(read_rows(tmp_path / METRICS_FILE, ending))
