@@ -32,15 +32,18 @@ from param_decomp_jax.memory import Attention, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
 from param_decomp_jax.numerics import rms_norm
 from param_decomp_jax.sites import Sites, Stack
-from param_decomp_jax.targets.registry import PREFIXES
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """A block: the sites that match one of ``patterns`` (fnmatch on their names, with or without a prefix)."""
+    """A block: sites whose name one of ``patterns`` (fnmatch) matches, alone or behind one of ``prefixes``."""
 
     name: str
     patterns: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
+
+    def has(self, site: str) -> bool:
+        return any(fnmatchcase(prefix + site, p) for p in self.patterns for prefix in ("", *self.prefixes))
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,9 @@ def blocks_of_layers(groups: Sequence[SiteGroup], sites: Sites) -> dict[str, tup
     UnfitGroups for a site in none or in several, a group without a site, and experts of one layer in several.
     """
 
-    def matches(group: SiteGroup, name: str) -> bool:
-        return any(fnmatchcase(prefix + name, p) for p in group.patterns for prefix in ("", *PREFIXES))
-
     found = []
     for site in sites.all:
-        own = [n for n, group in enumerate(groups) if matches(group, site.name)]
+        own = [n for n, group in enumerate(groups) if group.has(site.name)]
         if len(own) != 1:
             which = " and ".join(groups[n].name for n in own) if own else "none"
             raise UnfitGroups(f"{site.name} is in {which} of the groups; every site must be in exactly one")

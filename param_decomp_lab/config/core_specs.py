@@ -10,6 +10,7 @@ from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.method_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
+from param_decomp_lab.config.site_patterns import PREFIXES
 
 Sources = masks.Stochastic | masks.Constant | adversary.FreshAttack | adversary.PersistentAttack
 
@@ -206,7 +207,7 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
             assert hidden is not None
             return ci.GlobalReverseResidual(
                 d_resid=width,
-                groups=tuple(ci.SiteGroup(group.name, group.patterns) for group in groups),
+                groups=tuple(ci.SiteGroup(group.name, group.patterns, PREFIXES) for group in groups),
                 reader_hidden=hidden,
                 attention=None
                 if between is None

@@ -125,7 +125,7 @@ def sites_of(*names: str) -> Sites:
 def test_blocks_of_layers() -> None:
     sites = sites_of("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "layers.2.a", "layers.2.b")
     # With the prefix that names have in files, and without it.
-    outer = (SiteGroup("outer", ("layers.[02].*",)), SiteGroup("inner", ("model.layers.1.*",)))
+    outer = (SiteGroup("outer", ("layers.[02].*",)), SiteGroup("inner", ("model.layers.1.*",), ("model.",)))
     assert blocks_of_layers(outer, sites) == {"layers.0-2.a": (0, 1, 0), "layers.0-2.b": (0, 1, 0)}
 
 

@@ -20,6 +20,7 @@ from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml
@@ -1055,7 +1056,7 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
 def test_blocks_reach_the_core() -> None:
     made = decomposition(example(reverse_residual(transition_attn_config={"n_heads": 2}))).ci
     assert made == ci.GlobalReverseResidual(
-        8, (ci.SiteGroup("all", ("*",)),), (4,), ci.TransitionAttention(2, 2048, 10000.0), None
+        8, (ci.SiteGroup("all", ("*",), PREFIXES),), (4,), ci.TransitionAttention(2, 2048, 10000.0), None
     )
     assert ci.longest_row(made) == 2048
     assert ci.longest_row(replace(made, attention=None)) is None
