@@ -5,11 +5,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, product_wide
-from param_decomp_jax.mesh import Axes, replace_fields, scatter
+from param_decomp_jax.mesh import Axes, constrain, gather, replace_fields, scatter
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -59,8 +59,22 @@ def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*
     return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
 
 
+def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"]) -> Float[Array, "*n d"]:
+    """Rows of a table that is split by column."""
+    # Each device looks up its own columns for the whole batch; rows move, the table does not.
+    columns = constrain(table, None, "split")[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
+    return constrain(columns, *(None,) * rows.ndim, "split")
+
+
+def row_or_product(x: Array, W: Array, groups: Groups | None) -> Array:
+    """``xW`` in fp32 or wider; of rows ``x`` (integers) of a table, the rows (F7)."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return constrain(wide(W[x]), "batch")
+    return product_wide(x, W, groups)
+
+
 def through_components(
-    x: Float[Array, "*#n d_in"],
+    x: Shaped[Array, "*#x"],
     V: Float[Array, "*experts d_in C"],
     U: Float[Array, "*experts C d_out"],
     mask: Float[Array, "*n C"],
@@ -76,11 +90,12 @@ def through_components(
     g = mask if delta_mask is None else mask - delta_mask[..., None]
     if route is not None:
         g = route[..., None] * g
-    return product_wide((product_wide(x, V, groups) * g).astype(x.dtype), U, groups)
+    inner = row_or_product(x, V, groups) * g
+    return product_wide(inner.astype(V.dtype if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype), U, groups)
 
 
 def past_components(
-    x: Float[Array, "*#n d_in"],
+    x: Shaped[Array, "*#x"],
     W: Float[Array, "*experts d_in d_out"] | None,
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
@@ -98,6 +113,8 @@ def past_components(
     assert a is not None
     if W is None:
         return a[..., None] * wide(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return a[..., None] * row_or_product(x, W, groups)
     return _scaled_product(jnp.broadcast_to(a, x.shape[:-1] if groups is None else groups.chosen.shape), x, W, groups)
 
 

@@ -13,8 +13,7 @@ from param_decomp_jax.ci import ImportanceReader, Logits, squashings
 from param_decomp_jax.ci.inputs import ChosenExperts
 from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import Components, site_axes, with_views
-from param_decomp_jax.grouped import product_wide
+from param_decomp_jax.components import Components, row_or_product, site_axes, with_views
 from param_decomp_jax.memory import Intermediate
 from param_decomp_jax.mesh import Axes, gather_tree, is_axes
 from param_decomp_jax.numerics import wide
@@ -140,11 +139,13 @@ def read_sites(
     def activations(stack: Stack, layer: int) -> Array:
         of_layer = components[stack.name].V[layer], components[stack.name].U[layer]
         V, U = gather_tree(of_layer, site_axes(stack), problem.compute_dtype)
-        x = clean_pass.site_inputs[stack.name][layer].astype(problem.compute_dtype)
+        x = clean_pass.inputs
+        if not stack.lookup:
+            x = clean_pass.site_inputs[stack.name][layer].astype(problem.compute_dtype)
         # On V, where it costs least: there are more positions than dimensions.
         scaled = (wide(V) * jnp.linalg.norm(wide(U), axis=-1)[..., None, :]).astype(V.dtype)
         chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
-        return product_wide(x, scaled, reader.groups(stack, chosen))
+        return row_or_product(x, scaled, reader.groups(stack, chosen))
 
     found = _by_name(problem, names, activations, reader.chosen, 0.0)
     return clean_pass, {

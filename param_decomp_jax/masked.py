@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
-from param_decomp_jax.components import Components, past_components, site_axes, through_components
+from param_decomp_jax.components import Components, look_up, past_components, site_axes, through_components
 from param_decomp_jax.grouped import Groups, OverPositions, at_chosen, group, grouped_matmul
 from param_decomp_jax.masks import SourceKind, interpolate
 from param_decomp_jax.memory import Intermediate, MemoryPolicy
@@ -83,7 +83,7 @@ def side_by_side(streams: Sequence[Shaped[Array, "B *n"]]) -> Shaped[Array, "row
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
-def split_rows(rows: Float[Array, "rows *n"], n_streams: int) -> list[Float[Array, "B *n"]]:
+def split_rows(rows: Shaped[Array, "rows ..."], n_streams: int) -> list[Shaped[Array, "B ..."]]:
     """The inverse of `side_by_side`."""
     if n_streams == 1:
         return [rows]
@@ -104,8 +104,18 @@ class MaskedLayer:
     """Of the clean pass, in a layer with sites among its experts."""
     records: dict[str, Array] = field(default_factory=dict)
 
-    def enter(self, x: Float[Array, "rows *n d"]) -> None:
+    def enter(self, x: Shaped[Array, "rows *n"]) -> None:
         pass
+
+    def look_up(
+        self, kind: str, rows: Int[Array, "rows *n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "rows *n d"]:
+        table = constrain(table, None, "split")
+        y = self._masked(kind, rows, table) if kind in self.live else look_up(table, rows)
+        y = constrain(y.astype(dtype), "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
 
     def __call__(
         self, kind: str, x: Float[Array, "rows *n d_in"], W: Float[Array, "d_in d_out"]
@@ -133,9 +143,7 @@ class MaskedLayer:
             self.records[output_record(kind)] = y
         return y
 
-    def _masked(
-        self, kind: str, rows: Float[Array, "rows *n d_in"], W: Array | None
-    ) -> Float[Array, "rows *slots d_out"]:
+    def _masked(self, kind: str, rows: Shaped[Array, "rows *n"], W: Array | None) -> Float[Array, "rows *slots d_out"]:
         """A site that is live in some streams, block by block of the positions if the policy says so."""
         forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
         axes = forward.site_axes(stack, tuple(site.sources))
@@ -161,14 +169,15 @@ class MaskedLayer:
 
         Returns the summary of the site's logits (None without `MaskedLinears.summarise`) and every stream's output.
         """
-        forward, site, streams, dtype = self.forward, here.site, self.forward.streams, here.xs[0].dtype
+        forward, site, streams = self.forward, here.site, self.forward.streams
+        dtype = forward.reader.compute_dtype if stack.lookup else here.xs[0].dtype
         reader = forward.reader.at(here.features)
         groups = None if stack.experts is None else group(here.chosen, stack.experts)
         deltas = {i: streams[i].sources.delta(source, here.at, groups) for i, source in site.sources.items()}
         routes = {i: _at_slots(route, groups) for i, route in site.routes.items()}
         n_blocks = component_blocks(forward.memory, stack.C)
         # Wide where blocks add up their gradients.
-        inputs = {i: wide(here.xs[i]) if n_blocks > 1 else here.xs[i] for i in site.sources}
+        inputs = {i: wide(here.xs[i]) if n_blocks > 1 and not stack.lookup else here.xs[i] for i in site.sources}
 
         def apply_components(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
             part: LiveSite = gather_tree(with_block(site, block), axes, dtype)
@@ -178,7 +187,8 @@ class MaskedLayer:
             def stream_output(i: int) -> Float[Array, "B *n d_out"]:
                 source = streams[i].sources.components(part.sources[i], here.at, part.column, groups)
                 mask = interpolate(importance, source)
-                y = through_components(inputs[i].astype(dtype), part.V, part.U, mask, deltas[i], routes[i], groups)
+                x = inputs[i] if stack.lookup else inputs[i].astype(dtype)
+                y = through_components(x, part.V, part.U, mask, deltas[i], routes[i], groups)
                 return constrain(y, "batch")
 
             over = OverPositions(groups, stack.experts or 0)
@@ -187,9 +197,10 @@ class MaskedLayer:
 
         ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
-        def output(i: int, x: Float[Array, "B *n d_in"]) -> Float[Array, "B *slots d_out"]:
+        def output(i: int, x: Shaped[Array, "B *n"]) -> Float[Array, "B *slots d_out"]:
             if i not in ys:
-                return _product(x, W, groups)
+                y = _product(x, W, groups)
+                return y.astype(dtype) if stack.lookup else y
             past = past_components(x, W, deltas[i], routes[i], groups)
             return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
@@ -200,6 +211,8 @@ class MaskedLayer:
 def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
     if W is None:
         return x
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return look_up(W, x)
     return matmul(x, W) if groups is None else grouped_matmul(x, W, groups)
 
 
@@ -213,14 +226,14 @@ class MaskedLinears:
     """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
 
     ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the
-    clean residual at its first live layer. ``summarise``: its results are recorded; where logits are computed block by
-    block, they are computed once for the masks and for this. ``output_name``: the memory policy's name for the outputs
-    of live sites.
+    clean residual at its first live layer (tokens, where that is the embedding). ``summarise``: its results are
+    recorded; where logits are computed block by block, they are computed once for the masks and for this.
+    ``output_name``: the memory policy's name for the outputs of live sites.
     """
 
     sites: Sites
     streams: tuple[Stream, ...]
-    residuals: tuple[Float[Array, "B *n _"], ...]
+    residuals: tuple[Shaped[Array, "B ..."], ...]
     components: Components
     reader: ImportanceReader
     at: UInt32[Array, "*leading"]
@@ -240,7 +253,7 @@ class MaskedLinears:
         first = min(self.starts)
         return first, side_by_side(self._starting(first))
 
-    def join(self, layer: int, x: Float[Array, "rows *n d"]) -> Float[Array, "more *n d"]:
+    def join(self, layer: int, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "more *n"]:
         """``x`` with the rows of the streams that start at this layer."""
         starting, running = self._starting(layer), self.n_running(layer - 1)
         if not starting or running == 0:

@@ -26,7 +26,8 @@ class Matrix:
     the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: layers that
     do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
     ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site. ``expert``:
-    number of the expert that it is a matrix of, if it is one; the layer's experts have one of each kind.
+    number of the expert that it is a matrix of, if it is one; the layer's experts have one of each kind. ``lookup``: it
+    is a table, of which rows are looked up (F7); ``reads`` is then what comes out.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Matrix:
     group: int = field(default=0, kw_only=True)
     part_of: str | None = field(default=None, kw_only=True)
     expert: int | None = field(default=None, kw_only=True)
+    lookup: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Stack:
     """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers.
 
     ``experts``: number of experts whose matrices they are, None for other sites. Arrays of a stack have a leading axis
-    of layers, and behind it one of experts if there are any; ``sites`` are in that order.
+    of layers, and behind it one of experts if there are any; ``sites`` are in that order. ``lookup``: as of `Matrix`.
     """
 
     name: str
@@ -64,6 +66,12 @@ class Stack:
     C: int
     sites: tuple[int, ...]
     experts: int | None = None
+    lookup: bool = False
+
+    @property
+    def read_width(self) -> int:
+        """Of what a CI function reads of a site."""
+        return self.d_out if self.lookup else self.d_in
 
     @property
     def n_layers(self) -> int:
@@ -162,7 +170,8 @@ class Sites:
                 found = [layers[0][slot][1].expert for slot in own]
                 assert found == list(range(experts)), f"of {site.kind} only the experts {found} are sites"
                 assert len({layers[0][slot][1].C for slot in own}) == 1, f"experts of {site.kind} differ in C"
-            stacks.append(Stack(name, site.kind, site.reads, first, site.d_in, site.d_out, site.C, members, experts))
+            sizes = site.d_in, site.d_out, site.C
+            stacks.append(Stack(name, site.kind, site.reads, first, *sizes, members, experts, site.lookup))
         return Segment(first, stop, tuple(stacks))
 
     @cached_property

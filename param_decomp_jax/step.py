@@ -33,7 +33,7 @@ from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
 from param_decomp_jax.recon import ForwardDraws, Reconstruction, warm_up_error
 from param_decomp_jax.state import Decomposition, State
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
-from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
+from param_decomp_jax.targets.plain_linears import PlainLinears
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: A
     kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
     clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(target.sites, kept, outputs)))
     records = dict(clean.records)
-    residual = records[target.sites.segments[0].first][RESIDUAL]
-    at = constrain(positions(residual.shape[1:-1]), "batch")
+    at = constrain(positions(target.activation_axes(inputs.shape)), "batch")
     read = site_inputs(target.sites, records) if kept else {}
     return CleanPass(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
 

@@ -648,6 +648,7 @@ def run_target(target: Target, linear: Linear, choose: Choose) -> Num:
 
 
 PRE_IDENTITY = ".pre_identity"
+EMBEDDING = "embed_tokens"
 
 
 def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
@@ -687,8 +688,9 @@ def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
     every_choice: dict[str, Array] = {}
 
     def linear(module: str, x: Array, W: Array) -> Array:
-        seen[module] = (x, x @ W, W)
-        return x @ W
+        y = x @ W
+        seen[module] = (y if module.endswith(EMBEDDING) else x, y, W)  # F7
+        return y
 
     def choose(mixture: str, own: Array) -> Array:
         every_choice[mixture] = own
@@ -1133,6 +1135,8 @@ LLAMA_MODULES = {
 
 def llama_site(layer: int, kind: str, expert: int | None = None) -> str:
     """The module's name in a Hugging Face checkpoint; `expert` for the matrices of a mixture (Qwen3-MoE, OLMoE)."""
+    if kind == "embed":
+        return f"model.{EMBEDDING}"
     module = LLAMA_MODULES[kind]
     if expert is not None:
         module = module.replace("mlp.", f"mlp.experts.{expert}.")
@@ -1192,13 +1196,13 @@ def llama(
     """tokens `[B, T]` -> logits `[B, T, vocab]`. weights: embed [vocab, d], layers [{q_proj, k_proj,
     v_proj, o_proj, gate_proj, up_proj, down_proj [d_in, d_out], input_norm, post_norm [d]}],
     final_norm [d], head [d, vocab]. Every projection is `linear(layer, kind, x, W)`, kind in
-    q, k, v, o, gate, up, down (the canonical order).
+    q, k, v, o, gate, up, down (the canonical order); F7: the embedding is the one of layer -1, of kind embed.
 
     A layer with a `router` [d, E] has a mixture named `model.layers.{i}.mlp` in place of its MLP (section 12). Its
     gate_proj, up_proj and down_proj are [E, d_in, d_out], and every product is `linear(layer, kind, x, W, expert)`,
     first gate of all experts, then up, then down. `experts_per_token` is k; `normalised` as in X1."""
     freq = rope_frequencies(head_dim, rope_theta, rope_scaling)
-    h = weights["embed"][tokens]
+    h = linear(-1, "embed", np.eye(weights["embed"].shape[0])[tokens], weights["embed"])
     for i, layer in enumerate(weights["layers"]):
 
         def project(kind: str, x: Num, *expert: int, i: int = i, layer: dict = layer) -> Num:

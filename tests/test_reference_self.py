@@ -581,8 +581,8 @@ def test_llama_calls_in_canonical_order_and_differentiates() -> None:
     w, calls = LLAMA, []
     ref.llama_target(w, TOKENS, **ARCH)(lambda module, x, W: (calls.append(module), x @ W)[1])
     kinds = ["q", "k", "v", "o", "gate", "up", "down"]
-    assert calls == [ref.llama_site(i, kind) for i in range(2) for kind in kinds]
-    assert calls[7] == "model.layers.1.self_attn.q_proj"
+    assert calls == ["model.embed_tokens", *(ref.llama_site(i, kind) for i in range(2) for kind in kinds)]
+    assert calls[8] == "model.layers.1.self_attn.q_proj"
     weight = normal(2, 3, VOCAB)
     check(lambda t: (ref.llama(t, TOKENS, lambda i, k, x, W: x @ W, **ARCH) * weight).sum(), w)
 
@@ -1142,8 +1142,8 @@ def test_mixture_written_out(case: Case) -> None:
             assert s not in clean.exists or clean.exists[s][b, t] == ((b, t) in out.reads[s])
     calls: list[str] = []
     case.target()(lambda module, x, W: (calls.append(module), x @ W)[1])
-    assert calls[11:23] == [expert_site(kind, e) for kind in EXPERT_KINDS for e in range(E)]
-    assert calls[11] == "model.layers.1.mlp.experts.0.gate_proj"
+    assert calls[12:24] == [expert_site(kind, e) for kind in EXPERT_KINDS for e in range(E)]
+    assert calls[12] == "model.layers.1.mlp.experts.0.gate_proj"
 
 
 def test_equal_router_logits() -> None:
@@ -1225,7 +1225,7 @@ def test_masks_that_change_nothing(case: Case) -> None:
                 np.testing.assert_allclose(acts[s], clean.outputs[s], atol=1e-10)
 
 
-@pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
+@pytest.mark.parametrize("config", [c for c in CI_CONFIGS if c is not REVERSE], ids=lambda c: c["fn_type"])
 def test_importances_of_experts(config: dict) -> None:
     """X4, X5: zeros in where a site does not exist, zeros out there."""
     clean, out = ref.clean_pass(MOE.target(), MOE.sites), write_out(MOE, lambda site, at, x, W: x @ W)

@@ -86,10 +86,10 @@ _ROWS = Axes((None, "split"), product=True)
 
 def init_joint_affine(key: PRNGKeyArray, stacks: Sequence[Stack], d_out: int) -> JointAffine:
     """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number."""
-    scale = HIDDEN_GAIN / sum(stack.d_in * len(stack.sites) for stack in stacks) ** 0.5
+    scale = HIDDEN_GAIN / sum(stack.read_width * len(stack.sites) for stack in stacks) ** 0.5
 
     def rows(stack: Stack) -> Array:
-        drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
+        drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.read_width, d_out), jnp.float32), key, stack.sites)
         return stack.lay_out(drawn)
 
     return JointAffine({s.name: scale * rows(s) for s in stacks}, jnp.zeros((d_out,), jnp.float32))

@@ -84,6 +84,14 @@ class _SummingLayer(PlainLayer):
                 self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[site], None))
         return super().__call__(kind, x, W)
 
+    def look_up(
+        self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "*n d"]:
+        y = super().look_up(kind, rows, table, dtype)
+        if kind in self.parameters:
+            self.summands.append(self.contribution(lax.stop_gradient(y), self.parameters[kind], None))
+        return y
+
     def grouped(
         self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
     ) -> Float[Array, "*n k d_out"]:

@@ -52,7 +52,7 @@ class SharedMLP(_Layerwise):
         head: MLP,
         features: None,
         x: Float[Array, "*n d_in"],
-        V: Float[Array, "*experts d_in C"],
+        V: Float[Array, "*experts _ C"],
         groups: Groups | None = None,
     ) -> Float[Array, "*slots C"]:
         return apply_mlp(head, x, groups)
@@ -112,7 +112,7 @@ class VectorMLP(_Layerwise):
         head: MLP,
         features: None,
         x: Float[Array, "*n d_in"],
-        V: Float[Array, "*experts d_in C"],
+        V: Float[Array, "*experts _ C"],
         groups: Groups | None = None,
     ) -> Float[Array, "*slots C"]:
         of_one = partial(apply_mlp, groups=groups)
@@ -140,11 +140,11 @@ def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> Lay
     def head(key: PRNGKeyArray, stack: Stack) -> MLP:
         match config.kind:
             case "shared_mlp":
-                return init_mlp(key, (), (stack.d_in, *config.hidden, stack.C))
+                return init_mlp(key, (), (stack.read_width, *config.hidden, stack.C))
             case "mlp":
                 return init_mlp(key, (stack.C,), (1, *config.hidden, 1))
             case "vector_mlp":
-                return init_mlp(key, (stack.C,), (stack.d_in, *config.hidden, 1))
+                return init_mlp(key, (stack.C,), (stack.read_width, *config.hidden, 1))
 
     heads = {
         stack.name: jax.tree.map(stack.lay_out, draw_per_site(partial(head, stack=stack), key, stack.sites))

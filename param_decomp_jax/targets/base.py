@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.grouped import Groups
 from param_decomp_jax.memory import MemoryPolicy
@@ -30,8 +30,14 @@ class LayerLinears(Protocol):
         """The layer's matrix ``kind`` with weights ``W``, applied to ``x``."""
         ...
 
-    def enter(self, x: Float[Array, "*n d"]) -> None:
-        """Receives the layer's input (the residual stream) before any matrix is applied."""
+    def look_up(
+        self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "*n d"]:
+        """``rows`` of the table ``kind``, in ``dtype`` (F7)."""
+        ...
+
+    def enter(self, x: Shaped[Array, "*n"]) -> None:
+        """Receives the layer's input (the residual stream, or tokens) before any matrix is applied."""
         ...
 
     def choose(self, chosen: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
@@ -129,7 +135,8 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
     sites = []
     for m in matrices:
         identity = replace(m, name=m.name + PRE_IDENTITY, kind=m.kind + PRE_IDENTITY, d_out=m.d_in)
-        sites += [Site(**vars(x), C=chosen[x.name]) for x in (identity, m) if x.name in chosen]
+        possible = (m,) if m.lookup else (identity, m)
+        sites += [Site(**vars(x), C=chosen[x.name]) for x in possible if x.name in chosen]
     unknown = chosen.keys() - {site.name for site in sites}
     assert not unknown, f"not matrices of this target: {unknown}"
     return Sites(tuple(sites), tuple(tied))

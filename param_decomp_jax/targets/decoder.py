@@ -12,9 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.components import look_up
 from param_decomp_jax.fused_kl import Head, fused_kl
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather
+from param_decomp_jax.mesh import constrain
 from param_decomp_jax.numerics import kl_divergence, matmul_wide
 from param_decomp_jax.remat import token_blocks
 from param_decomp_jax.sites import Sites
@@ -68,19 +69,20 @@ class Decoder:
 
     def look_up(self, table: Float[Array, "n d"], rows: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         """Rows of a table that is split by column."""
-        # Each device looks up its own columns for the whole batch; rows move, the table does not.
-        columns = constrain(table, None, "split")[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
-        return constrain(constrain(columns, None, None, "split").astype(self.compute_dtype), "batch")
+        return constrain(look_up(table, rows).astype(self.compute_dtype), "batch")
 
     def forward(
         self, weights: Weights, inputs: Int[Array, "B T"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
         """Token ids to the last hidden state (before the final norm), ``[B, T, d_model]``."""
-        first, x = start if start is not None else (0, self.embed(weights, inputs))
-        return Forward(*run_layers(self.uniform_layers(weights), x, linears, first, self.memory))
+        groups = self.uniform_layers(weights)
+        if start is None:
+            start = (-1, inputs) if groups[0].first == -1 else (0, self.embed(weights, inputs))
+        first, x = start
+        return Forward(*run_layers(groups, x, linears, first, self.memory))
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
-        """All layers are alike."""
+        """All layers are alike. A layer −1 before them, which reads tokens, is there where the embedding is a site."""
         return (UniformLayers(self.layer, weights["layers"], 0, self.architecture.n_layers),)
 
     def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:

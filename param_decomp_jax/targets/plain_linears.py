@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from param_decomp_jax.components import look_up
 from param_decomp_jax.grouped import Groups, grouped_matmul
 from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import matmul
@@ -37,7 +38,7 @@ class PlainLayer:
     outputs: bool = False
     records: dict[str, Array] = field(default_factory=dict)
 
-    def enter(self, x: Float[Array, "*n d"]) -> None:
+    def enter(self, x: Shaped[Array, "*n"]) -> None:
         if self.reads:
             self.records[RESIDUAL] = x
 
@@ -52,6 +53,16 @@ class PlainLayer:
         y = constrain(grouped_matmul(x, gather(W, FROZEN.under(), x.dtype), groups), "batch")
         if kind in self.reads and self.inputs:
             self.records[self.reads[kind]] = x
+        if kind in self.reads and self.outputs:
+            self.records[output_record(kind)] = y
+        return y
+
+    def look_up(
+        self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "*n d"]:
+        y = constrain(look_up(table, rows).astype(dtype), "batch")
+        if kind in self.reads and self.inputs:
+            self.records[self.reads[kind]] = y
         if kind in self.reads and self.outputs:
             self.records[output_record(kind)] = y
         return y

@@ -27,7 +27,7 @@ from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, 
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.experts import mixture
 from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
-from param_decomp_jax.targets.transformer_config import QKV, SLICES, TransformerConfig
+from param_decomp_jax.targets.transformer_config import EMBED, QKV, SLICES, TransformerConfig
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -58,12 +58,19 @@ class Transformer(Decoder):
         return frozenset({"o_proj", "down_proj"}) if self.architecture.norms == "before" else frozenset()
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        x = self.look_up(weights["embed"], tokens)
+        return self._placed(self.look_up(weights["embed"], tokens), weights)
+
+    def _placed(self, x: Float[Array, "B T d"], w: Mapping[str, Any]) -> Float[Array, "B T d"]:
+        """Embeddings as they go into the first layer: scaled, at their positions."""
         if self.architecture.embed_scale != 1:
             x = x * jnp.asarray(self.architecture.embed_scale, x.dtype)
         if self.architecture.learned_positions is not None:
-            x = x + gather(weights["positions"], FROZEN, self.compute_dtype)[: tokens.shape[1]]
+            x = x + gather(w["positions"], FROZEN, self.compute_dtype)[: x.shape[1]]
         return x
+
+    def _embedding(self, x: Int[Array, "B T"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+        """Layer −1 (F7): from tokens to what goes into the first layer."""
+        return self._placed(linear.look_up(EMBED, x, w[EMBED], self.compute_dtype), w)
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         c = self.architecture
@@ -72,9 +79,13 @@ class Transformer(Decoder):
             layers[IN_WINDOW] = jnp.isin(jnp.arange(c.n_layers), jnp.asarray(c.window_layers))
         if c.scale_by_layer:
             layers[DEPTH] = jnp.arange(1, c.n_layers + 1, dtype=jnp.float32)
+        groups = []
+        if any(stack.lookup for stack in self.sites.stacks):
+            own = {name: weights[name][None] for name in (EMBED, "positions") if name in weights}
+            groups.append(UniformLayers(self._embedding, own, -1, 0))
         if c.experts is None:
-            return (UniformLayers(self.layer, layers, 0, c.n_layers),)
-        groups, done = [], {"dense": 0, "experts": 0}
+            return (*groups, UniformLayers(self.layer, layers, 0, c.n_layers))
+        done = {"dense": 0, "experts": 0}
         for run in c.runs():
             first, stop = run[0], run[-1] + 1
             of = "dense" if c.has_mlp(first) else "experts"

@@ -17,6 +17,7 @@ from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenIn
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+EMBED = "embed"
 QKV, SLICES = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*SLICES, "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -158,7 +159,9 @@ class TransformerConfig(Architecture):
         return cls.names[kind].format(layer).removeprefix(cls.prefix)
 
     def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(m for run, layers in enumerate(self.runs()) for n in layers for m in self._of_layer(n, run))
+        name, shape = self.module_name(-1, EMBED), (self.vocab_size, self.d_model)
+        table = Matrix(name, -1, EMBED, "embedding", *shape, group=-1, lookup=True)
+        return (table, *(m for run, layers in enumerate(self.runs()) for n in layers for m in self._of_layer(n, run)))
 
     def _of_layer(self, layer: int, run: int) -> Iterator[Matrix]:
         mlp = self.mlp_kinds if self.has_mlp(layer) else ()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from param_decomp_jax.ci import GlobalReverseResidual, UnfitGroups, blocks_of_layers
+from param_decomp_jax.ci import GlobalReverseResidual, LayerwiseMLP, UnfitGroups, blocks_of_layers
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
@@ -32,6 +32,12 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
                 f"({origin}); decompose it on shorter rows"
             )
     sites = build_sites(method.pd, architecture.matrices())
+    tables = [site.name for site in sites.all if site.lookup]
+    if tables and isinstance(spec.ci, LayerwiseMLP) and spec.ci.kind == "mlp":
+        raise UserError(
+            f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, of which rows are looked up (F7); take vector_mlp, "
+            "shared_mlp or a global one"
+        )
     if isinstance(spec.ci, GlobalReverseResidual):
         try:
             blocks_of_layers(spec.ci.groups, sites)

@@ -18,7 +18,8 @@ def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
     names = [matrix.name for matrix in matrices]
     given = match_sites(pd.decomposition_targets, names, "pd.decomposition_targets")
     chosen = _without_slices(matrices, dict(given))
-    identities = match_sites(pd.identity_decomposition_targets or (), names, "pd.identity_decomposition_targets")
+    of_matrices = [matrix.name for matrix in matrices if not matrix.lookup]
+    identities = match_sites(pd.identity_decomposition_targets or (), of_matrices, "pd.identity_decomposition_targets")
     chosen |= {name + PRE_IDENTITY: C for name, C in _without_slices(matrices, dict(identities)).items()}
     _refuse_some_experts(matrices, chosen)
     return choose_sites(matrices, chosen, _tied(pd, choose_sites(matrices, chosen)))

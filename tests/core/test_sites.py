@@ -28,11 +28,11 @@ def spans(sites: Sites) -> list[tuple[int, int]]:
 def test_canonical_order_whatever_the_order_given() -> None:
     """Section 1: by layer number (10 after 9), then by the order of application."""
     names = tuple(matrix.name for matrix in CONFIG.matrices())
-    assert names[:7] == (
-        "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj",
+    assert names[:8] == (
+        "embed_tokens", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj",
         "layers.0.self_attn.o_proj", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj",
     )  # fmt: skip
-    assert [int(name.split(".")[1]) for name in names] == sorted(list(range(12)) * 7)
+    assert [int(name.split(".")[1]) for name in names[1:]] == sorted(list(range(12)) * 7)
     shuffled = np.random.default_rng(0).permutation(names)
     sites = choose_sites(CONFIG.matrices(), {str(name): 3 for name in shuffled})
     assert tuple(site.name for site in sites.all) == names

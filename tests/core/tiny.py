@@ -362,6 +362,8 @@ def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
     scaling = None if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
 
     def project(linear: ref.Linear, layer: int, kind: str, x: ref.Num, W: np.ndarray, *expert: int) -> ref.Num:
+        if kind == "embed":
+            return linear(config.names["embed"].removeprefix(config.prefix), x, W)
         if not expert:
             return linear(module_name(layer, f"{kind}_proj"), x, W)
         return linear(config.names[f"experts.{kind}_proj"].format(layer, *expert).removeprefix(config.prefix), x, W)

@@ -4,6 +4,7 @@ They are in `schema_files/experiments/`: four of TMS, four of residual MLPs, GPT
 LlamaSimpleMLP with 2, 4 and 12 layers. A wrapper names a small target of that kind and token data.
 """
 
+import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -150,3 +151,47 @@ def test_published_sizes(hub_id: str) -> None:
     assert sum(map(prod, shapes)) == PARAMETERS[hub_id]
     raw = architecture.to_config(architecture.published_dtype, None)
     assert ARCHITECTURES[architecture.name].from_config(raw) == architecture
+
+
+def with_embedding(folder: Path, name: str, pattern: str, **changes: object) -> Path:
+    """An experiment file with its model's embedding as one more site."""
+    raw = yaml.safe_load((FILES / f"{name}.yaml").read_text())
+    raw["pd"]["decomposition_targets"].append({"module_pattern": pattern, "C": 100})
+    raw["pd"] |= changes
+    (folder / "torch.yaml").write_text(yaml.safe_dump(raw))
+    return folder / "torch.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "site", "shape"),
+    [
+        ("gpt2", "transformer.wte", "wte", "50257 × 768"),
+        ("llama-3.1-8b", "model.embed_tokens", "embed_tokens", "128256 × 4096"),
+        ("llama_simple_mlp-2l", "wte", "wte", "256 × 8"),
+    ],
+)
+def test_the_embedding_is_a_site(name: str, pattern: str, site: str, shape: str, tmp_path: Path) -> None:
+    """F7."""
+    make, n_sites = TARGETS[name]
+    wrapper: dict[str, object] = {"data": {"train": "no/train", "eval": "no/eval"}}
+    if name.startswith("llama_simple"):
+        (tmp_path / "config.json").write_text(json.dumps(make().to_config("float32", None)))
+        wrapper["target"] = {"folder": str(tmp_path)}
+    outcome = check(tmp_path, name, torch_config=str(with_embedding(tmp_path, name, pattern)), **wrapper)
+    assert outcome.status == 0, outcome
+    assert f"Sites: {n_sites + 1}" in outcome.out
+    assert f"{site} {shape} 100" in " ".join(outcome.out.split())
+
+
+def test_what_cannot_be_done_with_an_embedding(tmp_path: Path) -> None:
+    data = {"train": "no/train", "eval": "no/eval"}
+    scalar = {"mode": "layerwise", "fn_type": "mlp", "hidden_dims": [4]}
+    file = with_embedding(tmp_path, "gpt2", "wte", ci_config=scalar)
+    outcome = check(tmp_path, "gpt2", torch_config=str(file), data=data)
+    assert outcome.status == 2
+    assert "pd.ci_config.fn_type: mlp cannot read wte, of which rows are looked up" in " ".join(outcome.err.split())
+    identity = [{"module_pattern": "*wte", "C": 10}]
+    file = with_embedding(tmp_path, "gpt2", "wte", identity_decomposition_targets=identity)
+    outcome = check(tmp_path, "gpt2", torch_config=str(file), data=data)
+    assert outcome.status == 2
+    assert "identity_decomposition_targets.0.module_pattern: '*wte' matches no module" in " ".join(outcome.err.split())
