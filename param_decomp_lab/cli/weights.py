@@ -1,14 +1,35 @@
-"""`pd weights import-gguf`."""
+"""`pd weights`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from param_decomp_lab.cli.options import Config, Overrides
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose.")
+
+
+@app.command()
+def fetch(config: Config, overrides: Overrides = None) -> None:
+    """Fetch the target of a run into the local cache, and say in which folder it is.
+
+    A run does this itself when it starts; with this command it is done beforehand, for nodes without a network. Only
+    what is needed is fetched, and what an earlier try has left is gone on with. A token is read from HF_TOKEN.
+
+    Examples:
+
+        pd weights fetch configs/llama8b_l18_example.yaml
+
+        HF_TOKEN=hf_… pd weights fetch run.yaml --set target.spec.model_name=google/gemma-2-2b
+    """
+    from param_decomp_lab.config import load_config
+    from param_decomp_lab.setup.target_source import fetch_target
+
+    console = PlainConsole()
+    console.print(str(fetch_target(load_config(config, overrides or ()), console)), soft_wrap=True, highlight=False)
 
 
 @app.command("import-gguf")

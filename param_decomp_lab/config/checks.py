@@ -9,7 +9,14 @@ from param_decomp_lab.config.loss_schema import (
     PersistentPGDReconLoss,
     RepeatAcrossBatchScope,
 )
-from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile, MethodFile, PretrainedSpec, ToyFile
+from param_decomp_lab.config.method_schema import (
+    GlobalCI,
+    HubSpec,
+    LanguageModelFile,
+    MethodFile,
+    PretrainedSpec,
+    ToyFile,
+)
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
@@ -69,6 +76,8 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
             path = method.target.run_path
             advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
             yield Mistake("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
+        elif wrapper.target.revision is not None:
+            yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
         return
     if wrapper.experiment is not None:
         yield Mistake(
@@ -77,6 +86,9 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
         )
     if wrapper.target is not None and wrapper.target.pretrain is not None:
         yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+    spec = method.target.spec
+    if wrapper.target is not None and wrapper.target.revision is not None and not isinstance(spec, HubSpec):
+        yield Mistake("target.revision", f"is for target.spec.kind hf, not {spec.kind}; remove it")
 
 
 def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:

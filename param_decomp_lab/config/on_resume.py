@@ -16,6 +16,7 @@ MAY_CHANGE: dict[str, str] = {
     "target.folder": "new location of the same weights",
     "target.pretrain": "new location of the recipe of the same weights",
     "target.spec.model_name": "new location of the same weights",
+    "target.revision": "name of the same weights",
     "out_dir": "new location of the run folder",
     "cadence.save_every": "when checkpoints are saved",
     "cadence.keep_last_n_checkpoints": "which checkpoints are kept",

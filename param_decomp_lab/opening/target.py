@@ -12,11 +12,12 @@ from param_decomp_jax.targets.architecture import Architecture, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.run_folder.target_file import describe, read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
-from param_decomp_lab.setup.language_model import target_folder
+from param_decomp_lab.setup.target_source import fetch_target, target_folder
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
@@ -74,7 +75,10 @@ def weights_folder(config: RunConfig) -> Path:
 
 
 def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
-    """The target's weights on the mesh. Raises UserError if they are missing or belong to another target."""
+    """The target's weights on the mesh, fetched if a hub has them. Raises UserError if they are missing or belong to
+    another target; CannotFetch."""
+    if isinstance(config.method, LanguageModelFile):
+        fetch_target(config, PlainConsole(stderr=True))
     folder = weights_folder(config)
     found = read_architecture(folder)
     if found != architecture:

@@ -200,11 +200,11 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.server.repository(kind, name, self._token)
         commit, files = self.server.files(repository, revision or "main")
         gated = "manual" if repository.tokens is not None and not repository.hidden else False
+        date = "2026-01-01T00:00:00.000Z"
         self._send_json({
             "_id": "0", "id": name, "author": name.partition("/")[0], "sha": commit, "private": repository.hidden,
-            "gated": gated, "disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings":
-            [{"rfilename": path} for path in sorted(files)], "lastModified": "2026-01-01T00:00:00.000Z",
-            "createdAt": "2026-01-01T00:00:00.000Z",
+            "gated": gated, "disabled": False, "downloads": 0, "likes": 0, "tags": [], "lastModified": date,
+            "createdAt": date, "siblings": [{"rfilename": path, "size": len(files[path])} for path in sorted(files)],
         })  # fmt: skip
 
     def _tree(self, kind: Kind, name: str, revision: str, folder: str | None) -> None:

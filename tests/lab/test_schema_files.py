@@ -189,8 +189,8 @@ REFUSED = {
         "target.spec.model_class=transformers.GPT2LMHeadModel",
         "holds a Llama; say LlamaForCausalLM",
     ),
-    "a hub id that is not here": (
-        "llama_transformer", "target.spec.model_name=no/model", "target.spec.model_name: 'no/model' is neither"
+    "a name that no hub has": (
+        "llama_transformer", "target.spec.model_name=no/such/model", "target.spec.model_name: 'no/such/model' is neither"
     ),
     "a metric of toys": (
         "llama_transformer",
