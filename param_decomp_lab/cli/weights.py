@@ -32,6 +32,39 @@ def fetch(config: Config, overrides: Overrides = None) -> None:
     console.print(str(fetch_target(load_config(config, overrides or ()), console)), soft_wrap=True, highlight=False)
 
 
+@app.command("import-torch")
+def import_torch(
+    checkpoint: Annotated[Path, typer.Argument(help="A .pt or .pth file, or the folder that a training left.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="YAML of the model's settings, if not beside it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="`float32` or `bfloat16`; default: as stored.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that this command made.")] = False,
+) -> None:
+    """Turn a checkpoint of torch into a folder that can be decomposed (`target: {folder: …}`).
+
+    Of the torch project: LlamaSimpleMLP, GPT2, TMS, ResidMLP, with the YAML that their training leaves; of a folder
+    with several checkpoints the newest. Of Hugging Face: a folder with pytorch_model.bin, of any architecture that can
+    be decomposed. Needs torch (`pip install 'torch>=2.4'`); only tensors are read, no code of a pickle is run.
+
+    Examples:
+
+        pd weights import-torch out/simple_stories_4L --out models/stories
+
+        pd weights import-torch out/checkpoints/model_step_99999.pt --config out/model_config.yaml --out models/stories
+
+        pd weights import-torch ~/.cache/huggingface/hub/models--a--b/snapshots/0123 --out models/b --dtype bfloat16
+    """
+    from param_decomp_lab.display.descriptions import shown_path
+    from param_decomp_lab.weights.dtypes import DTYPES
+    from param_decomp_lab.weights.import_torch import import_torch
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype should be one of {', '.join(DTYPES)}, not {dtype}")
+    console = PlainConsole()
+    made = import_torch(checkpoint, out, console, settings=config, dtype=dtype, overwrite=overwrite)
+    console.print(f"{shown_path(out)}: {made.describe()}", soft_wrap=True, highlight=False)
+
+
 @app.command("import-gguf")
 def import_gguf(
     file: Annotated[Path, typer.Argument(help="A .gguf file, or a wheel (.whl) with one inside.")],

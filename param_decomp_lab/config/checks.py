@@ -14,7 +14,6 @@ from param_decomp_lab.config.method_schema import (
     HubSpec,
     LanguageModelFile,
     MethodFile,
-    PretrainedSpec,
     ToyFile,
 )
 from param_decomp_lab.config.metric_schema import (
@@ -72,11 +71,7 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     if isinstance(method, ToyFile):
         if wrapper.data is not None:
             yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
-        if wrapper.target is None:
-            path = method.target.run_path
-            advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
-            yield Mistake("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
-        elif wrapper.target.revision is not None:
+        if wrapper.target is not None and wrapper.target.revision is not None:
             yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
         return
     if wrapper.experiment is not None:
@@ -100,7 +95,6 @@ def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     metrics = method.eval.metrics if method.eval else ()
     yield from _name_mistakes("eval.metrics", metrics)
     if isinstance(method, LanguageModelFile):
-        yield from _target_mistakes(wrapper, method)
         yield from _data_mistakes(wrapper, method)
 
 
@@ -166,13 +160,6 @@ def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
         if name in taken:
             yield Mistake(f"{key}.{n}.name", f"'{name}' is the name of {key}.{taken[name]} too; give each its own")
         taken.setdefault(name, n)
-
-
-def _target_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
-    spec = method.target.spec
-    if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
-        advice = "give the folder with its weights as target: {folder: …} of the wrapper"
-        yield Mistake("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
 
 
 def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:

@@ -170,6 +170,8 @@ class HubSpec(Strict):
 
 
 class PretrainedSpec(Strict):
+    """``run_path``: of a run of the torch project, on wandb or on this machine."""
+
     kind: Literal["pretrained"]
     model_class: Text
     run_path: Text
@@ -179,7 +181,7 @@ class LanguageModelTarget(Strict):
     """``weights_dtype``: null keeps the weights as they are stored."""
 
     spec: Annotated[HubSpec | PretrainedSpec, Field(discriminator="kind")]
-    output_extract: Annotated[str, NO_MEANING] = "logits"
+    output_extract: Annotated[int | str | None, NO_MEANING] = "logits"
     weights_dtype: Literal["float32", "bfloat16"] | None = None
 
 

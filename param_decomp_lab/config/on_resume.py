@@ -17,6 +17,8 @@ MAY_CHANGE: dict[str, str] = {
     "target.pretrain": "new location of the recipe of the same weights",
     "target.spec.model_name": "new location of the same weights",
     "target.revision": "name of the same weights",
+    "target.spec.run_path": "new location of the same weights",
+    "target.run_path": "new location of the same weights",
     "out_dir": "new location of the run folder",
     "cadence.save_every": "when checkpoints are saved",
     "cadence.keep_last_n_checkpoints": "which checkpoints are kept",

@@ -5,23 +5,29 @@ from pathlib import Path
 from rich.console import Console
 
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
+from param_decomp_lab.config.method_schema import PretrainedSpec, ToyFile
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.weights.hub import HubModel
+from param_decomp_lab.weights.torch_run import TorchRun, find_run
 
-Source = Path | HubModel
+Source = Path | HubModel | TorchRun
 """A folder in the layout of `weights/target_folder.py`, which may not be there, or what such a folder is made from."""
 
 
 def target_source(config: RunConfig) -> Source:
-    """What holds the weights of a language model: the wrapper's folder, else what the schema file names."""
-    assert isinstance(config.method, LanguageModelFile)
-    given = config.wrapper.target
+    """What holds the weights, unless a toy has a recipe: the wrapper's folder, else what the schema file names.
+
+    UserError for a name that can be nothing of the kind.
+    """
+    given, method = config.wrapper.target, config.method
     if given is not None and given.folder is not None:
         return given.folder
-    spec = config.method.target.spec
-    assert isinstance(spec, HubSpec)
+    if isinstance(method, ToyFile):
+        return find_run(method.target.run_path, "target.run_path")
+    spec = method.target.spec
+    if isinstance(spec, PretrainedSpec):
+        return find_run(spec.run_path, "target.spec.run_path")
     local = Path(spec.model_name).expanduser()
     if local.is_dir():
         return local
@@ -41,7 +47,10 @@ def target_folder(config: RunConfig) -> Path:
 
 
 def fetch_target(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
-    """As `target_folder`, but what is elsewhere is fetched, once on every node. Raises what fetching raises."""
+    """As `target_folder`, but what is elsewhere is fetched, and what is torch's is converted, once on every node.
+
+    Raises UserError and CannotFetch as the source's `fetch` does.
+    """
     source = target_source(config)
     if isinstance(source, Path):
         return source
