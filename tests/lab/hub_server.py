@@ -66,7 +66,9 @@ class Failure(Exception):
 
 class Hub(ThreadingHTTPServer):
     """``breaks``: by the name of a file, how many bytes of it are sent in each of the next answers before the
-    connection breaks off; when they are used up, it is sent whole. ``known``: tokens that the hub has issued."""
+    connection breaks off; when they are used up, it is sent whole. ``stalled``: set when so much of a file was
+    sent and ``stall`` says that the connection then stays open, without a word. ``known``: tokens that the hub has
+    issued."""
 
     daemon_threads = True
 
@@ -75,6 +77,8 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[tuple[Kind, str], Repository] = {}
         self.known: set[str] = set()
         self.breaks: dict[str, list[int]] = {}
+        self.stall = False
+        self.stalled = threading.Event()
         self.requests: list[Request] = []
         self.lock = threading.Lock()
 
@@ -294,6 +298,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[:sent])
         if sent is not None and sent < len(content):
             self.wfile.flush()
+            if self.server.stall:
+                self.server.stalled.set()
+                self.rfile.read()  # until the client is gone
             self.close_connection = True
 
     def log_message(self, format: str, *arguments: Any) -> None:

@@ -5,7 +5,10 @@ Against `hub_server.py`, with the real client.
 
 import io
 import json
+import os
 import re
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +24,8 @@ from param_decomp_lab.weights import hub_download
 from param_decomp_lab.weights.hub import HubModel, Offline
 from param_decomp_lab.weights.target_folder import load_target
 from tests.lab.hub_server import Hub, hub_server, point_clients
-from tests.lab.tiny_run import LIGHT, Tiny, pd_here
+from tests.lab.several import run
+from tests.lab.tiny_run import LIGHT, PD, Tiny, pd_here
 
 NAME, TOKEN = "somebody/tiny", "hf_secretsecretsecret"
 JUNK = {
@@ -163,6 +167,39 @@ def test_what_was_interrupted_is_gone_on_with(
     assert {request.token for request in hub.requests if "large-storage" in request.path} == {None}
 
 
+@pytest.mark.slow
+def test_a_killed_process_is_gone_on_with(wrapper: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a file of 64 MB; the next process asks for the rest of that file, and for no other."""
+    content = np.random.default_rng(0).bytes(64_000_000)
+    part = {"a.safetensors": content[:20_000_000], "b.safetensors": content}
+    index = {"weight_map": {name: name for name in part}}
+    with hub_server() as hub:
+        hub.commit(NAME, {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode(), **part})
+        hub.breaks["b.safetensors"], hub.stall = [45_000_000], True
+        environment = os.environ | hub.environment(tmp_path / "home")
+        command = [*PD, "weights", "fetch", str(wrapper)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as first:
+            assert hub.stalled.wait(60)
+            until(lambda: any(path.stat().st_size >= 40_000_000 for path in (tmp_path / "home").rglob("*.partial")))
+            first.kill()
+        hub.stall = False
+        hub.requests.clear()
+        second = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert second.returncode == 0, second.stderr
+        ranges = [request.range for request in hub.requests if "large-storage" in request.path]
+    assert len(ranges) == 1
+    assert re.fullmatch(r"bytes=4\d{7}-", ranges[0] or ""), "what arrived is not asked for again"
+    assert (Path(second.stdout.splitlines()[-1]) / "b.safetensors").read_bytes() == content
+    assert "of which" in second.stdout
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_what_arrives_damaged_is_not_kept(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub_download, "LARGE_BYTES", 1000)
     content = np.random.default_rng(0).bytes(50_000)
@@ -272,3 +309,33 @@ def test_a_check_without_a_network(wrapper: Path, monkeypatch: pytest.MonkeyPatc
     probed = pd_here("probe", wrapper)
     assert probed.status == 2
     assert "could not be fetched from http://127.0.0.1:9" in probed.err
+
+
+@pytest.mark.slow
+def test_several_processes_fetch_once(hub: Hub, files: dict[str, bytes], wrapper: Path, tmp_path: Path) -> None:
+    """Two processes of one run; a refusal is told once."""
+    hub.commit(NAME, files)
+    hub.gate(NAME, TOKEN)
+    train = [*PD, "train", str(wrapper), *sets(*LIGHT, f"out_dir={tmp_path / 'runs'}", "mesh={fsdp: 2}")]
+    environment = {**hub.environment(tmp_path / "home"), "WANDB_MODE": "disabled"}
+    refused = run(train, 2, 1, environment)
+    assert [process.status for process in refused] == [2, 2], refused
+    assert sum("is only for those whom its owner has given access" in process.text for process in refused) == 1
+    trained = run(train, 2, 1, {**environment, "HF_TOKEN": TOKEN})
+    assert [process.status for process in trained] == [0, 0], trained
+    assert sorted(downloaded(hub)) == sorted(files.keys() - JUNK.keys())
+
+
+@pytest.mark.slow
+def test_unrelated_processes_at_once(hub: Hub, files: dict[str, bytes], wrapper: Path, tmp_path: Path) -> None:
+    """Runs that start together, as those of a sweep: one fetches, the others wait and find it."""
+    weights = np.random.default_rng(0).bytes(40_000_000)
+    hub.commit(NAME, {**files, "model-00002-of-00002.safetensors": weights})
+    environment = os.environ | hub.environment(tmp_path / "home")
+    command = [*PD, "weights", "fetch", str(wrapper)]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    folders = {process.communicate()[0].splitlines()[-1] for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len(folders) == 1
+    assert (Path(folders.pop()) / "model-00002-of-00002.safetensors").read_bytes() == weights
+    assert sorted(downloaded(hub)) == sorted(files.keys() - JUNK.keys())

@@ -6,6 +6,7 @@ What turns names and layouts into ours is tested with arrays; the rest where tor
 import dataclasses
 import json
 import pickle
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
-from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
+from param_decomp_jax.targets.registry import read_config
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.errors import UserError
@@ -36,6 +37,7 @@ from tests.core.tiny import weights
 from tests.lab.tiny_run import ARCHITECTURE, pd_here
 
 QUIET = Console(quiet=True)
+GOLDEN = Path(__file__).parent.parent / "golden" / "families"
 RNG = np.random.default_rng(0)
 TMS = {"n_features": 5, "n_hidden": 2, "n_hidden_layers": 1, "tied_weights": True, "init_bias_to_zero": False}
 RESID = {"n_features": 6, "d_embed": 8, "d_mlp": 3, "n_layers": 2, "act_fn_name": "relu", "in_bias": True,
@@ -171,15 +173,64 @@ def test_gpt2() -> None:
     assert np.array_equal(tensors["lm_head.weight"], own)
 
 
-MODELS = [("llama_simple_mlp", SIMPLE, simple_state), ("gpt2", GPT2, gpt2_state)]
+def gpt2_logits(w: Mapping[str, np.ndarray], tokens: np.ndarray, n_heads: int = 4) -> np.ndarray:
+    """Of the class GPT2, with `nn.Linear`, GELU by tanh and a tied head; tokens [T]."""
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
+    later = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+    for n in range(2):
+        qkv = linear(f"h.{n}.attn.c_attn", norm(f"h.{n}.ln_1", x)).reshape(len(tokens), 3, n_heads, -1)
+        q, k, v = qkv.transpose(1, 2, 0, 3)
+        scores = np.exp(np.where(later, -np.inf, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])))
+        read = scores / scores.sum(-1, keepdims=True) @ v
+        x = x + linear(f"h.{n}.attn.c_proj", read.swapaxes(0, 1).reshape(len(tokens), -1))
+        h = linear(f"h.{n}.mlp.c_fc", norm(f"h.{n}.ln_2", x))
+        gelu = h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))) / 2
+        x = x + linear(f"h.{n}.mlp.c_proj", gelu)
+    return norm("ln_f", x) @ w["wte.weight"].T
 
 
-@pytest.mark.parametrize(("name", "raw", "make"), MODELS, ids=[name for name, *_ in MODELS])
-def test_language_models_can_be_loaded(tmp_path: Path, name: str, raw: Mapping[str, Any], make: Any) -> None:
-    if name not in ARCHITECTURES:
-        pytest.skip(f"no {name} here")
-    architecture, _ = load(tmp_path, raw, make())
-    assert architecture.name == name
+def logits(architecture: Architecture, loaded: Any, tokens: np.ndarray) -> np.ndarray:
+    target: Any = architecture.target(Sites(()), PLAIN, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(target.logits(loaded, target.forward(loaded, jnp.asarray(tokens), UNTOUCHED).output))
+
+
+def close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_gpt2_computes_what_the_class_does(tmp_path: Path) -> None:
+    state, tokens = {name: 0.3 * array for name, array in gpt2_state().items()}, np.arange(20) * 7 % 48
+    architecture, loaded = load(tmp_path, GPT2, state)
+    close(logits(architecture, loaded, tokens[None])[0], gpt2_logits(state, tokens))
+
+
+def test_llama_simple_mlp_computes_what_the_class_does(tmp_path: Path) -> None:
+    """The golden model as a checkpoint in safetensors, with the YAML that its training leaves."""
+    folder = tmp_path / "left"
+    model = yaml.safe_load((GOLDEN / "llama_simple_mlp_torch" / "model_config.yaml").read_text())
+    put(folder, "final_config.yaml", {"model": model, "steps": 3})
+    shutil.copyfile(GOLDEN / "llama_simple_mlp_adjacent" / "model.safetensors", folder / "step_3.safetensors")
+    import_torch(folder, tmp_path / "out", QUIET)
+    expected = np.load(GOLDEN / "llama_simple_mlp_adjacent" / "expected.npz")
+    close(logits(*load_target(tmp_path / "out"), expected["tokens"]), expected["logits"])
+
+
+@pytest.mark.parametrize("name", ["llama_simple_mlp_torch", "torch_gpt2"])
+def test_golden_checkpoints(tmp_path: Path, name: str) -> None:
+    """Written by torch, from definitions that somebody wrote who had not read this code."""
+    pytest.importorskip("torch")
+    import_torch(GOLDEN / name, tmp_path / "out", QUIET)
+    expected = np.load(GOLDEN / name / "expected.npz")
+    close(logits(*load_target(tmp_path / "out"), expected["tokens"]), expected["logits"])
 
 
 def test_wrappers_of_a_model() -> None:

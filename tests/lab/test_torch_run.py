@@ -4,6 +4,7 @@ wandb's client is the real one (`wandb_server.py` is not wandb's). Checkpoints a
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.weights.target_folder import load_target
 from param_decomp_lab.weights.torch_run import TorchRun, find_run
 from param_decomp_lab.weights.wandb_run import WandbRun, parse_run_path
-from tests.lab.tiny_run import ROOT, pd_here
+from tests.lab.tiny_run import ROOT, pd_here, torch_file
 from tests.lab.wandb_server import ENTITY, Server, wandb_server
 
 KEY = "0123456789" * 4
@@ -30,6 +31,7 @@ FILES = {
     "config.yaml": b"wandb_version: {value: 1}\n", "tms_train_config.yaml": SETTINGS, "output.log": b"-",
     "tms_10.safetensors": b"old", "tms_20.safetensors": CHECKPOINT, "optimizer_20.pt": b"-", "media/a.png": b"-",
 }  # fmt: skip
+GOLDEN = ROOT / "tests" / "golden" / "families"
 TMS = ROOT / "configs" / "toys" / "tms_5-2.yaml"
 
 
@@ -147,7 +149,8 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(*assignments: str) -> list[str]:
-    small = ("target=null", "pd.steps=2", "eval=null", "pd.batch_size=8", "pd.faithfulness_warmup_steps=0")
+    losses = "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 1}]"
+    small = ("target=null", "pd.steps=2", "eval=null", "pd.batch_size=8", "pd.faithfulness_warmup_steps=0", losses)
     return [word for assignment in (*small, *assignments) for word in ("--set", assignment)]
 
 
@@ -185,3 +188,58 @@ def test_a_local_run_is_decomposed(tmp_path: Path, cache: Path) -> None:
     assert find_run(str(made), "target.run_path") == made
     trained = pd_here("train", TMS, *settings(f"target.run_path={folder}", f"out_dir={tmp_path / 'runs'}"))
     assert trained.status == 0, trained
+
+
+def language_model(tmp_path: Path, model_class: str, run_path: str, *patterns: str) -> Path:
+    """A wrapper of a schema file that names what a training of the torch project left."""
+    method = torch_file()
+    method["target"] = {
+        "spec": {"kind": "pretrained", "model_class": model_class, "run_path": run_path}, "output_extract": 0
+    }  # fmt: skip
+    method["pd"]["decomposition_targets"] = [{"module_pattern": pattern, "C": 8} for pattern in patterns]
+    method["eval"] = None
+    (tmp_path / "torch.yaml").write_text(yaml.safe_dump(method))
+    wrapper = {"torch_config": "torch.yaml", "run_name": "x", "data": {"train": "train", "eval": "eval"}}
+    (tmp_path / "wrapper.yaml").write_text(yaml.safe_dump(wrapper))
+    return tmp_path / "wrapper.yaml"
+
+
+LANGUAGE_MODELS = {
+    "llama_simple_mlp_torch": ("models.LlamaSimpleMLP", "h.*.mlp.c_fc", "h.*.attn.q_proj"),
+    "torch_gpt2": ("models.GPT2", "h.*.attn.c_attn", "h.*.mlp.c_fc"),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_language_model_is_checked_without_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model_class, *patterns = LANGUAGE_MODELS[name]
+    checked = pd_here("check", language_model(tmp_path, model_class, str(GOLDEN / name), *patterns))
+    assert checked.status == 0, checked
+    said = " ".join(checked.out.split())
+    assert "Sites: 6" in said
+    assert "not converted yet; `pd train` does it, or `pd weights fetch`" in said
+    other = language_model(tmp_path, "transformers.LlamaForCausalLM", str(GOLDEN / name), *patterns)
+    assert "target.spec.model_class: is transformers.LlamaForCausalLM, but" in pd_here("check", other).err
+
+
+def test_a_language_model_on_wandb(server: Server, tmp_path: Path) -> None:
+    content = (GOLDEN / "llama_simple_mlp_adjacent" / "model.safetensors").read_bytes()
+    settings = (GOLDEN / "llama_simple_mlp_torch" / "model_config.yaml").read_bytes()
+    files = {"config.yaml": b"a: {value: 1}", "model_config.yaml": settings, "model_step_9.safetensors": content}
+    server.add("lm", {**files, "tokenizer.json": b"{}"})
+    config = language_model(tmp_path, "models.LlamaSimpleMLP", "wandb:somebody/lms/runs/lm", "h.*.mlp.*")
+    checked = pd_here("check", config)
+    assert checked.status == 0, checked
+    said = " ".join(checked.out.split())
+    assert "its sites are not checked: target.spec.run_path: wandb:somebody/lms/lm: not fetched yet" in said
+    unknown = language_model(tmp_path, "models.LlamaSimple", "wandb:somebody/lms/lm", "h.*.mlp.*")
+    refused = pd_here("check", unknown)
+    assert refused.status == 2
+    assert "target.spec.model_class: is models.LlamaSimple; did you mean 'LlamaSimpleMLP'?" in refused.err
+    assert not server.fetched
+    config = language_model(tmp_path, "models.LlamaSimpleMLP", "wandb:somebody/lms/runs/lm", "h.*.mlp.*")
+    fetched = pd_here("weights", "fetch", config)
+    assert fetched.status == 0, fetched
+    assert (Path(fetched.out.splitlines()[-1]) / "tokenizer.json").is_file()
+    assert "Sites: 6" in pd_here("check", config).out
