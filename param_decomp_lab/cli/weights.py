@@ -29,7 +29,10 @@ def fetch(config: Config, overrides: Overrides = None) -> None:
     from param_decomp_lab.setup.target_source import fetch_target
 
     console = PlainConsole()
-    console.print(str(fetch_target(load_config(config, overrides or ()), console)), soft_wrap=True, highlight=False)
+    folder = fetch_target(load_config(config, overrides or ()), console)
+    if not folder.is_dir():
+        raise UserError(f"target.folder: {folder} is not there; nothing of it can be fetched")
+    console.print(str(folder), soft_wrap=True, highlight=False)
 
 
 @app.command("import-torch")

@@ -16,13 +16,15 @@ Source = Path | HubModel | TorchRun
 
 
 def target_source(config: RunConfig) -> Source:
-    """What holds the weights, unless a toy has a recipe: the wrapper's folder, else what the schema file names.
+    """What holds the weights: the wrapper's folder, else what the schema file names.
 
-    UserError for a name that can be nothing of the kind.
+    UserError for a name that can be nothing of the kind, and for a toy that a recipe makes.
     """
     given, method = config.wrapper.target, config.method
     if given is not None and given.folder is not None:
         return given.folder
+    if given is not None and given.pretrain is not None:
+        raise UserError(f"target.pretrain: a recipe makes the target; train it with `pd pretrain {given.pretrain}`")
     if isinstance(method, ToyFile):
         return find_run(method.target.run_path, "target.run_path")
     spec = method.target.spec

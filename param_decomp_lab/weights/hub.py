@@ -5,7 +5,8 @@ is in the cache is used as it is, without asking: a run that goes on reads the w
 """
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ class HubModel:
         with self._explained():
             info = HfApi().model_info(self.name, revision=self.revision, files_metadata=True)
             sizes = {file.rfilename: file.size or LARGE_BYTES for file in info.siblings or ()}
-            self._refuse_unreadable(sizes.keys())
+            self._refuse_unreadable(sizes)
             assert info.sha is not None
             small = [name for name in (CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES) if name in sizes]
             folder = download_files(self.name, info.sha, {name: sizes[name] for name in small}, console)
@@ -112,9 +113,9 @@ class HubModel:
             hf_hub_download(self.name, CONFIG_FILE, revision=self.revision)
         return folder
 
-    def _refuse_unreadable(self, files: object) -> None:
+    def _refuse_unreadable(self, files: Iterable[str]) -> None:
         """Raises UserError for a model without a configuration or without safetensors."""
-        names = set(files)  # type: ignore[call-overload]
+        names = set(files)
         if CONFIG_FILE not in names:
             raise UserError(f"{self.where}: {self} has no {CONFIG_FILE}, so it is no model in the Hugging Face layout")
         if names & {SINGLE_FILE, INDEX_FILE}:
@@ -147,24 +148,23 @@ class HubModel:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         except OSError as error:  # what the hub answers, too
-            if error.errno in DISK_ERRORS:
-                raise not_written(Path(error.filename or "the Hugging Face cache"), error, "") from error
             response = getattr(error, "response", None)
+            if response is None and (error.filename is not None or error.errno in DISK_ERRORS):
+                place = Path(error.filename or "the Hugging Face cache")
+                raise not_written(place, error, "choose another place with HF_HOME") from error
             if response is None:
                 raise self._unreachable(error) from error
             raise self._refused(error, response.status_code) from error
 
     def _unreachable(self, error: Exception) -> CannotFetch:
-        from huggingface_hub import constants
-
         reason = shortened(str(error).partition("\n")[0].partition("http")[0].strip(" :("), 200) or type(error).__name__
         return CannotFetch(
-            f"{self.where}: {self} could not be fetched from {constants.ENDPOINT}: {reason}; what has arrived is kept: "
+            f"{self.where}: {self} could not be fetched from {_hub()}: {reason}; what has arrived is kept: "
             "start again where there is a network, or give target: {folder: <path>} in the wrapper"
         )
 
     def _refused(self, error: Exception, status: int) -> UserError | CannotFetch:
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import get_token
         from huggingface_hub.errors import (
             EntryNotFoundError,
             GatedRepoError,
@@ -172,7 +172,7 @@ class HubModel:
             RevisionNotFoundError,
         )
 
-        page, has_token = f"{constants.ENDPOINT}/{self.name}", get_token() is not None
+        page, has_token = f"{_hub()}/{self.name}", get_token() is not None
         token = "a token of yours, in HF_TOKEN or by `hf auth login`"
         if isinstance(error, GatedRepoError):
             then = (
@@ -188,7 +188,7 @@ class HubModel:
             return UserError(f"{self.where}: {self} has no {CONFIG_FILE}, so it is no model in the Hugging Face layout")
         if isinstance(error, RepositoryNotFoundError):
             private = "the token that was sent may not see it" if has_token else f"it is private and needs {token}"
-            return UserError(f"{self.where}: there is no {self.name} on {constants.ENDPOINT}, or {private}")
+            return UserError(f"{self.where}: there is no {self.name} on {_hub()}, or {private}")
         if status == 401:
             return UserError(f"{self.where}: the hub does not know the token that was sent; give {token}, or none")
         if status == 403:
@@ -196,6 +196,13 @@ class HubModel:
         return CannotFetch(
             f"{self.where}: {self} could not be fetched: the hub answers with status {status}; try later"
         )
+
+
+def _hub() -> str:
+    """The address of the hub, without a password that it may hold."""
+    from huggingface_hub import constants
+
+    return re.sub("//[^/]*@", "//", str(constants.ENDPOINT))
 
 
 @contextmanager

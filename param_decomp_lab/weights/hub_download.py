@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -36,29 +36,37 @@ def download_files(name: str, commit: str, sizes: Mapping[str, int], console: Co
     locks, blobs = cache / ".locks" / folder_name, cache / folder_name / "blobs"
     locks.mkdir(parents=True, exist_ok=True)
     blobs.mkdir(parents=True, exist_ok=True)
-    large = sum(size for size in sizes.values() if size >= LARGE_BYTES)
-    with WeakFileLock(locks / "param-decomp.lock"), _progress(f"downloading {name}", blobs, large, console):
-        for file, size in sizes.items():
+    with WeakFileLock(locks / "param-decomp.lock"), ExitStack() as stack:
+        left = {file: size for file, size in sizes.items() if not _is_there(name, commit, file)}
+        large = sum(size for size in left.values() if size >= LARGE_BYTES)
+        stack.enter_context(_progress(f"downloading {name}", blobs, large, console))
+        for file, size in left.items():
             if size >= LARGE_BYTES:
                 _complete_blob(name, commit, file, blobs)
             hf_hub_download(name, file, revision=commit)
     return cache / folder_name / "snapshots" / commit
 
 
+def _is_there(name: str, commit: str, file: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, file, revision=commit), str)
+
+
 def _complete_blob(name: str, commit: str, file: str, blobs: Path) -> None:
     """Puts the content of a large file where `hf_hub_download` finds it. That function itself begins a file anew in
     every process; what it fetches by chunks (Xet) is left to it."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    if isinstance(try_to_load_from_cache(name, file, revision=commit), str):
-        return
     url = hf_hub_url(name, file, revision=commit)
     known = get_hf_file_metadata(url)
     if known.xet_file_data is not None or known.etag is None or known.size is None or (blobs / known.etag).exists():
         return
     partial = blobs / f"{known.etag}.partial"
+    if partial.exists() and partial.stat().st_size > known.size:
+        partial.unlink()  # two processes have written it, on a disk that knows no locks
     with partial.open("ab") as opened:
         # The client drops the token when it is sent on to the host that stores large files.
         http_get(url, opened, resume_size=opened.tell(), headers=build_hf_headers(), expected_size=known.size)
@@ -80,21 +88,22 @@ def _progress(what: str, blobs: Path, total: int, console: Console) -> Iterator[
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
     done = threading.Event()
-    start, before = time.monotonic(), _arrived(blobs)
+    start, partial = time.monotonic(), _size(blobs, "*.partial")
+    others = _size(blobs) - partial
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total, completed=min(before, total))
+        task = bar.add_task(what, total=total, completed=partial)
 
         def watch() -> None:
             line = time.monotonic()
             while not done.wait(0.5):
-                arrived = min(_arrived(blobs), total)
+                arrived = min(_size(blobs) - others, total)
                 bar.update(task, completed=arrived)
                 if not console.is_terminal and time.monotonic() - line >= LINE_S:
                     line = time.monotonic()
                     console.print(f"{what}: {byte_size(arrived)} of {byte_size(total)}", highlight=False)
 
         if not console.is_terminal:
-            there = f", of which {byte_size(before)} are there" if before else ""
+            there = f", of which {byte_size(partial)} are there" if partial else ""
             console.print(f"{what}: {byte_size(total)}{there}", highlight=False)
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -108,11 +117,10 @@ def _progress(what: str, blobs: Path, total: int, console: Console) -> Iterator[
         console.print(f"{what}: done in {time.monotonic() - start:.0f} s", highlight=False)
 
 
-def _arrived(blobs: Path) -> int:
-    """Bytes of the large files so far."""
+def _size(folder: Path, pattern: str = "*") -> int:
+    """Bytes of the files in a folder, those that are being written included."""
     total = 0
-    for path in blobs.iterdir():
+    for path in folder.glob(pattern):
         with suppress(OSError):  # renamed meanwhile
-            size = path.stat().st_size
-            total += size if size >= LARGE_BYTES or path.suffix else 0
+            total += path.stat().st_size
     return total

@@ -52,7 +52,7 @@ def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
             ) from error
         first = shortened(text.partition("\n")[0], 200) or type(error).__name__
         raise UserError(f"{path}: cannot be read as a checkpoint of torch ({first}); copy it again") from error
-    return {name: _array(tensor) for name, tensor in _state(loaded, path, torch.Tensor).items()}
+    return {name: _array(name, tensor, path) for name, tensor in _state(loaded, path, torch.Tensor).items()}
 
 
 def _can_be_mapped(path: Path) -> bool:
@@ -89,10 +89,16 @@ def _state(loaded: Any, path: Path, tensor: type) -> Mapping[str, Any]:
     )
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _array(name: str, tensor: Any, path: Path) -> np.ndarray:
     import torch
 
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # which NumPy knows by another library
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as error:  # quantised, sparse
+        kind = f"{tensor.dtype}, {tensor.layout}"
+        raise UserError(
+            f"{path}: {name} is stored as {kind}; weights must be dense, of floating-point numbers"
+        ) from error

@@ -33,7 +33,7 @@ def newest_checkpoint(names: Iterable[str], where: str) -> str:
     """
     found = [
         name for name in sorted(names)
-        if name.endswith(CHECKPOINTS) and not re.search("optim|label|sched", PurePosixPath(name).name)
+        if name.endswith(CHECKPOINTS) and not re.search("optim|sched|rng", PurePosixPath(name).name)
     ]  # fmt: skip
     if not found:
         raise UserError(f"{where}: has no checkpoint ({', '.join(CHECKPOINTS)})")
@@ -41,8 +41,10 @@ def newest_checkpoint(names: Iterable[str], where: str) -> str:
     left = final or found
     if len(left) > 1:
         numbers = {name: re.findall(r"\d+", PurePosixPath(name).stem) for name in left}
-        last = max((int(digits[-1]) for digits in numbers.values() if digits), default=None)
-        left = [name for name, digits in numbers.items() if digits and int(digits[-1]) == last]
+        last = max((int(digits[-1]) for digits in numbers.values() if digits), default=-1)
+        left = [name for name, digits in numbers.items() if last == (int(digits[-1]) if digits else -1)]
+    if len(left) == 2 and len({PurePosixPath(name).stem for name in left}) == 1:
+        left = [name for name in left if name.endswith(".safetensors")]  # the same, in two formats
     if len(left) != 1:
         raise UserError(
             f"{where}: has several checkpoints, and their names do not say which is the newest "

@@ -25,7 +25,7 @@ from param_decomp_lab.weights.hub import HubModel, Offline
 from param_decomp_lab.weights.target_folder import load_target
 from tests.lab.hub_server import Hub, hub_server, point_clients
 from tests.lab.several import run
-from tests.lab.tiny_run import LIGHT, PD, Tiny, pd_here
+from tests.lab.tiny_run import LIGHT, PD, ROOT, Tiny, pd_here
 
 NAME, TOKEN = "somebody/tiny", "hf_secretsecretsecret"
 JUNK = {
@@ -231,13 +231,28 @@ def test_offline_and_no_network(
     assert "refused" in refusal(HubModel("somebody/other").fetch_config, CannotFetch)
 
 
+def test_a_cache_that_cannot_be_written(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.commit(NAME, files)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    assert re.search(r"cannot write .*file.*: Not a directory; choose another place with HF_HOME", refusal(fetch))
+
+
+def test_the_password_of_a_mirror_is_not_shown(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    point_clients(monkeypatch, f"http://me:{TOKEN}@127.0.0.1:9", tmp_path)
+    assert "could not be fetched from http://127.0.0.1:9: " in refusal(fetch, CannotFetch)
+
+
 def test_progress_without_a_terminal(hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_download, "LARGE_BYTES", 1000)
     hub.commit(NAME, files)
     console = Console(record=True, width=200, file=io.StringIO())
     HubModel(NAME).fetch(console)
     lines = console.export_text().splitlines()
-    assert re.fullmatch(r"downloading somebody/tiny: [\d.]+.KiB", lines[0])
+    assert len(lines) == 4, "the small files, then the weights"
+    assert re.fullmatch(r"downloading somebody/tiny: 3[\d.]+.KiB", lines[2])
     assert lines[-1] == "downloading somebody/tiny: done in 0 s"
 
 
@@ -298,6 +313,12 @@ def test_a_check_asks_for_the_configuration_alone(hub: Hub, files: dict[str, byt
     assert fetched.status == 0, fetched
     assert (Path(fetched.out.splitlines()[-1]) / "model-00001-of-00002.safetensors").is_file()
     assert "not on this machine" not in pd_here("check", wrapper).out
+    nowhere = pd_here("weights", "fetch", wrapper, *sets("target.folder=nowhere"))
+    assert nowhere.status == 2
+    assert "nowhere is not there; nothing of it can be fetched" in nowhere.err
+    recipe = pd_here("weights", "fetch", ROOT / "configs" / "toys" / "tms_5-2.yaml")
+    assert recipe.status == 2
+    assert "target.pretrain: a recipe makes the target; train it with `pd pretrain" in recipe.err
 
 
 def test_a_check_without_a_network(wrapper: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def test_the_newest_checkpoint() -> None:
     assert newest_checkpoint(names, "w") == "model_step_1000.pt"
     assert newest_checkpoint([*names, "checkpoints/model_step_1001.pt"], "w") == "checkpoints/model_step_1001.pt"
     assert newest_checkpoint([*names, "model_final.pth"], "w") == "model_final.pth"
+    assert newest_checkpoint(["model.pt", "model.safetensors"], "w") == "model.safetensors"
     assert newest_checkpoint(["tms.pth", "tms_train_config.yaml"], "w") == "tms.pth"
     assert settings_files([*names, "a/model_config.yaml", "model_config.yaml"]) == [
         "model_config.yaml", "final_config.yaml", "config.yaml"
@@ -397,7 +398,7 @@ class Evil:
 
 
 def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     folder, out = tmp_path / "run", tmp_path / "out"
     put(folder, "tms_train_config.yaml", {"tms_model_config": TMS})
     assert "there is no such checkpoint" in refusal(tmp_path / "nowhere", out)
@@ -416,6 +417,8 @@ def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "cannot be read as a checkpoint of torch" in refusal(folder, out)
     save({"step": 3, "model": {"a": 1}}, checkpoint)
     assert "has no state dict" in refusal(folder, out)
+    torch.save({"W": torch.eye(3).to(torch.float8_e4m3fn)}, checkpoint)
+    assert "W is stored as torch.float8_e4m3fn, torch.strided; weights must be dense" in refusal(folder, out)
     save({**tms_state(), "x": normal(1)}, checkpoint)
     assert "tms.pth: x has no place in the TMS of its settings" in refusal(folder, out)
     (folder / "tms_train_config.yaml").unlink()

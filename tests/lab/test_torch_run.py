@@ -171,7 +171,7 @@ def test_a_run_on_wandb_is_decomposed(server: Server, tmp_path: Path) -> None:
     assert "not on this machine" not in checked.out
 
 
-def test_a_local_run_is_decomposed(tmp_path: Path, cache: Path) -> None:
+def test_a_local_run(tmp_path: Path, cache: Path) -> None:
     """A folder with a checkpoint, the checkpoint, and a folder in our own layout."""
     folder = tmp_path / "left"
     folder.mkdir()
@@ -186,8 +186,6 @@ def test_a_local_run_is_decomposed(tmp_path: Path, cache: Path) -> None:
         assert load_target(fetch(str(path)))[0] == TMSConfig(5, 2)
     made = fetch(str(folder))
     assert find_run(str(made), "target.run_path") == made
-    trained = pd_here("train", TMS, *settings(f"target.run_path={folder}", f"out_dir={tmp_path / 'runs'}"))
-    assert trained.status == 0, trained
 
 
 def language_model(tmp_path: Path, model_class: str, run_path: str, *patterns: str) -> Path:
