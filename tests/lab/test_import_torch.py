@@ -6,6 +6,7 @@ What turns names and layouts into ours is tested with arrays; the rest where tor
 import dataclasses
 import json
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.sites import Sites
@@ -30,7 +32,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights import torch_checkpoint
 from param_decomp_lab.weights.import_torch import checked_tensors, import_torch, refuse_missing
 from param_decomp_lab.weights.safetensors_files import save_tensors
-from param_decomp_lab.weights.target_folder import load_target
+from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target
 from param_decomp_lab.weights.torch_files import newest_checkpoint, settings_files
 from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_settings, strip_wrappers
 from tests.core.tiny import weights
@@ -264,6 +266,19 @@ def test_what_does_not_fit() -> None:
     assert "has no bias (1 such)" in refused({name: array for name, array in tensors.items() if name != "bias"})
 
 
+def test_tensors_of_every_family() -> None:
+    """Golden models hold what is needed, with these shapes, and some tensors that nothing reads."""
+    folders = [path.parent for path in sorted(GOLDEN.glob("*/model.safetensors"))]
+    assert len(folders) > 15
+    for folder in folders:
+        architecture, arrays = read_architecture(folder), load_file(folder / "model.safetensors")
+        found = checked_tensors(architecture, arrays, folder.name)
+        refuse_missing(architecture, found, folder.name)
+        left_out = max(found)
+        with pytest.raises(UserError, match=f"has no .*{re.escape(left_out.removeprefix(architecture.prefix))}"):
+            refuse_missing(architecture, found.keys() - {left_out}, folder.name)
+
+
 def test_the_newest_checkpoint() -> None:
     names = ["model_step_900.pt", "model_step_1000.pt", "optimizer_step_2000.pt", "config.yaml", "final_config.yaml"]
     assert newest_checkpoint(names, "w") == "model_step_1000.pt"
@@ -364,10 +379,6 @@ def test_a_folder_that_training_left(tmp_path: Path, within: str | None) -> None
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_folder_of_hugging_face(tmp_path: Path, parts: int, dtype: Any) -> None:
     """The tiny Llama, tied, whose head is stored too, as `pytorch_model.bin` keeps it."""
-    from safetensors.numpy import load_file
-
-    from param_decomp_lab.weights.target_folder import save_target
-
     save_target(tmp_path / "target", ARCHITECTURE, weights(ARCHITECTURE))
     arrays = load_file(tmp_path / "target" / "model.safetensors")
     arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]

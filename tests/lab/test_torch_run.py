@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.numpy import save
 
 from param_decomp_jax.targets.tms import TMSConfig
+from param_decomp_lab import load_run
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.weights.target_folder import load_target
 from param_decomp_lab.weights.torch_run import TorchRun, find_run
@@ -166,6 +167,7 @@ def test_a_run_on_wandb_is_decomposed(server: Server, tmp_path: Path) -> None:
     kept = b"".join(file.read_bytes() for file in (tmp_path / "p-00000001").rglob("*") if file.is_file())
     assert KEY.encode() not in kept
     assert KEY not in trained.out + trained.err
+    assert np.array_equal(load_run(tmp_path / "p-00000001").weights["linear1"], FIRST.T)
     checked = pd_here("check", TMS, *settings(path))
     assert "TMS, 5 features in 2" in checked.out
     assert "not on this machine" not in checked.out
