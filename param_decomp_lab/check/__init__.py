@@ -32,7 +32,7 @@ PLOT_WIDTH = (20, 60)
 
 
 def check(config: RunConfig, console: Console) -> None:
-    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown.
+    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown and on no server.
 
     Weights and data missing on this machine are listed and are not an error; those present must fit.
     """
@@ -60,8 +60,10 @@ def check(config: RunConfig, console: Console) -> None:
     console.print(schedules_table(spec, min(PLOT_WIDTH[1], max(PLOT_WIDTH[0], console.width - 50))))
     if method.eval is not None:
         console.print(evaluation_table(method.eval, method.pd, n_sites))
+    if isinstance(target, UnknownTarget) and target.elsewhere:
+        missing = (f"the target, so its sites are not checked: {target.reason}", *missing)
     _notes(config, missing, console)
-    if isinstance(target, UnknownTarget):
+    if isinstance(target, UnknownTarget) and not target.elsewhere:
         raise UserError(target.reason)
 
 

@@ -9,7 +9,13 @@ from param_decomp_lab.config.loss_schema import (
     PersistentPGDReconLoss,
     RepeatAcrossBatchScope,
 )
-from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile, MethodFile, PretrainedSpec, ToyFile
+from param_decomp_lab.config.method_schema import (
+    GlobalCI,
+    HubSpec,
+    LanguageModelFile,
+    MethodFile,
+    ToyFile,
+)
 from param_decomp_lab.config.metric_schema import (
     CI_L0,
     CEandKLLosses,
@@ -65,10 +71,8 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     if isinstance(method, ToyFile):
         if wrapper.data is not None:
             yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
-        if wrapper.target is None:
-            path = method.target.run_path
-            advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
-            yield Mistake("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
+        if wrapper.target is not None and wrapper.target.revision is not None:
+            yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
         return
     if wrapper.experiment is not None:
         yield Mistake(
@@ -77,6 +81,9 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
         )
     if wrapper.target is not None and wrapper.target.pretrain is not None:
         yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+    spec = method.target.spec
+    if wrapper.target is not None and wrapper.target.revision is not None and not isinstance(spec, HubSpec):
+        yield Mistake("target.revision", f"is for target.spec.kind hf, not {spec.kind}; remove it")
 
 
 def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
@@ -88,7 +95,6 @@ def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     metrics = method.eval.metrics if method.eval else ()
     yield from _name_mistakes("eval.metrics", metrics)
     if isinstance(method, LanguageModelFile):
-        yield from _target_mistakes(wrapper, method)
         yield from _data_mistakes(wrapper, method)
 
 
@@ -170,13 +176,6 @@ def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
         if name in taken:
             yield Mistake(f"{key}.{n}.name", f"'{name}' is the name of {key}.{taken[name]} too; give each its own")
         taken.setdefault(name, n)
-
-
-def _target_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
-    spec = method.target.spec
-    if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
-        advice = "give the folder with its weights as target: {folder: …} of the wrapper"
-        yield Mistake("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
 
 
 def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:

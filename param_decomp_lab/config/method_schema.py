@@ -170,6 +170,8 @@ class HubSpec(Strict):
 
 
 class PretrainedSpec(Strict):
+    """``run_path``: of a run of the torch project, on wandb or on this machine."""
+
     kind: Literal["pretrained"]
     model_class: Text
     run_path: Text

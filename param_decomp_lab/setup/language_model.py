@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from jax.sharding import Mesh
+from rich.console import Console
 
 from param_decomp_jax.ci import GlobalTransformer
 from param_decomp_jax.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.method_schema import HubSpec, LanguageModelData, LanguageModelFile
+from param_decomp_lab.config.method_schema import LanguageModelData, LanguageModelFile
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
@@ -17,16 +18,21 @@ from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.target_source import fetch_target
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
-def set_up_language_model(config: RunConfig) -> Setup:
-    """Target, weights, data and mesh of a language-model run. UserError for whatever does not fit together."""
+def set_up_language_model(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
+    """Target, weights, data and mesh of a language-model run; a target that is elsewhere is fetched first.
+
+    Raises UserError for whatever does not fit together; CannotFetch.
+    """
     method = config.method
     assert isinstance(method, LanguageModelFile)
-    folder = target_folder(config)
+    folder = fetch_target(config, console, processes)
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
     train, held_out = _data(config)
@@ -97,28 +103,6 @@ def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSou
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)
     return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
-
-
-def target_folder(config: RunConfig) -> Path:
-    """The local folder with the target's weights: the wrapper's, the schema's, or the hub's local cache."""
-    assert isinstance(config.method, LanguageModelFile)
-    if config.wrapper.target is not None and config.wrapper.target.folder is not None:
-        return config.wrapper.target.folder
-    spec = config.method.target.spec
-    assert isinstance(spec, HubSpec)
-    local = Path(spec.model_name).expanduser()
-    if local.is_dir():
-        return local
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(spec.model_name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"target.spec.model_name: '{spec.model_name}' is neither a folder nor in the local Hugging Face cache, and "
-            "a run downloads nothing; fetch it first, or give target: {folder: <path>} in the wrapper"
-        ) from error
 
 
 def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:

@@ -423,7 +423,7 @@ REFUSED = [
     ),
     ("pd.loss_metrics.0={type: CI_L0, groups: null}", "pd.loss_metrics.0: unknown 'type' 'CI_L0'; did you mean"),
     ("pd.loss_metrics.0={type: CIMaskedAttnPatternsReconLoss, coeff: 1}", "pd.loss_metrics.0.type: 'CIMaskedAttnPatt"),
-    ("target.spec={kind: pretrained, model_class: LlamaForCausalLM, run_path: x}", "target.spec.kind: pretrained"),
+    ("target.output_extract=[1]", "target.output_extract: should be a valid integer, not [1]"),
     ("target.spec.kind=hub", "target.spec: unknown 'kind' 'hub'; did you mean 'hf'"),
     ("target.weights_dtype=float16", "target.weights_dtype: should be 'float32' or 'bfloat16'"),
     ("runtime.dp=0", "runtime.dp: should be greater"),
@@ -472,7 +472,7 @@ REFUSED = [
     ("experiment=tms", "experiment: is tms, but the schema file has target.spec"),
     ("experiment=lm", "experiment: should be 'tms' or 'resid_mlp'"),
     ("target.pretrain=recipe.yaml", "target.pretrain: is for toys only"),
-    ("target={folder: a, pretrain: b}", "target: takes exactly one of folder and pretrain"),
+    ("target={folder: a, pretrain: b}", "target: takes exactly one of folder, pretrain and revision"),
     ("data={train: a}", "data.eval: is required"),
     ("milestones=5", "milestones: should be a list"),
     ("milestones={every: 0}", "milestones.every: should be greater"),
@@ -597,8 +597,9 @@ def test_identities_alone_are_something_to_decompose(tmp_path: Path) -> None:
 
 def test_toys_have_targets_data_and_metrics_of_their_own(tmp_path: Path) -> None:
     method = toy_file(decomposition_targets=[{"module_pattern": "linear1", "C": 20}])
-    with pytest.raises(UserError, match=r"wrapper\.yaml: target: is required: the schema file's run_path \(x\) is not"):
-        load_config(write(tmp_path, "", method))
+    assert load_config(write(tmp_path, "", method)).wrapper.target is None
+    with pytest.raises(UserError, match=r"wrapper\.yaml: target\.revision: is for a language model on the hub"):
+        load_config(write(tmp_path, "target: {revision: v1}", method))
     with pytest.raises(UserError, match=r"wrapper\.yaml: data: is for language models"):
         load_config(write(tmp_path, "target: {pretrain: x}\ndata: {train: a, eval: b}", method))
     metrics = [{"type": "CEandKLLosses", "rounding_threshold": 0}]
@@ -612,6 +613,12 @@ def test_pretrained_target_with_a_folder() -> None:
     config = example(spec, "target.folder=weights")
     assert config.wrapper.target is not None
     assert config.wrapper.target.folder == EXAMPLE.parent / "weights"
+    assert "target.revision: is for target.spec.kind hf, not pretrained" in refusal(spec, "target.revision=v1")
+
+
+@pytest.mark.parametrize("given", ["0", "null", "logits", "my_logits"])
+def test_where_a_class_has_its_logits_has_no_meaning_here(given: str) -> None:
+    assert "target.output_extract" in example(f"target.output_extract={given}").ignored or given == "null"
 
 
 # ---- wrapper ----
