@@ -9,7 +9,7 @@ which its smallest and its largest id are.
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +64,11 @@ class ArrowShard:
         os.replace(self._unfinished, self._file)
 
     def discard(self) -> None:
-        """Leaves no file."""
-        self._writer.close()
-        self._sink.close()
-        self._unfinished.unlink(missing_ok=True)
+        """Leaves no file, also where none can be written any more."""
+        with suppress(OSError, pa.ArrowException):
+            self._sink.close()
+        with suppress(OSError):
+            self._unfinished.unlink()
 
 
 def rows_per_batch(seq_len: int) -> int:
