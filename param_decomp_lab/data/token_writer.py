@@ -46,6 +46,8 @@ class TokenWriter:
         return self.rows + self._n_pending // self._seq_len
 
     def add(self, ids: Int32[np.ndarray, "n"]) -> None:
+        if self.rows == self._most_rows:
+            return
         self._pending.append(ids)
         self._n_pending += len(ids)
         at_once = rows_per_batch(self._seq_len)

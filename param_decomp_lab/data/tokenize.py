@@ -222,6 +222,10 @@ class _Joined:
                 f"the text is too short: the {self._split} split has {len(tail)} tokens, less than one row of "
                 f"{length}; give more text, a smaller seq_len, or another eval_fraction"
             )
+        for shard in self._shards:
+            if not shard.is_file():
+                work = self._folder.parents[1]
+                raise CannotWrite(f"{shard}, which had been written, is gone; remove {work} and start again")
         if more:
             self._write_tail(tail[: more * length])
         for file in self._folder.iterdir():

@@ -26,7 +26,7 @@ from param_decomp_lab.data.spans import Column, file_spans
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize, tokenize_files
 from param_decomp_lab.data.unfinished import Unfinished
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotWrite, UserError
 
 SMALL = 1 << 14
 """Bytes of a unit in these tests."""
@@ -145,6 +145,14 @@ def test_a_failed_unit_keeps_what_is_done(small_units, corpus, tmp_path):
     with pytest.raises(UserError, match="another plan"):  # the broken file had another time
         tokenize(planned([corpus]), tmp_path / "out")
     assert tokenize(planned([corpus]), tmp_path / "out", overwrite=True) == whole
+
+
+def test_what_is_taken_away_is_no_part_of_a_result(small_units, corpus, tmp_path):
+    tokenize(planned([corpus]), tmp_path / "out", part=(0, 2))
+    next((tmp_path / ".out.unfinished" / "data" / "train").iterdir()).unlink()
+    with pytest.raises(CannotWrite, match=r"which had been written, is gone; remove .*\.out\.unfinished and start again"):
+        tokenize(planned([corpus]), tmp_path / "out", part=(1, 2))
+    assert not (tmp_path / "out").exists()
 
 
 KILLED = """
@@ -342,11 +350,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
 def test_a_corpus_larger_than_memory(tmp_path, ending):
     """Of 1.5 GB, with address space for 1.2 GB, of which libraries take half."""
-    line = "".join(random.Random(0).choices("abcdefgh ", k=1000))
-    one = f"{line}\n" if ending == "txt" else json.dumps({"text": line}) + "\n"
+    line = "".join(random.Random(0).choices("abcdefgh ", k=100_000))
     with open(tmp_path / f"a.{ending}", "w") as file:
-        for _ in range(1500):
-            file.write(one * 1000)
+        for n in range(15_000):
+            file.write(f"{n} {line}\n" if ending == "txt" else json.dumps({"text": f"{n} {line}"}) + "\n")
+    assert (tmp_path / f"a.{ending}").stat().st_size > 1_500_000_000
     words = ["data", "tokenize", str(tmp_path / f"a.{ending}"), "--out", str(tmp_path / "out"), "--processes", "1"]
     limit = str(1_200_000_000)
     ended = subprocess.run([sys.executable, "-c", MEMORY, limit, *words], capture_output=True, text=True)
