@@ -93,7 +93,7 @@ def tokenize(
 
         pd data tokenize ids/*.parquet --tokenized --seq-len 2048 --out data/mine
 
-        srun --array=0-63 pd data tokenize corpus --part $SLURM_ARRAY_TASK_ID/64 --tokenizer models/mine --out data/mine
+        pd data tokenize corpus --tokenizer models/mine --out data/mine --part 3/64
     """
     from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
     from param_decomp_lab.data.meta import COLUMN

@@ -224,14 +224,13 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
 
 
 def _data_warnings(wrapper: Wrapper, data: LanguageModelData) -> Iterator[str]:
-    """Warns of keys that name something in a data set where none is read."""
-    if wrapper.data is not None and data.dataset_name != "parquet":
+    """Warns of a data set that is not read, and of keys that say something of one where there is none."""
+    if wrapper.data is not None and not data.of_files:
         yield f"data.dataset_name: {data.dataset_name} is replaced by the folders of the wrapper's data"
-    if wrapper.data is not None or data.of_files:
-        why = "the wrapper's data takes its place" if wrapper.data is not None else "files have neither"
+    elif data.of_files:
         for key in ("revision", "train_split", "eval_split"):
             if key in data.model_fields_set and getattr(data, key) is not None:
-                yield f"data.{key}: has no effect, for {why}"
+                yield f"data.{key}: has no effect with dataset_name: {data.dataset_name}, which names files"
 
 
 def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:

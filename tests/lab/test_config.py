@@ -552,7 +552,7 @@ def test_keys_of_a_data_set_have_no_effect_on_files(tmp_path: Path) -> None:
     data = {"dataset_name": "json", "data_files": "x", "tokenizer_name": "t", "column_name": "a", "train_split": "all"}
     notes = load_config(write(tmp_path, method={"data": data})).notes
     assert [note for note in notes if note.startswith("data.")] == [
-        "data.train_split: has no effect, for files have neither"
+        "data.train_split: has no effect with dataset_name: json, which names files"
     ]
 
 
@@ -750,8 +750,6 @@ def test_warnings() -> None:
         "pd.loss_metrics.0.eps",
         "pd.loss_metrics.2.n_samples",
         "data.dataset_name",
-        "data.train_split",
-        "data.eval_split",
         "wandb_group, wandb_tags",
         "milestones",
     ]
