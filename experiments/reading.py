@@ -10,7 +10,7 @@ of training (`Batches`), read one after the other as before (`in turn`) or ahead
 *Decoded per used*: bytes of token ids that are decoded, or read where nothing is to be decoded, over those of the rows
 looked up. The page cache is emptied of the files before each measurement.
 
-The step is that of the demo's decomposition with 4 rows of 512 tokens and random weights; it is given its tokens by the
+The step is that of the demo's decomposition, rows of 64 tokens, with random weights; it is given its tokens by the
 trainer's own source, or ones that lie on the device already, in turn (`--rounds` rounds of five steps).
 """
 
@@ -180,7 +180,7 @@ def stepping(options: argparse.Namespace) -> None:
     from param_decomp_lab.weights.target_folder import save_target
     from tests.core.tiny import weights
 
-    seq_len, batch_size, n_rows = 512, 4, 40_000
+    seq_len, n_rows = 64, 400_000
     target = options.folder / "target"
     architecture = LlamaConfig(256, d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_mlp=192)
     save_target(target, architecture, weights(architecture))
@@ -189,9 +189,7 @@ def stepping(options: argparse.Namespace) -> None:
         folder = options.folder / kind
         make(folder, n_rows, seq_len, 256)
         changes = [
-            f"data={{train: {folder}, eval: {target}}}", f"target={{folder: {target}}}", "eval=null",
-            f"data.max_seq_len={seq_len}", f"pd.batch_size={batch_size}",
-            f"pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len={seq_len}",
+            f"data={{train: {folder}, eval: {target}}}", f"target={{folder: {target}}}", "eval=null"
         ]  # fmt: skip
         setup = set_up(load_config(ROOT / "configs" / "demo" / "decompose.yaml", changes), Console(stderr=True))
         source, spec = setup.train, setup.problem.decomposition
@@ -240,10 +238,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30, help="of Parquet that are read in turn")
     parser.add_argument("--more", type=int, default=12, help="times as many where it is quicker")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only-step", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
     try:
-        reading(options)
+        if not options.only_step:
+            reading(options)
         stepping(options)
     finally:
         shutil.rmtree(options.folder)

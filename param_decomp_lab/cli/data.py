@@ -98,7 +98,7 @@ def tokenize(
     from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
     from param_decomp_lab.data.meta import COLUMN
     from param_decomp_lab.data.plan import Settings
-    from param_decomp_lab.data.spans import Column
+    from param_decomp_lab.data.records import Column
     from param_decomp_lab.data.tokenize import make_plan, tokenize
     from param_decomp_lab.data.tokenize_processes import available_cores
     from param_decomp_lab.data.tokenizers import BYTES

@@ -13,7 +13,8 @@ from typing import Any
 
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Role, Unit
-from param_decomp_lab.data.spans import ROWS_AT_ONCE, Column, column_documents, require_column
+from param_decomp_lab.data.records import Column, column_documents, require_column
+from param_decomp_lab.data.spans import ROWS_AT_ONCE
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.untrusted.printable import printable, shortened
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Literal
 
 from param_decomp_lab.data.meta import Split
-from param_decomp_lab.data.spans import TEXT, Column, FileSpan, Span
+from param_decomp_lab.data.records import TEXT, Column
+from param_decomp_lab.data.spans import FileSpan, Span
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import INTEGER
 from param_decomp_lab.untrusted.printable import shortened

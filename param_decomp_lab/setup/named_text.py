@@ -18,7 +18,8 @@ from param_decomp_lab.data.hub_text import HubDataset
 from param_decomp_lab.data.hub_tokenizer import cached_tokenizer, fetch_tokenizer
 from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.plan import FORMAT, Role, Settings, Unit
-from param_decomp_lab.data.spans import FORMATS, Column
+from param_decomp_lab.data.records import Column
+from param_decomp_lab.data.spans import FORMATS
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize
 from param_decomp_lab.data.tokenize_processes import available_cores
 from param_decomp_lab.data.tokenizers import TOKENIZER_FILE, tokenizer_hash

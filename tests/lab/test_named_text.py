@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +98,25 @@ def test_a_data_set_by_name(hub, tmp_path):
     assert pd_here(*words, "--tokenized", "--row-starts").status == 0
     found = TokenData(train).rows(range(38))
     np.testing.assert_array_equal(found, found[:, :1] + np.arange(10))
+
+
+@pytest.mark.slow
+def test_several_processes_and_broken_connections_change_no_byte(tmp_path):
+    files = {f"train-{n}.jsonl": lines(*stories(f"cat{n}", 400)) for n in range(6)}
+    with hub_server() as server:
+        server.commit("somebody/stories", FILES | files, kind="dataset")
+        environment = os.environ | server.environment(tmp_path / "home")
+        command = [sys.executable, "-m", "param_decomp_lab", "data", "tokenize", "--dataset", "somebody/stories"]
+        command += ["--column", "story", "--seq-len", "32", "--out"]
+        for out, processes in (("one", "1"), ("several", "3")):
+            server.breaks["train-2.jsonl"] = [1000]
+            words = [*command, str(tmp_path / out), "--processes", processes]
+            ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+            assert ended.returncode == 0, ended.stderr
+            assert not server.breaks["train-2.jsonl"]
+    one, several = (DataMeta.read(tmp_path / out) for out in ("one", "several"))
+    assert one == several
+    assert one.documents == 6 * 400
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from param_decomp_lab.data import plan as plan_module
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.plan import Settings
-from param_decomp_lab.data.spans import Column, file_spans
+from param_decomp_lab.data.records import Column
+from param_decomp_lab.data.spans import file_spans
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize, tokenize_files
 from param_decomp_lab.data.unfinished import Unfinished
