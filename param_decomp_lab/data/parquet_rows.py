@@ -45,9 +45,9 @@ class ParquetRows:
         for number, size in enumerate(sizes):
             if _n_values(self._files[self._groups[number][0]][1], self._groups[number][1]) != size * self.seq_len:
                 self._decode(number, self.seq_len)  # says what is wrong with it
-        self.rows_per_read = max(sizes)
-        """Rows that are decoded to give one."""
         kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
+        self.rows_per_read = max(sizes) if kept < len(sizes) else 1
+        """Rows that are decoded to give one, in the long run."""
         self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
 
     def __len__(self) -> int:

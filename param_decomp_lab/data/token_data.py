@@ -20,7 +20,7 @@ class TokenData:
     a column ``input_ids`` of fixed-length rows.
 
     Rows are numbered through the shards in the order of their names. ``len(data)``: number of rows; ``seq_len``:
-    tokens in each; ``source``: what was given; ``rows_per_read``: rows that are decoded to give one, at most.
+    tokens in each; ``source``: what was given; ``rows_per_read``: rows that are decoded to give one.
 
     Raises UserError: nothing there, damaged, no such column, not integers, rows of different lengths, no rows.
     """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_decomp_lab.data import read_ahead
+from param_decomp_lab.data import parquet_rows, read_ahead
 from param_decomp_lab.data.arrow_rows import ArrowShard
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.read_ahead import ReadAhead
@@ -38,9 +38,13 @@ def data_of(folder, kind, n_rows=40):
     return TokenData(folder)
 
 
-@pytest.fixture(scope="module", params=["arrow", "parquet"])
+@pytest.fixture(scope="module", params=["arrow", "parquet", "large parquet"])
 def data(request, tmp_path_factory):
-    return data_of(tmp_path_factory.mktemp(request.param) / "rows", request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "large parquet":
+            patch.setattr(parquet_rows, "CACHE_BYTES", 16 * T * 4)
+        kind = request.param.split()[-1]
+        return data_of(tmp_path_factory.mktemp(kind) / "rows", kind)
 
 
 @given(takes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4))
@@ -130,6 +134,8 @@ def test_the_first_epoch_s_order_for_all(data):
     assert not np.array_equal(Batches(data, 4, seed=2)[0], Batches(data, 4, seed=2)[10])
 
 
-def test_a_row_costs_no_others(tmp_path):
+def test_what_a_row_costs(tmp_path, monkeypatch):
     assert data_of(tmp_path / "a", "arrow").rows_per_read == 1
-    assert RowRange(data_of(tmp_path / "b", "parquet"), 3, 9).rows_per_read == 16
+    assert data_of(tmp_path / "b", "parquet").rows_per_read == 1  # all of it stays in memory, decoded
+    monkeypatch.setattr(parquet_rows, "CACHE_BYTES", 16 * T * 4)
+    assert RowRange(data_of(tmp_path / "c", "parquet"), 3, 9).rows_per_read == 16
