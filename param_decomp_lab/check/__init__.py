@@ -23,6 +23,7 @@ from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.run_folder.folder import refuse_taken
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.setup.named_text import named_text
 from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch
 
 __all__ = ["check"]
@@ -120,6 +121,9 @@ def _data(config: RunConfig) -> str:
         return f"features with probability {exact(method.data.feature_probability)}, {method.data.data_generation_type}"
     if replaced is not None:
         return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
+    text = named_text(config)
+    if text is not None:
+        return f"{text.describe()}{'' if text.is_made else '; to be tokenized first'}"
     return f"{method.data.data_files}, its last rows held out" if method.eval else str(method.data.data_files)
 
 

@@ -20,13 +20,16 @@ from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup.base import Setup, build_mesh
+from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import fetch_target
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
 def set_up_language_model(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
-    """Target, weights, data and mesh of a language-model run; a target that is elsewhere is fetched first.
+    """Target, weights, data and mesh of a language-model run.
+
+    First a target that is elsewhere is fetched, and text that the schema file names is tokenized.
 
     Raises UserError for whatever does not fit together; CannotFetch.
     """
@@ -35,6 +38,9 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
     folder = fetch_target(config, console, processes)
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
+    text = named_text(config)
+    if text is not None:
+        processes.in_turn(lambda: text.make(console))
     train, held_out = _data(config)
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
         check_rows(config, architecture.inputs, data)
@@ -47,7 +53,7 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
         weights=weights,
         mesh=mesh,
         leading=leading,
-        train=_source(train, method.pd.batch_size, method.pd.seed, mesh),
+        train=_source(train, method.pd.batch_size, method.pd.seed, mesh, reshuffle=method.data.shuffle_each_epoch),
         eval=evaluated,
         text=find_tokenizer(config, folder),
     )
@@ -99,18 +105,23 @@ def training_rows(config: RunConfig) -> TokenRows:
     return TokenData(config.wrapper.data.train) if config.wrapper.data is not None else _data(config)[0]
 
 
-def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
+def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh, *, reshuffle: bool = True) -> TokenSource:
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)
-    return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
+    batches = Batches(rows, batch_size, seed, reshuffle=reshuffle, lo=lo, hi=hi)
+    return TokenSource(batch_size, rows.seq_len, mesh, batches)
 
 
 def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
     data = config.method.data
     assert isinstance(data, LanguageModelData)
     settings = config.method.eval
-    if config.wrapper.data is not None:
-        folders = config.wrapper.data
+    text, folders = named_text(config), config.wrapper.data
+    if text is not None:
+        if not text.is_made:
+            raise not_made(text)
+        folders = text.folders
+    if folders is not None:
         if folders.train.resolve() == folders.eval.resolve():
             raise UserError(f"data.train and data.eval are the same folder ({folders.train}); evaluate on other rows")
         return TokenData(folders.train), TokenData(folders.eval) if settings is not None else None
@@ -127,7 +138,8 @@ def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
 
 def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
     """The tokenizer beside the data if that was tokenized here, else the target's own."""
-    beside_data = None if config.wrapper.data is None else config.wrapper.data.train.parent
+    text, folders = named_text(config), config.wrapper.data
+    beside_data = text.folder if text is not None else None if folders is None else folders.train.parent
     folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target
     try:
         return TokenText(folder)

@@ -69,7 +69,7 @@ def test_example_is_that_of_the_schema() -> None:
     assert len(config.method.eval.metrics) == 8
     assert config.wrapper.memory.preset == "balanced"
     assert config.wrapper.mesh.fsdp == 8
-    expected = "runtime.device target.output_extract data.train_split data.eval_split data.streaming"
+    expected = "runtime.device target.output_extract data.streaming"
     assert config.ignored == tuple(expected.split())
     assert any(line.startswith("pd.loss_metrics.0.eps") for line in config.warnings)
 
@@ -500,10 +500,6 @@ REFUSED_AT_ANOTHER_KEY = [
     ),
     (f"{CI}.fn_type=global_shared_mlp", f"{CI}.hidden_dims: is required"),
     ("eval.metrics.0={type: CIHiddenActsReconLoss}", "eval.metrics.6.type: CIHiddenActsReconLoss is listed twice"),
-    (
-        "data=null",
-        "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text, is_tokenized: False; data must be",
-    ),
 ]
 
 
@@ -538,16 +534,30 @@ def test_the_file_is_named_without_set(tmp_path: Path) -> None:
 # ---- data and experiments ----
 
 
-def test_local_parquet_needs_no_replacement(tmp_path: Path) -> None:
-    data = {"dataset_name": "parquet", "data_files": "x/*", "tokenizer_name": "t", "column_name": "input_ids"}
-    assert load_config(write(tmp_path, method={"data": data | {"is_tokenized": True}})).wrapper.data is None
-    for wrong, named in (
-        ({"is_tokenized": False}, "is_tokenized: False"),
-        ({"is_tokenized": True, "data_files": None}, "data_files: null"),
-        ({"is_tokenized": True, "column_name": "text"}, "column_name: text"),
+def test_data_without_replacement(tmp_path: Path) -> None:
+    def named(**data: Any) -> RunConfig:
+        needed = {"tokenizer_name": "t", "column_name": "input_ids", "is_tokenized": True}
+        return load_config(write(tmp_path, method={"data": needed | data}))
+
+    assert named(dataset_name="parquet", data_files="x/*").method.data.is_in_rows
+    for text in ({"is_tokenized": False}, {"column_name": "story"}, {"dataset_name": "json"}):
+        assert not named(**{"dataset_name": "parquet", "data_files": "x/*"} | text).method.data.is_in_rows
+    assert not named(dataset_name="somebody/stories", column_name="story", is_tokenized=False).method.data.is_in_rows
+    for wrong, message in (
+        ({"dataset_name": "parquet"}, "data.data_files: is required with dataset_name: parquet"),
+        ({"dataset_name": "arrow", "data_files": "x", "is_tokenized": False}, "data.dataset_name: is arrow; shards of"),
+        ({"dataset_name": "text", "data_files": "x"}, "data.dataset_name: is text, whose only column is text"),
     ):
-        with pytest.raises(UserError, match=f"data: has {named}; data must be local Parquet"):
-            load_config(write(tmp_path, method={"data": data | wrong}))
+        with pytest.raises(UserError, match=message):
+            named(**wrong)
+
+
+def test_keys_of_a_data_set_have_no_effect_on_files(tmp_path: Path) -> None:
+    data = {"dataset_name": "json", "data_files": "x", "tokenizer_name": "t", "column_name": "a", "train_split": "all"}
+    notes = load_config(write(tmp_path, method={"data": data})).notes
+    assert [note for note in notes if note.startswith("data.")] == [
+        "data.train_split: has no effect with dataset_name: json, which names files"
+    ]
 
 
 def toy_file(**pd: Any) -> dict[str, Any]:

@@ -182,8 +182,10 @@ REFUSED = {
         f"pd.loss_metrics.0={{type: StochasticAttnPatternsReconLoss, coeff: 1, {ATTENTION}}}",
         "pd.loss_metrics.0.type: 'StochasticAttnPatternsReconLoss' is not supported",
     ),
-    "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_na"),
-    "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
+    "files that are not named": ("llama_transformer", "data.data_files=null", "data.data_files: is required with data"),
+    "files that are not there": (
+        "llama_transformer", "data.column_name=story", "data/train/*.parquet: no such text file"
+    ),
     "another architecture": (
         "llama_transformer",
         "target.spec.model_class=transformers.GPT2LMHeadModel",
