@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from param_decomp_lab.display.numbers import byte_size
 from param_decomp_lab.errors import CannotFetch
+from param_decomp_lab.untrusted.printable import printable, shortened
 
 LARGE_BYTES = 1 << 24
 """Files from here on show progress, and are gone on with when a try was interrupted."""
@@ -42,7 +43,7 @@ def download_files(name: str, commit: str, sizes: Mapping[str, int], console: Co
         stack.enter_context(_progress(f"downloading {name}", blobs, large, console))
         for file, size in left.items():
             if size >= LARGE_BYTES:
-                _complete_blob(name, commit, file, blobs)
+                _fetch_large(name, commit, file, blobs, console)
             hf_hub_download(name, file, revision=commit)
     return cache / folder_name / "snapshots" / commit
 
@@ -53,29 +54,45 @@ def _is_there(name: str, commit: str, file: str) -> bool:
     return isinstance(try_to_load_from_cache(name, file, revision=commit), str)
 
 
-def _complete_blob(name: str, commit: str, file: str, blobs: Path) -> None:
-    """Puts the content of a large file where `hf_hub_download` finds it. That function itself begins a file anew in
-    every process; what it fetches by chunks (Xet) is left to it."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+def _fetch_large(name: str, commit: str, file: str, blobs: Path, console: Console) -> None:
+    """Puts the content of a file where `hf_hub_download` finds it, for that begins a file anew in every process.
+
+    What is to be had by chunks (Xet) is left to it all the same, unless that fails: the chunks are on hosts of their
+    own, which a firewall may not let through.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.file_download import is_xet_available
 
     url = hf_hub_url(name, file, revision=commit)
     known = get_hf_file_metadata(url)
-    if known.xet_file_data is not None or known.etag is None or known.size is None or (blobs / known.etag).exists():
-        return
-    partial = blobs / f"{known.etag}.partial"
-    if partial.exists() and partial.stat().st_size > known.size:
+    if known.xet_file_data is not None and is_xet_available():
+        try:
+            hf_hub_download(name, file, revision=commit)
+            return
+        except RuntimeError as error:  # all that hf_xet raises
+            reason = shortened(str(error).partition("http")[0].rstrip(" :("), 200)
+            said = f"{file}: its chunks could not be fetched ({printable(reason)}); it is downloaded as a whole"
+            console.print(said, soft_wrap=True, highlight=False)
+    if known.etag is not None and known.size is not None and not (blobs / known.etag).exists():
+        _fetch_whole(url, known.etag, known.size, blobs, f"{name}: {file}")
+
+
+def _fetch_whole(url: str, etag: str, size: int, blobs: Path, what: str) -> None:
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    partial = blobs / f"{etag}.partial"
+    if partial.exists() and partial.stat().st_size > size:
         partial.unlink()  # two processes have written it, on a disk that knows no locks
     with partial.open("ab") as opened:
         # The client drops the token when it is sent on to the host that stores large files.
-        http_get(url, opened, resume_size=opened.tell(), headers=build_hf_headers(), expected_size=known.size)
+        http_get(url, opened, resume_size=opened.tell(), headers=build_hf_headers(), expected_size=size)
     with partial.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
-    if len(known.etag) == len(sha256) and sha256 != known.etag:
+    if len(etag) == len(sha256) and sha256 != etag:
         partial.unlink()
-        raise CannotFetch(f"{name}: {file} arrived damaged and was removed: start again")
-    os.replace(partial, blobs / known.etag)
+        raise CannotFetch(f"{what} arrived damaged and was removed: start again")
+    os.replace(partial, blobs / etag)
 
 
 @contextmanager

@@ -66,9 +66,9 @@ class Failure(Exception):
 
 class Hub(ThreadingHTTPServer):
     """``breaks``: by the name of a file, how many bytes of it are sent in each of the next answers before the
-    connection breaks off; when they are used up, it is sent whole. ``stalled``: set when so much of a file was
-    sent and ``stall`` says that the connection then stays open, without a word. ``known``: tokens that the hub has
-    issued."""
+    connection breaks off; when they are used up, it is sent whole. ``stall``: it does not break off, but stays open
+    without a word, and ``stalled`` is set. ``chunked``: large files are said to be had by chunks (Xet) too, which
+    nobody here has. ``known``: tokens that the hub has issued."""
 
     daemon_threads = True
 
@@ -77,6 +77,7 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[tuple[Kind, str], Repository] = {}
         self.known: set[str] = set()
         self.breaks: dict[str, list[int]] = {}
+        self.chunked = False
         self.stall = False
         self.stalled = threading.Event()
         self.requests: list[Request] = []
@@ -253,6 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         sha256 = hashlib.sha256(content).hexdigest()
         large = {"X-Linked-ETag": f'"{sha256}"', "X-Linked-Size": str(len(content))}
+        if self.server.chunked:
+            large |= {"X-Xet-Hash": sha256, "X-Xet-Refresh-Route": f"{self.server.url}/xet-read-token"}
         where = f"http://localhost:{self.server.port}/large-storage/{kind or 'model'}/{name}/{commit}/{path}"
         self._send(HTTPStatus.FOUND, b"", headers | large | {"Location": where})
 

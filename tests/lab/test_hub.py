@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -165,6 +166,24 @@ def test_what_was_interrupted_is_gone_on_with(
     assert "".join(capfd.readouterr()) == "", "the client's warnings show addresses that need no token"
     # The host of large files gets no token, also where a download is gone on with.
     assert {request.token for request in hub.requests if "large-storage" in request.path} == {None}
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_chunks_that_cannot_be_had(hub: Hub, monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
+    """A large file is fetched as a whole where its chunks (Xet) may not be asked for, and where that fails."""
+    monkeypatch.setattr(hub_download, "LARGE_BYTES", 1000)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", disabled)
+    failure = RuntimeError("Task error: CAS Client Error: error sending request for url (http://127.0.0.1:9/x?secret)")
+    chunks = mock.Mock(side_effect=failure)
+    monkeypatch.setattr("huggingface_hub.file_download.xet_get", chunks)
+    content, hub.chunked = np.random.default_rng(0).bytes(50_000), True
+    hub.commit(NAME, {"config.json": b"{}", "model.safetensors": content})
+    console = Console(record=True, width=200, file=io.StringIO())
+    assert (HubModel(NAME).fetch(console) / "model.safetensors").read_bytes() == content
+    said = "its chunks could not be fetched (Task error: CAS Client Error: error sending request for url); it is"
+    assert (said in console.export_text(clear=False)) == (not disabled)
+    assert "secret" not in console.export_text()
+    assert chunks.call_count == (not disabled)
 
 
 @pytest.mark.slow
