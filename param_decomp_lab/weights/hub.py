@@ -16,7 +16,8 @@ from rich.console import Console
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.folders import DISK_ERRORS, not_written
 from param_decomp_lab.untrusted.printable import printable, shortened
-from param_decomp_lab.weights.hub_download import LARGE_BYTES, download_files
+from param_decomp_lab.weights.download_progress import LARGE_BYTES
+from param_decomp_lab.weights.hub_download import download_files
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, listed_files, missing_files
 from param_decomp_lab.weights.target_folder import CONFIG_FILE
 

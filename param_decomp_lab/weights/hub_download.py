@@ -2,29 +2,21 @@
 
 import hashlib
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from param_decomp_lab.display.numbers import byte_size
 from param_decomp_lab.errors import CannotFetch
 from param_decomp_lab.untrusted.printable import printable, shortened
-
-LARGE_BYTES = 1 << 24
-"""Files from here on show progress, and are gone on with when a try was interrupted."""
-LINE_S = 30.0
-"""Between two lines of progress, where there is no terminal."""
+from param_decomp_lab.weights.download_progress import LARGE_BYTES, download_progress, folder_bytes
 
 
 def download_files(name: str, commit: str, sizes: Mapping[str, int], console: Console) -> Path:
     """The folder of the commit in the cache, with these files; those already there are not fetched again.
 
-    ``sizes``: bytes by file.
+    ``sizes``: bytes by file. Large ones show progress, and are gone on with when a try was interrupted.
 
     One file after the other, so that an interruption costs little; one process at a time, the others wait and find
     the files. Raises what `huggingface_hub` does, and CannotFetch for a file that is not what the hub says it is.
@@ -40,7 +32,8 @@ def download_files(name: str, commit: str, sizes: Mapping[str, int], console: Co
     with WeakFileLock(locks / "param-decomp.lock"), ExitStack() as stack:
         left = {file: size for file, size in sizes.items() if not _is_there(name, commit, file)}
         large = sum(size for size in left.values() if size >= LARGE_BYTES)
-        stack.enter_context(_progress(f"downloading {name}", blobs, large, console))
+        there = folder_bytes(blobs, "*.partial")
+        stack.enter_context(download_progress(f"downloading {name}", blobs, large, console, there))
         for file, size in left.items():
             if size >= LARGE_BYTES:
                 _fetch_large(name, commit, file, blobs, console)
@@ -93,51 +86,3 @@ def _fetch_whole(url: str, etag: str, size: int, blobs: Path, what: str) -> None
         partial.unlink()
         raise CannotFetch(f"{what} arrived damaged and was removed: start again")
     os.replace(partial, blobs / etag)
-
-
-@contextmanager
-def _progress(what: str, blobs: Path, total: int, console: Console) -> Iterator[None]:
-    """A block that shows how much of ``total`` bytes has arrived: a bar on a terminal, elsewhere a line now and then.
-
-    The files that grow are watched, since there are several ways by which they are fetched."""
-    if not total:
-        yield
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
-    done = threading.Event()
-    start, partial = time.monotonic(), _size(blobs, "*.partial")
-    others = _size(blobs) - partial
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total, completed=partial)
-
-        def watch() -> None:
-            line = time.monotonic()
-            while not done.wait(0.5):
-                arrived = min(_size(blobs) - others, total)
-                bar.update(task, completed=arrived)
-                if not console.is_terminal and time.monotonic() - line >= LINE_S:
-                    line = time.monotonic()
-                    console.print(f"{what}: {byte_size(arrived)} of {byte_size(total)}", highlight=False)
-
-        if not console.is_terminal:
-            there = f", of which {byte_size(partial)} are there" if partial else ""
-            console.print(f"{what}: {byte_size(total)}{there}", highlight=False)
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-        bar.update(task, completed=total)
-    if not console.is_terminal:
-        console.print(f"{what}: done in {time.monotonic() - start:.0f} s", highlight=False)
-
-
-def _size(folder: Path, pattern: str = "*") -> int:
-    """Bytes of the files in a folder, those that are being written included."""
-    total = 0
-    for path in folder.glob(pattern):
-        with suppress(OSError):  # renamed meanwhile
-            total += path.stat().st_size
-    return total

@@ -121,12 +121,11 @@ def import_torch(
             require_torch(str(checkpoint))
     config, architecture = files.config(), files.architecture()
     with new_folder(out, marker=SOURCE_FILE, overwrite=overwrite) as folder:
-        names = [SINGLE_FILE]
-        if len(files.checkpoints) > 1:
-            count = len(files.checkpoints)
-            names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        parts, count = [SINGLE_FILE], len(files.checkpoints)
+        if count > 1:
+            parts = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         places: dict[str, str] = {}
-        for name, checkpoint in zip(names, files.checkpoints, strict=True):
+        for part, checkpoint in zip(parts, files.checkpoints, strict=True):
             console.print(f"reading {checkpoint}", soft_wrap=True, highlight=False)
             state = strip_wrappers(read_checkpoint(checkpoint))
             if files.settings is not None:
@@ -134,12 +133,12 @@ def import_torch(
                 architecture = _architecture(config, files.settings.where)
             tensors = checked_tensors(architecture, state, str(checkpoint))
             tensors = {name: _cast(array, dtype) for name, array in tensors.items()}
-            save_tensors(tensors, folder / name, {"format": "pt"})
-            places |= dict.fromkeys(tensors, name)
+            save_tensors(tensors, folder / part, {"format": "pt"})
+            places |= dict.fromkeys(tensors, part)
         refuse_missing(architecture, places, str(files.checkpoints[-1]))
-        if len(names) > 1:
+        if count > 1:
             (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2) + "\n")
-        if dtype is not None:
+        if dtype is not None and "model_type" in config:  # that of a toy has its sizes alone
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         for name in tokenizer_files(path.name for path in files.folder.iterdir()):

@@ -27,14 +27,13 @@ def tokenizer_files(names: Iterable[str]) -> list[str]:
 
 
 def newest_checkpoint(names: Iterable[str], where: str) -> str:
-    """The checkpoint of the final model, or else the one of the most steps. ``where`` the files are, for errors.
+    """The checkpoint of the final model, or else the one of the most steps, at the top or one folder below it.
 
-    UserError where there is none, or several of which no name says which is the newest.
+    ``where`` the files are, for errors. UserError where there is none, or several of which no name says which is the
+    newest.
     """
-    found = [
-        name for name in sorted(names)
-        if name.endswith(CHECKPOINTS) and not re.search("optim|sched|rng", PurePosixPath(name).name)
-    ]  # fmt: skip
+    near = [PurePosixPath(name) for name in sorted(names) if name.endswith(CHECKPOINTS) and name.count("/") < 2]
+    found = [str(path) for path in near if not re.search("optim|sched|rng", path.name)]
     if not found:
         raise UserError(f"{where}: has no checkpoint ({', '.join(CHECKPOINTS)})")
     final = [name for name in found if "final" in PurePosixPath(name).stem]

@@ -56,7 +56,7 @@ class TorchRun:
             return cached
         cache = self._cache()
         try:
-            (cache / "files").mkdir(parents=True, exist_ok=True)
+            cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_written(cache, error, "choose another place with XDG_CACHE_HOME") from error
         with FileLock(cache / ".lock"):

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import byte_size
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.untrusted.paths import path_within
 from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.weights.download_progress import LARGE_BYTES, download_progress
 from param_decomp_lab.weights.torch_files import SETTINGS_FILES, newest_checkpoint, settings_files, tokenizer_files
 
 TIMEOUT_S = 20
@@ -22,7 +22,7 @@ _NO_ANSWER = re.compile("respond|time|connect|dial|refused|host|network|proxy", 
 """In the reasons for which wandb's client could not ask at all."""
 _NAME = r"[A-Za-z0-9_.-]+"
 _PATH = re.compile(
-    rf"(?P<scheme>wandb:(?://)?|https://(?:{_NAME}\.)?wandb\.ai/)?"
+    rf"(?:wandb:(?://)?|https://(?:{_NAME}\.)?wandb\.ai/)?"
     rf"(?P<entity>{_NAME})/(?P<project>{_NAME})/(?:runs/)?(?P<id>{_NAME})/?"
 )
 
@@ -65,15 +65,15 @@ def fetch_files(run: WandbRun, folder: Path, where: str, console: Console) -> No
         if not settings:
             raise UserError(f"{where}: {run} has none of {', '.join(SETTINGS_FILES)}, so its model is not known")
         for name in (*settings, *tokenizer_files(files), checkpoint):
-            _download(files[name], path_within(folder, name, str(run)), console)
+            place = path_within(folder, name, str(run))
+            if not place.is_file():
+                _download(files[name], place, folder.parent / "partial", console)
 
 
-def _download(file: Any, place: Path, console: Console) -> None:
-    if place.is_file():
-        return
-    console.print(f"downloading {file.name}: {byte_size(file.size)}", soft_wrap=True, highlight=False)
-    partial = place.parent / ".partial"
-    file.download(root=str(partial), replace=True).close()
+def _download(file: Any, place: Path, partial: Path, console: Console) -> None:
+    total = file.size if file.size >= LARGE_BYTES else 0
+    with download_progress(f"downloading {file.name}", partial, total, console):
+        file.download(root=str(partial), replace=True).close()
     arrived = partial / file.name
     if arrived.stat().st_size != file.size:
         raise CannotFetch(f"{file.name} arrived with {arrived.stat().st_size:,} bytes, not {file.size:,}: start again")

@@ -283,6 +283,7 @@ def test_the_newest_checkpoint() -> None:
     names = ["model_step_900.pt", "model_step_1000.pt", "optimizer_step_2000.pt", "config.yaml", "final_config.yaml"]
     assert newest_checkpoint(names, "w") == "model_step_1000.pt"
     assert newest_checkpoint([*names, "checkpoints/model_step_1001.pt"], "w") == "checkpoints/model_step_1001.pt"
+    assert newest_checkpoint([*names, "a/b/model_step_2000.pt"], "w") == "model_step_1000.pt"
     assert newest_checkpoint([*names, "model_final.pth"], "w") == "model_final.pth"
     assert newest_checkpoint(["model.pt", "model.safetensors"], "w") == "model.safetensors"
     assert newest_checkpoint(["tms.pth", "tms_train_config.yaml"], "w") == "tms.pth"
@@ -324,6 +325,9 @@ def test_without_torch(tmp_path: Path) -> None:
     assert made.status == 0, made
     assert "out: TMS, 5 features in 2, 1 hidden layer" in made.out
     assert load_target(tmp_path / "out")[0] == TMSConfig(5, 2, 1)
+    cast = (tmp_path / "tms", "--out", tmp_path / "cast", "--dtype", "bfloat16")
+    assert pd_here("weights", "import-torch", *cast).status == 0
+    assert load_target(tmp_path / "cast")[1]["bias"].dtype == jnp.bfloat16
 
 
 def test_nothing_else_imports_torch() -> None:

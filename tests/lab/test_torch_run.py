@@ -3,6 +3,7 @@
 wandb's client is the real one (`wandb_server.py` is not wandb's). Checkpoints are safetensors, which need no torch.
 """
 
+import io
 import re
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,17 @@ def test_only_what_is_needed_is_fetched_once(server: Server, cache: Path) -> Non
     assert len(server.fetched) == 3
 
 
+def test_a_checkpoint_in_a_folder_of_its_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With progress."""
+    monkeypatch.setattr("param_decomp_lab.weights.wandb_run.LARGE_BYTES", 100)
+    server.add("deep", {"tms_train_config.yaml": SETTINGS, "checkpoints/tms_20.safetensors": CHECKPOINT})
+    console = Console(record=True, width=200, file=io.StringIO())
+    source = find_run("wandb:somebody/toys/deep", "target.run_path")
+    assert isinstance(source, TorchRun)
+    assert load_target(source.fetch(console))[0] == TMSConfig(5, 2)
+    assert "downloading checkpoints/tms_20.safetensors: done in 0 s" in console.export_text()
+
+
 def test_what_was_interrupted_is_gone_on_with(server: Server) -> None:
     """Files that arrived are not fetched again; one that was cut short is."""
     server.runs["abc123"].files["tms_20.safetensors"] = CHECKPOINT[:100]
@@ -128,7 +140,7 @@ def test_refusals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "target.run_path: wandb:somebody/toys/empty: has no checkpoint" in refusal("wandb:somebody/toys/empty")
     server.add("bare", {"a.pt": b""})
     assert "has none of model_config.yaml, final_config.yaml" in refusal("wandb:somebody/toys/bare")
-    server.add("outside", {"tms_train_config.yaml": SETTINGS, "../../../x.pt": b"-"})
+    server.add("outside", {"tms_train_config.yaml": SETTINGS, "../x.pt": b"-"})
     assert "lies outside of" in refusal("wandb:somebody/toys/outside")
     server.keys = {"other"}
     forget_wandb()
