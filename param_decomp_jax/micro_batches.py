@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from param_decomp_jax.ci import ImportanceReader, LazyLogits, Logits
+from param_decomp_jax.ci import ImportanceReader, LazyLogits, Logits, StackFeatures
 from param_decomp_jax.clean_pass import CleanPass
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle, GivenSources, tile
@@ -27,11 +27,13 @@ class Rows(NamedTuple):
 
 
 class LayeredRows(NamedTuple):
-    """The arrays that have the batch as their second axis, behind the layers. ``bundles``: by stream."""
+    """The arrays that have the batch as their second axis, behind the layers. ``features``: `StackFeatures`, None for
+    others. ``bundles``: by stream."""
 
     records: Any
     site_inputs: Any
     logits: Any
+    features: Any
     bundles: list[Bundle | None]
 
 
@@ -73,17 +75,20 @@ def sum_over_parts(
 
 def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> BatchRows:
     outputs = reader.outputs
+    features = outputs.features if isinstance(outputs, LazyLogits) else None
+    by_stack = isinstance(features, StackFeatures)
     rows = Rows(
         inputs=clean_pass.inputs,
         output=clean_pass.forward.output,
         at=clean_pass.at,
-        features=outputs.features if isinstance(outputs, LazyLogits) else None,
+        features=None if by_stack else features,
         routes=[stream.routes for stream in streams],
     )
     layered = LayeredRows(
         records=dict(clean_pass.forward.records),
         site_inputs=clean_pass.site_inputs,
         logits=outputs.by_stack if isinstance(outputs, Logits) else None,
+        features=features if by_stack else None,
         bundles=[_bundle_by_row(stream, reader) for stream in streams],
     )
     return rows, layered
@@ -119,7 +124,8 @@ def _with_rows(
         clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs=site_inputs, batch=batch
     )
     outputs = reader.outputs
-    own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(rows.features, outputs.heads)
+    features = rows.features if layered.features is None else layered.features
+    own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
 
     def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
         sources = stream.sources

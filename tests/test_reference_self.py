@@ -209,10 +209,24 @@ def ci_parameters(fn_type: str, widths: dict[str, int], C: dict[str, int]) -> Tr
                 "blocks": [{**square, "mlp": layers([D_MODEL, 12, D_MODEL])} for _ in range(2)],
                 "head": layers([D_MODEL, total_C])[0],
             }
+        case "global_reverse_residual":
+            square = {k: normal(D_MODEL, D_MODEL) / 3 for k in "qkvo"}
+            return {
+                "blocks": [
+                    {"input": layers([widths[s], D_MODEL])[0], "reader": layers([D_MODEL, 6, C[s]])} for s in widths
+                ],
+                "transitions": [{**square, "mlp": layers([D_MODEL, 5, D_MODEL])} for _ in list(widths)[1:]],
+            }
     raise ValueError(fn_type)
 
 
-CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [TRANSFORMER]
+REVERSE = {
+    "fn_type": "global_reverse_residual",
+    "block_groups": [{"name": "first", "patterns": ["a"]}, {"name": "last", "patterns": ["[bc]"]}],
+    "transition_attn_config": {"n_heads": 2, "rope_base": 100.0},
+    "transition_hidden_dim": 5,
+}
+CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [TRANSFORMER, REVERSE]
 
 
 @pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
@@ -237,6 +251,30 @@ def test_ci_functions(config: dict, lead: tuple[int, ...]) -> None:
     variables = tree_map(Var, tree)
     to_V = gradients(f(variables), variables["components"])["a"]["V"]
     assert np.any(to_V != 0) == (config["fn_type"] == "mlp")  # C5
+
+
+def test_blocks_are_read_from_the_last_to_the_first() -> None:
+    """C4: the last block knows its own inputs alone, at its own positions; the first those of all, at all positions."""
+    widths, C = {"a": 4, "b": 3}, {"a": 5, "b": 2}
+    params, inputs = ci_parameters("global_reverse_residual", widths, C), {s: normal(2, 3, widths[s]) for s in widths}
+
+    def changed(**new: np.ndarray) -> dict:
+        before, after = (ref.reverse_residual_ci(REVERSE, params, given, C) for given in (inputs, {**inputs, **new}))
+        return {s: np.abs(after[s] - before[s]).max(axis=(0, -1)) > 0 for s in C}
+
+    other = inputs["b"].copy()
+    other[:, 2] += 1.0
+    assert not changed(a=normal(2, 3, 4))["b"].any()
+    assert changed(b=other)["b"].tolist() == [False, False, True]
+    assert changed(b=other)["a"].all()
+    bare = {**REVERSE, "transition_attn_config": None, "transition_hidden_dim": None}
+    read = [
+        ref.affine(params["blocks"][i]["input"], ref.rms_norm(inputs[s], ref.FP32_EPS)) for i, s in ((0, "a"), (1, "b"))
+    ]
+    want = ref.mlp(params["blocks"][0]["reader"], read[1] + read[0])
+    np.testing.assert_allclose(ref.reverse_residual_ci(bare, params, inputs, C)["a"], want, rtol=1e-12)
+    with pytest.raises(AssertionError, match="exactly one block"):
+        ref.block_sites(REVERSE["block_groups"], ["a", "d"])
 
 
 def test_layerwise_mlps_are_one_per_component() -> None:
@@ -636,7 +674,7 @@ def make_draws(config: dict, sites: list[str] = SITES) -> dict:
                 draw["sources"] = source(lead, list(live))
             given.append(draw)
         if loss["type"] == "PersistentPGDReconSubsetLoss":
-            given += [{"routes": {s: coins(*LEAD) for s in SITES}} for _ in range(loss["n_warmup_steps"])]
+            given += [{"routes": {s: coins(*LEAD) for s in sites}} for _ in range(loss["n_warmup_steps"])]
         draws[ref.term_name(loss)] = given
     return draws
 

@@ -14,20 +14,42 @@ from param_decomp_jax.ci.outputs import (
     ImportanceReader,
     LazyLogits,
     Logits,
+    StackFeatures,
     Summarise,
     per_component,
     run_ci_function,
+)
+from param_decomp_jax.ci.reverse_residual import (
+    GlobalReverseResidual,
+    SiteGroup,
+    TransitionAttention,
+    UnfitGroups,
+    blocks_of_layers,
+    init_reverse_residual,
 )
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.sites import Sites
 
 __all__ = [
-    "CIConfig", "CIFunction", "CIOutputs", "GlobalMLP", "GlobalTransformer", "ImportanceReader", "LayerwiseMLP",
-    "LazyLogits", "Logits", "Squashing", "Summarise", "init_ci", "per_component", "run_ci_function", "squashings",
+    "CIConfig", "CIFunction", "CIOutputs", "GlobalMLP", "GlobalReverseResidual", "GlobalTransformer",
+    "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits", "SiteGroup", "Squashing", "StackFeatures", "Summarise",
+    "TransitionAttention", "UnfitGroups", "blocks_of_layers", "init_ci", "longest_row", "per_component",
+    "run_ci_function", "squashings",
 ]  # fmt: skip
 
-CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer
+CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual
+
+
+def longest_row(config: CIConfig) -> int | None:
+    """Most tokens that a CI function takes in a row; None without a limit."""
+    match config:
+        case GlobalTransformer(max_len=longest):
+            return longest
+        case GlobalReverseResidual(attention=attention):
+            return None if attention is None else attention.max_len
+        case LayerwiseMLP() | GlobalMLP():
+            return None
 
 
 def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
@@ -39,3 +61,5 @@ def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
             return init_global_mlp(config, key, sites)
         case GlobalTransformer():
             return init_transformer(config, key, sites)
+        case GlobalReverseResidual():
+            return init_reverse_residual(config, key, sites)

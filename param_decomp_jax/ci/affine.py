@@ -1,6 +1,6 @@
 """Affine layers, the MLPs made of them, and the heads of global CI functions (C4)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -84,15 +84,15 @@ class JointAffine(eqx.Module):
 _ROWS = Axes((None, "split"), product=True)
 
 
-def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int) -> JointAffine:
+def init_joint_affine(key: PRNGKeyArray, stacks: Sequence[Stack], d_out: int) -> JointAffine:
     """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number."""
-    scale = HIDDEN_GAIN / sum(site.d_in for site in sites.all) ** 0.5
+    scale = HIDDEN_GAIN / sum(stack.d_in * len(stack.sites) for stack in stacks) ** 0.5
 
     def rows(stack: Stack) -> Array:
         drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.d_in, d_out), jnp.float32), key, stack.sites)
         return stack.lay_out(drawn)
 
-    return JointAffine({s.name: scale * rows(s) for s in sites.stacks}, jnp.zeros((d_out,), jnp.float32))
+    return JointAffine({s.name: scale * rows(s) for s in stacks}, jnp.zeros((d_out,), jnp.float32))
 
 
 class GlobalCI(eqx.Module):

@@ -15,7 +15,7 @@ class CIFunction(Protocol):
 
     heads: dict[str, Any]
     jointly: ClassVar[bool]
-    """Whether it reads all sites at once, through `features`; else each head reads its own site's clean input."""
+    """Whether it reads the inputs of all sites in one sum, so that they can be recomputed; others need them kept."""
 
     def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
         """The features that all heads share, from every site's clean input; None for a layerwise function.

@@ -65,7 +65,7 @@ def init_global_mlp(config: GlobalMLP, key: PRNGKeyArray, sites: Sites) -> Globa
         for n, (d_in, d_out) in enumerate(widths)
     )
     return GlobalMLPCI(
-        first=init_joint_affine(to_first, sites, config.hidden[0]),
+        first=init_joint_affine(to_first, sites.stacks, config.hidden[0]),
         middle=middle,
         heads=init_heads(to_heads, sites, config.hidden[-1]),
     )

@@ -33,8 +33,15 @@ class Logits(eqx.Module):
     by_stack: dict[str, Float[Array, "layers *n C"]]
 
 
+class StackFeatures(eqx.Module):
+    """What heads read where it is not the same for all sites, by stack."""
+
+    by_stack: dict[str, Float[Array, "layers *n d"]]
+
+
 class LazyLogits(eqx.Module):
-    """``features``: of all positions, None for a layerwise function. ``heads``: the CI function's own, by stack."""
+    """``features``: of all positions, common to all sites or `StackFeatures`; None for a layerwise function. ``heads``:
+    the CI function's own, by stack."""
 
     features: Any
     heads: dict[str, Any]
@@ -62,9 +69,11 @@ def run_ci_function(
         # Wide, so that the gradients of all sites are added up in fp32.
         return LazyLogits(jax.tree.map(wide, features), ci.heads)
     heads = gather_tree(ci.heads, ci.axes().heads, compute_dtype)
+    own = _read_by_stack(features, inputs.by_stack)
+    features = features if own is None else None
 
     def stack_logits(name: str, V: Array) -> Array:
-        x = inputs.by_stack[name].astype(compute_dtype) if features is None else None
+        x = own[name].astype(compute_dtype) if own is not None else None
         if chosen is None or name not in chosen:
             of_layers = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
             return of_layers(heads[name], features, x, V)
@@ -78,8 +87,15 @@ def run_ci_function(
     return Logits({name: constrain(stack_logits(name, f.V), None, "batch") for name, f in components.items()})
 
 
+def _read_by_stack(features: Any, site_inputs: SiteInputs) -> dict[str, Array] | None:
+    """What each site's head reads of its own; None where it reads features that are common to all sites."""
+    if isinstance(features, StackFeatures):
+        return features.by_stack
+    return site_inputs if features is None else None
+
+
 class SiteCI(NamedTuple):
-    """What one site's logits are read from: the logits themselves, or the site's head and clean input."""
+    """What one site's logits are read from: the logits themselves, or the site's head and what it alone reads."""
 
     logits: Any
     head: Any
@@ -122,8 +138,10 @@ class ImportanceReader:
 
     @property
     def features(self) -> Any:
-        """What all sites' logits are computed from; None where every site has its own logits or input."""
-        return None if isinstance(self.outputs, Logits) else self.outputs.features
+        """What all sites' logits are computed from; None where every site has its own logits or reads its own."""
+        if isinstance(self.outputs, Logits) or isinstance(self.outputs.features, StackFeatures):
+            return None
+        return self.outputs.features
 
     @property
     def features_axes(self) -> Any:
@@ -132,7 +150,7 @@ class ImportanceReader:
 
     def at(self, features: Any) -> "ImportanceReader":
         """The same for some of the positions: those of ``features``."""
-        if isinstance(self.outputs, Logits):
+        if isinstance(self.outputs, Logits) or features is None:
             return self
         return replace(self, outputs=LazyLogits(features, self.outputs.heads))
 
@@ -141,7 +159,8 @@ class ImportanceReader:
         rows = slice(first - stack.first, stop - stack.first)
         if isinstance(self.outputs, Logits):
             return SiteCI(self.outputs.by_stack[stack.name][rows], None, None)
-        x = self.site_inputs[stack.name][rows] if self.outputs.features is None else None
+        own = _read_by_stack(self.outputs.features, self.site_inputs)
+        x = None if own is None else own[stack.name][rows]
         return SiteCI(None, jax.tree.map(lambda a: a[rows], self.outputs.heads[stack.name]), x)
 
     def axes(self, stack: Stack) -> SiteCI:
@@ -149,7 +168,7 @@ class ImportanceReader:
         rows = ("batch", "seq")[: self.n_leading]
         if isinstance(self.outputs, Logits):
             return SiteCI(Axes((*rows, "component_in_use")), None, None)
-        x = Axes(rows) if self.outputs.features is None else None
+        x = Axes(rows) if self.features is None else None
         return SiteCI(None, self.head_axes[stack.name], x)
 
     def logits(

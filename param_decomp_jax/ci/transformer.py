@@ -83,17 +83,8 @@ class TransformerCI(GlobalCI):
         return h[:, 0] if no_sequence else h
 
     def _block(self, h: Float[Array, "B T d"], w: Block, attention: Attention) -> Float[Array, "B T d"]:
-        B, T, d = h.shape
         w = gather_tree(w, self.blocks.axes(), h.dtype)
-        turning = frequencies(d // self.config.n_heads, self.config.rope_base)
-
-        def heads(y: Array) -> Array:
-            return y.reshape(B, T, self.config.n_heads, d // self.config.n_heads)
-
-        y = rms_norm(h, EPS)
-        q, k = rotate(heads(matmul(y, w.q)), turning), rotate(heads(matmul(y, w.k)), turning)
-        attended = attend(q, k, heads(matmul(y, w.v)), False, attention)
-        h = h + matmul(attended.reshape(B, T, d), w.o)
+        h = attended(h, (w.q, w.k, w.v, w.o), self.config.n_heads, self.config.rope_base, attention)
         return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 
     def axes(self) -> Any:
@@ -106,6 +97,22 @@ class TransformerCI(GlobalCI):
         )
 
 
+def attended(
+    h: Float[Array, "B T d"], w: tuple[Array, Array, Array, Array], n_heads: int, rope_base: float, attention: Attention
+) -> Float[Array, "B T d"]:
+    """``h`` plus bidirectional attention on its norm, with rotary embedding. ``w``: q, k, v and o, ``[d, d]``."""
+    B, T, d = h.shape
+    q, k, v, o = w
+    turning = frequencies(d // n_heads, rope_base)
+
+    def heads(y: Array) -> Array:
+        return y.reshape(B, T, n_heads, d // n_heads)
+
+    y = rms_norm(h, EPS)
+    queries, keys = rotate(heads(matmul(y, q)), turning), rotate(heads(matmul(y, k)), turning)
+    return h + matmul(attend(queries, keys, heads(matmul(y, v)), False, attention).reshape(B, T, d), o)
+
+
 def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites) -> TransformerCI:
     """Fresh weights (C4): projection gain √2 over the width of the concatenation, attention U(±1/√d_model)."""
     to_input, to_attention, to_mlp, to_heads = jax.random.split(key, 4)
@@ -116,7 +123,7 @@ def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites)
     )
 
     return TransformerCI(
-        project=init_joint_affine(to_input, sites, d),
+        project=init_joint_affine(to_input, sites.stacks, d),
         blocks=Block(q, k, v, o, init_mlp(to_mlp, (n,), (d, *config.mlp_hidden, d))),
         heads=init_heads(to_heads, sites, d),
         config=config,

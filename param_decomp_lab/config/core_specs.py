@@ -10,6 +10,7 @@ from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.method_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
+from param_decomp_lab.config.site_patterns import PREFIXES
 
 Sources = masks.Stochastic | masks.Constant | adversary.FreshAttack | adversary.PersistentAttack
 
@@ -198,6 +199,20 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
                 n_heads=attention.n_heads,
                 max_len=attention.max_len,
                 rope_base=attention.rope_base,
+            )
+        case GlobalCI(fn_type="global_reverse_residual", transition_attn_config=between):
+            groups, width, hidden = config.block_groups, config.d_resid_ci_fn, config.reader_hidden_dims
+            assert groups is not None
+            assert width is not None
+            assert hidden is not None
+            return ci.GlobalReverseResidual(
+                d_resid=width,
+                groups=tuple(ci.SiteGroup(group.name, group.patterns, PREFIXES) for group in groups),
+                reader_hidden=hidden,
+                attention=None
+                if between is None
+                else ci.TransitionAttention(between.n_heads, between.max_len, between.rope_base),
+                transition_hidden=config.transition_hidden_dim,
             )
         case _:
             raise AssertionError(f"not a CI function: {config}")

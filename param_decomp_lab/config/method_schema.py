@@ -74,22 +74,58 @@ class TransformerCIConfig(Strict):
         return self.mlp_hidden_dim or (4 * self.d_model,)
 
 
+class SiteGroup(Strict):
+    name: Text
+    patterns: Annotated[ListOf[Text], Field(min_length=1)]
+
+
 class GlobalCI(Strict):
+    """Each ``fn_type`` has keys of its own (`_KEYS_OF`), and refuses those of the others."""
+
     mode: Literal["global"]
-    fn_type: Literal["global_shared_mlp", "global_shared_transformer"]
+    fn_type: Literal["global_shared_mlp", "global_shared_transformer", "global_reverse_residual"]
     hidden_dims: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig | None = None
+    d_resid_ci_fn: Width | None = None
+    block_groups: Annotated[ListOf[SiteGroup], Field(min_length=1)] | None = None
+    reader_hidden_dims: ListOf[Width] | None = None
+    transition_attn_config: AttentionConfig | None = None
+    transition_hidden_dim: Width | None = None
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> "GlobalCI":
-        wanted, unwanted = "hidden_dims", "simple_transformer_ci_cfg"
-        if self.fn_type == "global_shared_transformer":
-            wanted, unwanted = unwanted, wanted
-        if getattr(self, wanted) is None:
-            raise rule_error((wanted, f"is required with fn_type: {self.fn_type}"))
-        if getattr(self, unwanted) is not None:
-            raise rule_error((unwanted, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
+    def _own_keys(self) -> "GlobalCI":
+        required, optional = _KEYS_OF[self.fn_type]
+        for key in required:
+            if getattr(self, key) is None:
+                raise rule_error((key, f"is required with fn_type: {self.fn_type}"))
+        for key in {key for keys in _KEYS_OF.values() for part in keys for key in part} - {*required, *optional}:
+            if getattr(self, key) is not None:
+                raise rule_error((key, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
         return self
+
+    @model_validator(mode="after")
+    def _groups_and_heads(self) -> "GlobalCI":
+        names = [group.name for group in self.block_groups or ()]
+        for n, name in enumerate(names):
+            if name in names[:n]:
+                raise rule_error(("block_groups", f"has two groups called '{name}'; give each its own name"))
+        if self.transition_attn_config is not None and self.d_resid_ci_fn is not None:
+            heads = self.transition_attn_config.n_heads
+            if self.d_resid_ci_fn % heads or self.d_resid_ci_fn // heads % 2:
+                rule = f"must be a multiple of twice transition_attn_config.n_heads ({heads}), for the rotary embedding"
+                raise rule_error(("d_resid_ci_fn", f"is {self.d_resid_ci_fn}; it {rule}"))
+        return self
+
+
+_KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "global_shared_mlp": (("hidden_dims",), ()),
+    "global_shared_transformer": (("simple_transformer_ci_cfg",), ()),
+    "global_reverse_residual": (
+        ("d_resid_ci_fn", "block_groups", "reader_hidden_dims"),
+        ("transition_attn_config", "transition_hidden_dim"),
+    ),
+}
+"""Of each global importance function: the keys that it requires, and those that it takes."""
 
 
 class OptimizerConfig(Strict):

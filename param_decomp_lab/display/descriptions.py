@@ -16,7 +16,7 @@ from param_decomp_jax.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalReverseResidual, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Constant, Stochastic
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
@@ -142,6 +142,12 @@ def describe_ci(ci: CIConfig) -> str:
         case GlobalTransformer():
             blocks = f"{ci.n_blocks} block{'s'[: ci.n_blocks > 1]} of width {ci.d_model:,}"
             return f"global_shared_transformer, {blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
+        case GlobalReverseResidual():
+            between = [] if ci.attention is None else [f"attention of {ci.attention.n_heads} heads"]
+            between += [] if ci.transition_hidden is None else [f"MLP [{ci.transition_hidden:,}]"]
+            groups = f"{len(ci.groups)} group{'s'[: len(ci.groups) > 1]} of sites ({ci.groups[-1].name} first)"
+            width = f"residual of width {ci.d_resid:,}, readers {list(ci.reader_hidden)}"
+            return f"global_reverse_residual, {groups}, {width}, between them {' and '.join(between) or 'nothing'}"
         case _:
             assert_never(ci)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import GlobalTransformer
+from param_decomp_jax.ci import longest_row
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.placement import batch_sharding, from_host
@@ -280,9 +280,8 @@ class Run:
     def longest_row(self) -> int | None:
         """Most tokens that the target and the CI function take in a row; None without a limit, and for a toy."""
         reads, ci = self.architecture.inputs, self.problem.decomposition.ci
-        limits = [ci.max_len] if isinstance(ci, GlobalTransformer) else []
-        limits += [reads.longest] if isinstance(reads, TokenInputs) and reads.longest is not None else []
-        return min(limits, default=None)
+        limits = [longest_row(ci), reads.longest if isinstance(reads, TokenInputs) else None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def _is_language_model(self) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 from rich.console import Console
 
-from param_decomp_jax.ci import GlobalTransformer
+from param_decomp_jax.ci import longest_row
 from param_decomp_jax.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
@@ -79,7 +79,7 @@ def check_rows(config: RunConfig, inputs: TokenInputs | FeatureInputs, data: Tok
     assert isinstance(method, LanguageModelFile)
     assert isinstance(inputs, TokenInputs)
     ci = decomposition(config).ci
-    data.check(inputs.vocab_size, ci.max_len if isinstance(ci, GlobalTransformer) else None)
+    data.check(inputs.vocab_size, longest_row(ci))
     if data.seq_len != method.data.max_seq_len:
         raise UserError(
             f"{data.source}: rows have {data.seq_len} tokens, but data.max_seq_len is {method.data.max_seq_len}; "

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from param_decomp_jax.ci import GlobalReverseResidual, UnfitGroups, blocks_of_layers
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
@@ -31,6 +32,11 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
                 f"({origin}); decompose it on shorter rows"
             )
     sites = build_sites(method.pd, architecture.matrices())
+    if isinstance(spec.ci, GlobalReverseResidual):
+        try:
+            blocks_of_layers(spec.ci.groups, sites)
+        except UnfitGroups as error:
+            raise UserError(f"pd.ci_config.block_groups: {error}") from error
     if method.eval is not None:
         check_site_patterns(method.eval, sites)
         if isinstance(architecture.inputs, FeatureInputs):

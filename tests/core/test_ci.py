@@ -11,10 +11,13 @@ import pytest
 from param_decomp_jax.ci import (
     CIConfig,
     GlobalMLP,
+    GlobalReverseResidual,
     GlobalTransformer,
     ImportanceReader,
     LayerwiseMLP,
     Logits,
+    SiteGroup,
+    TransitionAttention,
     init_ci,
     layerwise,
     per_component,
@@ -46,6 +49,18 @@ CONFIGS: dict[str, CIConfig] = {
     "shared_mlp": LayerwiseMLP("shared_mlp", (6, 5)),
     "global_shared_mlp": GlobalMLP((6, 5)),
     "global_shared_transformer": GlobalTransformer(8, 2, (6,), n_heads=2, max_len=8, rope_base=50.0),
+    "global_reverse_residual": GlobalReverseResidual(
+        8,
+        # The first cuts a stack, the second takes parts of three, the third has one site.
+        (
+            SiteGroup("early", ("layers.0.*",)),
+            SiteGroup("middle", ("*.1.?", "layers.2.a")),
+            SiteGroup("late", ("*.c",)),
+        ),
+        (6, 5),
+        TransitionAttention(2, max_len=8, rope_base=50.0),
+        transition_hidden=7,
+    ),
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
 LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_block=2)
@@ -85,7 +100,7 @@ def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryP
     if isinstance(ci_outputs, Logits):
         return ci_outputs.by_stack
     reader = ImportanceReader.from_ci_function(ci, ci_outputs, jnp.zeros_like, inputs, len(leading), dtype)
-    found = per_component(reader, components, SITES, memory, lambda z: jnp.moveaxis(z, -1, 0))
+    found = per_component(reader, components, SITES, memory, lambda z, _: jnp.moveaxis(z, -1, 0))
     return {name: jnp.moveaxis(z, 1, -1) for name, z in found.items()}
 
 
@@ -136,7 +151,7 @@ def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
     if len(lead) == 2:
         assert_like_reference(config, *args, 1e-5)
     # To a layerwise function a sequence is only a larger batch: once in float64 is enough.
-    if len(lead) == 1 or isinstance(config, GlobalTransformer):
+    if len(lead) == 1 or isinstance(config, GlobalTransformer | GlobalReverseResidual):
         with jax.enable_x64(True):
             assert_like_reference(config, *tiny.to_float64(args), 1e-9)
 
@@ -196,6 +211,14 @@ def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
     for site, change in changes_by_the_last_site(CONFIGS["global_shared_transformer"]).items():
         assert np.all(change[0] > 1e-6), site
         assert np.all(change[1] == 0), site
+
+
+def test_blocks_look_at_those_behind_them() -> None:
+    """C4: the last site is the last block's; its input reaches the others at every position, through attention, and its
+    own logits at one."""
+    for site, change in changes_by_the_last_site(CONFIGS["global_reverse_residual"]).items():
+        assert np.all(change[1] == 0), site
+        assert (np.count_nonzero(change[0]) == 1) if site.endswith(".c") else np.all(change[0] > 1e-6), site
 
 
 def test_the_global_mlp_looks_at_all_sites_and_one_position() -> None:

@@ -28,6 +28,7 @@ from param_decomp_jax.adversary import (
 from param_decomp_jax.ci import (
     CIConfig,
     GlobalMLP,
+    GlobalReverseResidual,
     GlobalTransformer,
     ImportanceReader,
     LayerwiseMLP,
@@ -37,6 +38,7 @@ from param_decomp_jax.ci import (
 )  # fmt: skip
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
+from param_decomp_jax.ci.reverse_residual import ReverseResidualCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.clean_pass import CleanPass
@@ -251,7 +253,31 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
                 ],
                 "head": joint_head(),
             }
+        case ReverseResidualCI():
+            return ref_reverse_residual(ci, rows, affine)
     raise TypeError(type(ci))
+
+
+def ref_reverse_residual(ci: ReverseResidualCI, rows: list[Any], affine: Callable[..., Tree]) -> Tree:
+    """``rows``: of every site in canonical order, with its stack and its layer there."""
+    places = dict(ci.places)
+
+    def block(n: int) -> Tree:
+        own = [(stack.name, row) for _, (stack, row) in rows if places[stack.name][row] == n]
+        of_layer = [array(ci.blocks[n].project.rows[name][places[name][:row].count(n)]) for name, row in own]
+        heads = [affine(ci.heads[name], row) for name, row in own]
+        head = {k: np.concatenate([head[k] for head in heads], axis=-1) for k in "wb"}
+        into = {"w": np.concatenate(of_layer), "b": array(ci.blocks[n].project.b)}
+        return {"input": into, "reader": [*map(affine, ci.blocks[n].hidden), head]}
+
+    def transition(of: Any) -> Tree:
+        attention = {} if of.attention is None else dict(zip("qkvo", map(array, of.attention), strict=True))
+        return attention | ({} if of.mlp is None else {"mlp": list(map(affine, of.mlp))})
+
+    return {
+        "blocks": [block(n) for n in range(len(ci.blocks))],
+        "transitions": list(map(transition, ci.transitions)),
+    }
 
 
 def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None) -> Tree:
@@ -444,6 +470,13 @@ def schema_ci(config: CIConfig) -> Tree:
         case GlobalTransformer():
             attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
             return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+        case GlobalReverseResidual(attention=between):
+            return {
+                "fn_type": "global_reverse_residual",
+                "block_groups": [dataclasses.asdict(group) for group in config.groups],
+                "transition_attn_config": between and dataclasses.asdict(between),
+                "transition_hidden_dim": config.transition_hidden,
+            }
 
 
 def schema(problem: Problem) -> Tree:

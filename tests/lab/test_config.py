@@ -1,5 +1,6 @@
 """The configuration: schema.md key for key, the wrapper, `--set`, and what each mistake is answered with."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml
@@ -347,6 +349,15 @@ def test_valid_choices_survive_saving(override: str, tmp_path: Path) -> None:
 # ---- refusals ----
 
 CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
+GROUP = {"name": "all", "patterns": ["*"]}
+
+
+def reverse_residual(**changes: Any) -> str:
+    """An assignment of a valid `global_reverse_residual`, but for these changes."""
+    keys = {"d_resid_ci_fn": 8, "block_groups": [GROUP], "reader_hidden_dims": [4]}
+    return f"{CI}={json.dumps({'mode': 'global', 'fn_type': 'global_reverse_residual', **keys, **changes})}"
+
+
 REFUSED = [
     ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
     ("pd.sigmoid_type=two_sided_leaky_hard", "pd.sigmoid_type: two_sided_leaky_hard falls below 0 without end"),
@@ -393,6 +404,16 @@ REFUSED = [
     (f"{CI}={{mode: global, fn_type: global_shared_mlp}}", f"{CI}.hidden_dims: is required"),
     (f"{CI}.hidden_dims=[8]", f"{CI}.hidden_dims: has no effect with fn_type: global_shared_transformer"),
     (f"{TRANSFORMER}=null", f"{TRANSFORMER}: is required with fn_type"),
+    (f"{CI}.transition_hidden_dim=8", f"{CI}.transition_hidden_dim: has no effect with fn_type: global_shared_transf"),
+    (reverse_residual(reader_hidden_dims=None), f"{CI}.reader_hidden_dims: is required with fn_type: global_rev"),
+    (reverse_residual(hidden_dims=[4]), f"{CI}.hidden_dims: has no effect with fn_type: global_reverse_residual"),
+    (reverse_residual(block_groups=[]), f"{CI}.block_groups: needs at least 1"),
+    (reverse_residual(block_groups=[{"name": "a", "patterns": []}]), f"{CI}.block_groups.0.patterns: needs at least 1"),
+    (reverse_residual(block_groups=[GROUP, GROUP]), f"{CI}.block_groups: has two groups called 'all'"),
+    (
+        reverse_residual(transition_attn_config={"n_heads": 3}),
+        f"{CI}.d_resid_ci_fn: is 8; it must be a multiple of twice transition_attn_config.n_heads (3), for the rotary",
+    ),
     (f"{TRANSFORMER}.d_model=4095", f"{TRANSFORMER}.d_model: is 4095, no multiple of attn_config.n_heads (8)"),
     (f"{TRANSFORMER}.d_model=24", f"{TRANSFORMER}.d_model: gives heads of width 3; rotary"),
     (f"{TRANSFORMER}.mlp_hidden_dim=[]", f"{TRANSFORMER}.mlp_hidden_dim: needs at least 1"),
@@ -1047,6 +1068,17 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
     assert term(METRIC.validate_python(raw), "x", pd) == recon.Reconstruction("x", 1.0, *POINTS[kind])
     if kind in LOSSES:
         assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
+
+
+def test_blocks_reach_the_core() -> None:
+    made = decomposition(example(reverse_residual(transition_attn_config={"n_heads": 2}))).ci
+    assert made == ci.GlobalReverseResidual(
+        8, (ci.SiteGroup("all", ("*",), PREFIXES),), (4,), ci.TransitionAttention(2, 2048, 10000.0), None
+    )
+    assert ci.longest_row(made) == 2048
+    assert ci.longest_row(replace(made, attention=None)) is None
+    with pytest.raises(UserError, match=r"is 512, longer than pd\.ci_config\.transition_attn_config\.max_len \(500\)"):
+        example(reverse_residual(transition_attn_config={"n_heads": 2, "max_len": 500}))
 
 
 SUBSETS = [kind for kind, point in POINTS.items() if point[1] == HALF and kind != "ChunkwiseSubsetReconLoss"]

@@ -215,6 +215,11 @@ REFUSED = {
         "pd.tied_weights=[[layers.1.mlp.up_proj.pre_identity, layers.1.self_attn.q_proj]]",
         "tied sites are each other's transpose",
     ),
+    "sites in none of the groups": (
+        "resid_mlp_leaks",
+        "pd.ci_config.block_groups.1.patterns=[layers.1.mlp_in]",
+        "pd.ci_config.block_groups: layers.1.mlp_out is in none of the groups; every site must be in exactly one",
+    ),
     "the wrong toy": ("tms_attacks", "experiment=resid_mlp", "the target's architecture is tms"),
     "features that are not there": (
         "tms_stochastic", "eval.metrics.4.identity_ci.0.n_features=6", "n_features: is 6, but the target has 5 features"
