@@ -26,6 +26,10 @@ from param_decomp_lab.untrusted.printable import first_few, printable
 PLAN_FILE, LOCK_FILE, PUBLISH_FILE = "plan.json", "lock", "publishing"
 
 
+class Busy(UserError):
+    """Another job does the same, or had the folder first."""
+
+
 class Unfinished:
     """``folder``: of the work. ``data``: in it, what becomes ``out``."""
 
@@ -92,12 +96,12 @@ def _locked(found: Unfinished, plan: Plan, part: tuple[int, int] | None, *, over
             raise not_written(found.out, error, "choose another place") from error
         with open(found.folder / LOCK_FILE) as lock:
             if not _flock(lock.fileno(), (fcntl.LOCK_EX if part is None else fcntl.LOCK_SH) | fcntl.LOCK_NB):
-                raise UserError(f"another job is making {found.out}; wait for it, or choose another folder")
+                raise Busy(f"another job is making {found.out}; wait for it, or choose another folder")
             if not _is_same(lock.fileno(), found.folder / LOCK_FILE):
                 continue  # the job that held it has finished meanwhile, and removed the folder
             if not _has_plan(found, plan, overwrite=overwrite):
                 if not _flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-                    raise UserError(f"another job is making {found.out} with another plan; wait for it")
+                    raise Busy(f"another job is making {found.out} with another plan; wait for it")
                 _discard(found)
                 continue
             if part is None:
@@ -105,7 +109,7 @@ def _locked(found: Unfinished, plan: Plan, part: tuple[int, int] | None, *, over
                 return
             with open(found.folder / f"{LOCK_FILE}-{part[0]}", "a") as own:
                 if not _flock(own.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-                    raise UserError(f"another job is making part {part[0]}/{part[1]} of {found.out}; wait for it")
+                    raise Busy(f"another job is making part {part[0]}/{part[1]} of {found.out}; wait for it")
                 yield
                 return
 

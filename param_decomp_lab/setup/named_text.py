@@ -6,6 +6,7 @@ As much of it is tokenized as the run reads, rounded up to a power of two, so th
 import hashlib
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,15 @@ from param_decomp_lab.data.spans import FORMATS
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize
 from param_decomp_lab.data.tokenize_processes import available_cores
 from param_decomp_lab.data.tokenizers import TOKENIZER_FILE, tokenizer_hash
+from param_decomp_lab.data.unfinished import Busy
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import cache_folder
 
 LEAST_FRACTION, LARGEST_FRACTION = 0.01, 0.5
 """Bounds of what is held out of a data set that has no split of its own for it."""
+WAIT_S = 2.0
+"""Between two looks whether another run has done it."""
 FEW_TOKENS = 1 << 26
 """Up to as many are tokenized by one process: others would begin with text that is not needed."""
 
@@ -85,8 +89,11 @@ class NamedText:
         return tuple(found)
 
     def make(self, console: Console) -> None:
-        """Tokenizes the text into `folder` unless it is there. Raises UserError for what the hub refuses or does not
-        have, or what is no such text; CannotFetch where the hub cannot be reached."""
+        """Tokenizes the text into `folder` unless it is there; waits where another run does it.
+
+        Raises UserError for what the hub refuses or does not have, or what is no such text; CannotFetch where the hub
+        cannot be reached.
+        """
         if self.is_made:
             return
         out = self.folder
@@ -101,7 +108,15 @@ class NamedText:
         units, source = self._units()
         plan = make_plan(units, self._settings, tokenizer, (source,))
         few = self._settings.tokens is not None and self._settings.tokens <= FEW_TOKENS
-        tokenize(plan, out, processes=1 if few else available_cores(), overwrite=True, console=console)
+        processes, is_waiting = 1 if few else available_cores(), False
+        while not self.is_made:
+            try:
+                tokenize(plan, out, processes=processes, overwrite=True, console=console)
+            except Busy:
+                if not is_waiting:
+                    console.print("another run is doing it: waiting for that")
+                is_waiting = True
+                time.sleep(WAIT_S)
 
     @property
     def _settings(self) -> Settings:

@@ -1,11 +1,14 @@
 """Data sets by name: tokenized by `pd data tokenize`, or by the run whose schema file names them."""
 
+import fcntl
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -239,6 +242,27 @@ def test_files_of_every_builder(tiny, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(*stories("dog")))
     changed = text_at(tiny, tmp_path, *assignments(dataset_name="json", data_files=str(tmp_path / "a.jsonl")))
     assert not changed.is_made
+
+
+def test_runs_that_begin_together_tokenize_once(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("param_decomp_lab.setup.named_text.WAIT_S", 0.05)
+    (tmp_path / "a.jsonl").write_bytes(lines(*stories("cat")))
+    text = text_at(tiny, tmp_path, *assignments(dataset_name="json", data_files=str(tmp_path / "a.jsonl")))
+    work = text.folder.with_name(f".{text.folder.name}.unfinished")
+    work.mkdir(parents=True)
+    console = Console(file=io.StringIO())
+    second = threading.Thread(target=text.make, args=(console,))
+    with open(work / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second.start()
+        end = time.monotonic() + 20
+        while "another run is doing it" not in console.file.getvalue():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert not text.is_made
+    second.join()
+    assert text.is_made
 
 
 def test_a_part_is_held_out_where_there_is_no_split_for_it(tiny, tmp_path, monkeypatch):
