@@ -576,6 +576,64 @@ def _damage_parquet(work: Path, random: Random) -> Fault:
     return Fault(f"{file.name}: {kind}", file.name, refused)
 
 
+def _make_arrow(work: Path) -> None:
+    from param_decomp_lab.data.arrow_rows import ArrowShard
+
+    (work / "data" / "train").mkdir(parents=True)
+    ids = _rows((96, 16))
+    for number in range(2):
+        shard = ArrowShard(work / "data" / "train" / f"part-0000{number}-00000.arrow", 16, 256)
+        for start in range(48 * number, 48 * (number + 1), 16):
+            shard.write(ids[start : start + 16])
+        shard.close()
+
+
+def _damage_arrow(work: Path, random: Random) -> Fault:
+    file = work / "data" / "train" / f"part-0000{random.randrange(2)}-00000.arrow"
+    size = file.stat().st_size
+    footer = int.from_bytes(file.read_bytes()[-10:-6], "little", signed=True) + 10
+
+    def damage(content: bytes, random: Random) -> tuple[str, bytes]:
+        if random.random() < 0.5:
+            return damage_bytes(content, random)
+        what, tail = damage_bytes(content[size - footer :], random)
+        return f"{what} of the footer", content[: size - footer] + tail
+
+    return _damage_file(file, random, damage)
+
+
+def _checked_rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
+    """Every row has its checksum: what is read is what was written, whatever was damaged. A file less is no fault."""
+    from param_decomp_lab.data.token_data import TokenData, count_rows
+
+    count_rows("data/train")
+    data = TokenData("data/train")
+    data.check(256, 64)
+    if len(data) > 1000:
+        raise WrongNumbers(f"{len(data)} rows")
+    found = data.rows(np.arange(len(data)))
+    if whole is not None:
+        known = {row.tobytes() for row in whole}
+        if not all(row.tobytes() in known for row in found):
+            raise WrongNumbers("a row that was not written")
+    return found
+
+
+def _make_records(work: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (work / "text").mkdir()
+    texts = [f"record {n}: {'words ' * (n % 7)}\n" for n in range(60)]
+    (work / "text" / "a.jsonl").write_text("".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts)))
+    pq.write_table(pa.table({"text": texts}), work / "text" / "b.parquet", row_group_size=20)
+
+
+def _damage_records(work: Path, random: Random) -> Fault:
+    file = work / "text" / random.choice(("a.jsonl", "b.parquet"))
+    return _damage_file(file, random, damage_bytes)
+
+
 def _damage_meta(work: Path, random: Random) -> Fault:
     return _damage_file(work / "data" / "meta.json", random, damage_json)
 
@@ -1064,6 +1122,10 @@ FORMATS: Mapping[str, Format] = {
             Command("pd data tokenize", pd(*TOKENIZE, *TO_OUT, "--tokenizer", "model"), 1, OUT),
         )),
         Format("parquet", _make_parquet, _damage_parquet, (Command("TokenData", _rows_are_the_saved),)),
+        Format("arrow", _make_arrow, _damage_arrow, (Command("TokenData", _checked_rows_are_the_saved),)),
+        Format("records", _make_records, _damage_records, (
+            Command("pd data tokenize", pd(*TOKENIZE, *TO_OUT), 1, OUT),
+        )),
         Format("meta", _make_parquet, _damage_meta, (Command("DataMeta.read", _meta_is_the_saved),)),
         Format("wrapper", _make_configuration, _damage_yaml_at("toys", "tms_5-2.yaml"), CONFIGURED),
         Format("schema", _make_configuration, _damage_yaml_at("torch", "tms_5-2.yaml"), CONFIGURED),

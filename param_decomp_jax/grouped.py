@@ -37,15 +37,13 @@ def group(chosen: Int[Array, "*n k"], n_experts: int) -> Groups:
     n_blocks = -(-(n + n_experts * (block - 1)) // block)
 
     def lay_out(slots: Int[Array, " slots"]) -> tuple[Int[Array, " slots"], Int[Array, " blocks"]]:
-        order = jnp.argsort(slots, stable=True)
-        sizes = jnp.bincount(slots, length=n_experts)
-        ends = jnp.cumsum(sizes)
-        padded_ends = jnp.cumsum(-(-sizes // block) * block)
-        by_expert = slots[order]
-        before = (padded_ends - (-(-sizes // block) * block))[by_expert] - (ends - sizes)[by_expert]
-        place = jnp.zeros_like(slots).at[order].set((jnp.arange(n) + before).astype(slots.dtype))
-        expert = jnp.searchsorted(padded_ends, jnp.arange(n_blocks) * block, side="right")
-        return place, jnp.minimum(expert, n_experts - 1).astype(slots.dtype)
+        # By counting, not by sorting: a table of slots x experts is small beside their rows, and compiles in no time.
+        taken = (slots[:, None] == jnp.arange(n_experts)).astype(jnp.int32)
+        rank = jnp.sum(jnp.cumsum(taken, axis=0) * taken, axis=1) - 1
+        padded = -(-jnp.sum(taken, axis=0) // block) * block
+        ends = jnp.cumsum(padded)
+        expert = jnp.sum(ends <= jnp.arange(n_blocks)[:, None] * block, axis=1)
+        return (ends - padded)[slots] + rank, jnp.minimum(expert, n_experts - 1)
 
     place, expert = jax.vmap(lay_out)(constrain(slots, "batch"))
     return Groups(chosen, place, expert, block)

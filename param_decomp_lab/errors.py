@@ -5,6 +5,10 @@ class CannotTell(Exception):
     """The compiler did not answer. Exit status 1."""
 
 
+class CannotFetch(Exception):
+    """What is on a server could not be fetched: no network, or it does not answer as it should. Exit status 1."""
+
+
 class CannotWrite(Exception):
     """A folder that was written before cannot be written any more. Exit status 1."""
 

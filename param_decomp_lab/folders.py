@@ -143,16 +143,30 @@ def new_folder(out: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise not_written(out, error, "choose another place") from error
     try:
-        try:
-            with _cannot_write(out):
-                yield partial
-        except OSError as error:
-            raise _explained(error, partial) from error
+        with explain_writing(out, partial):
+            yield partial
         _refuse_another(partial, made, marker)
         _put_in_place(partial, out, old, marker=marker, overwrite=overwrite)
     finally:
         os.close(made)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def explain_writing(out: Path, unfinished: Path) -> Iterator[None]:
+    """A block that fills the folder ``unfinished``, which is to become ``out``: raises CannotWrite for what a disk does
+    to it, and where that folder is gone."""
+    try:
+        with _cannot_write(out):
+            yield
+    except OSError as error:
+        raise _explained(error, unfinished) from error
+
+
+def put_in_place(folder: Path, out: Path, *, marker: str, overwrite: bool) -> None:
+    """Renames ``folder``, which lies on the same disk, to ``out``. Raises UserError, and leaves ``out`` as it is, if
+    something is there that may not be replaced (`refuse_existing`)."""
+    _put_in_place(folder, out, _Maker.here().name(out, "old"), marker=marker, overwrite=overwrite)
 
 
 @contextmanager
@@ -256,6 +270,11 @@ def _sweep(out: Path, marker: str) -> None:
                 _settle_old(path, out, marker)
             else:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def cache_folder(name: str) -> Path:
+    """``$XDG_CACHE_HOME/param-decomp/NAME``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "param-decomp" / name
 
 
 def boot_id() -> str:

@@ -14,8 +14,6 @@ shift
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(dirname "$run")/compiled}
 # Of a GPU's memory; what `pd probe` reckons with. The rest is for NCCL and cuDNN. JAX's own default is 0.75.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
-# The target comes from a local folder or the local cache; no task is to ask a server.
-export HF_HUB_OFFLINE=1
 # Not the checkout, which may have been edited meanwhile. (-P: not even if this is its folder.)
 export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
 

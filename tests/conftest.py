@@ -36,6 +36,8 @@ flags = (*FLAGS, *(flag for flag in GONE_IN_SOME if known(flag)))
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags)).strip()
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# No test asks a hub, but those that have one of their own (`tests/lab/hub_server.py`).
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Tracing makes millions of small objects that live on; looking through all of them again and again for garbage took a
 # seventh of the tests' time.

@@ -117,7 +117,7 @@ class Target(Protocol):
         """R1: distance of each masked output from the clean one, a mean over the global batch."""
         ...
 
-    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""
         ...
 
@@ -143,8 +143,8 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
 
 
 def site_weights(
-    sites: Sites, matrix: Callable[[Stack], Float[Array, "layers d_in d_out"]]
-) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    sites: Sites, matrix: Callable[[Stack], Float[Array, "*lead d_in d_out"]]
+) -> dict[str, Float[Array, "*lead d_in d_out"]]:
     """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices."""
 
     def stack_weights(stack: Stack) -> Array:

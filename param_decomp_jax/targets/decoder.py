@@ -119,7 +119,7 @@ class Decoder:
         logits = head(clean)
         return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
 
-    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])

@@ -116,7 +116,7 @@ class ResidMLP(FeatureTarget):
             y = y + w["out_bias"].astype(y.dtype)
         return x + y
 
-    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])

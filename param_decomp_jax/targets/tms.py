@@ -102,7 +102,7 @@ class TMS(FeatureTarget):
             layers(LAST, weights["linear2"][None], last, last + 1),
         )
 
-    def site_weights(self, weights: Mapping[str, Array]) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    def site_weights(self, weights: Mapping[str, Array]) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""
 
         def matrix(stack: Stack) -> Array:

@@ -218,7 +218,7 @@ class Transformer(Decoder):
     def final_scale(self, weights: Weights) -> Float[Array, " d"]:
         return self._scale(weights["norm"])
 
-    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "layers d_in d_out"]]:
+    def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         groups = self.uniform_layers(weights)
 
         def matrix(stack: Stack) -> Array:

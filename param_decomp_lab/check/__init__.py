@@ -23,6 +23,7 @@ from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.run_folder.folder import refuse_taken
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.setup.named_text import named_text
 from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch
 
 __all__ = ["check"]
@@ -32,7 +33,7 @@ PLOT_WIDTH = (20, 60)
 
 
 def check(config: RunConfig, console: Console) -> None:
-    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown.
+    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown and on no server.
 
     Weights and data missing on this machine are listed and are not an error; those present must fit.
     """
@@ -60,8 +61,10 @@ def check(config: RunConfig, console: Console) -> None:
     console.print(schedules_table(spec, min(PLOT_WIDTH[1], max(PLOT_WIDTH[0], console.width - 50))))
     if method.eval is not None:
         console.print(evaluation_table(method.eval, method.pd, n_sites))
+    if isinstance(target, UnknownTarget) and target.elsewhere:
+        missing = (f"the target, so its sites are not checked: {target.reason}", *missing)
     _notes(config, missing, console)
-    if isinstance(target, UnknownTarget):
+    if isinstance(target, UnknownTarget) and not target.elsewhere:
         raise UserError(target.reason)
 
 
@@ -118,6 +121,9 @@ def _data(config: RunConfig) -> str:
         return f"features with probability {exact(method.data.feature_probability)}, {method.data.data_generation_type}"
     if replaced is not None:
         return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
+    text = named_text(config)
+    if text is not None:
+        return f"{text.describe()}{'' if text.is_made else '; to be tokenized first'}"
     return f"{method.data.data_files}, its last rows held out" if method.eval else str(method.data.data_files)
 
 

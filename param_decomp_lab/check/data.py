@@ -7,6 +7,7 @@ from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.data.token_data import count_rows
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.named_text import named_text
 
 
 def check_data(config: RunConfig) -> tuple[str, ...]:
@@ -15,6 +16,11 @@ def check_data(config: RunConfig) -> tuple[str, ...]:
     if not isinstance(method, LanguageModelFile):
         return ()
     wanted = 0 if method.eval is None else method.eval.n_steps * method.eval.batch_size
+    text = named_text(config)
+    if text is not None:
+        if not text.is_made:
+            return text.missing()
+        replaced = text.folders
     if replaced is None:
         assert method.data.data_files is not None
         return _shards(config, method.data.data_files, method.pd.batch_size + wanted, "training and evaluation")

@@ -30,7 +30,7 @@ from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
 from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.errors import CannotTell, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.errors import CannotFetch, CannotTell, CannotWrite, NonFiniteLoss, UserError
 from param_decomp_lab.folders import FULL_ERRORS
 from param_decomp_lab.untrusted.paths import path_mistake
 from param_decomp_lab.untrusted.printable import printable, shortened
@@ -93,7 +93,7 @@ def main() -> None:
         raise SystemExit(1) from None
     except UserError as error:
         _fail(str(error), 2)
-    except (NonFiniteLoss, CannotTell, CannotWrite) as error:
+    except (NonFiniteLoss, CannotFetch, CannotTell, CannotWrite) as error:
         _fail(str(error), 1)
     except OSError as error:
         message, status = _what_the_system_refuses(error)

@@ -1,5 +1,6 @@
 """`pd data tokenize`."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,40 +15,169 @@ app = typer.Typer(no_args_is_help=True, help="Token data for language models.")
 @app.command("tokenize")
 def tokenize(
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Text files, folders or globs.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Files, folders or globs: text, JSON lines, Parquet; text and JSON also as .gz, .zst, .bz2.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to make: train/, eval/, meta.json.")] = Path("data/tokens"),
     stdlib: Annotated[bool, typer.Option(help="Use the English text that comes with every CPython.")] = False,
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or its folder.")] = "bytes",
+    dataset: Annotated[
+        str | None, typer.Option(help="A data set of the Hugging Face hub, by name.", show_default=False)
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="Of --dataset: its configuration.", show_default=False)] = None,
+    split: Annotated[str, typer.Option(help="Of --dataset: the split.")] = "train",
+    eval_split: Annotated[
+        str | None,
+        typer.Option(help="Of --dataset: hold this split out, and nothing of the other.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of --dataset: a commit, branch or tag.", show_default=False)
+    ] = None,
+    data_files: Annotated[
+        str | None, typer.Option(help="Of --dataset: only its files that this glob matches.", show_default=False)
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="text, json or parquet, where the files' names do not say it.", show_default=False),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="The column to read; text, or input_ids with --tokenized, by default.", show_default=False),
+    ] = None,
+    tokenized: Annotated[bool, typer.Option(help="The column holds token ids, not text.")] = False,
+    row_starts: Annotated[
+        bool, typer.Option(help="Of --tokenized: a row is the first --seq-len ids of a row; none are joined.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="`bytes` (the default), a Hugging Face tokenizer.json or its folder, or a model's name on the hub.",
+            show_default=False,
+        ),
+    ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    tokens: Annotated[
+        float | None, typer.Option(help="Stop at as many training tokens, such as 2e9.", show_default=False)
+    ] = None,
     eval_fraction: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
-    rows_per_shard: Annotated[int, typer.Option(help="Rows in one Parquet file.")] = 65536,
+    rows_per_shard: Annotated[int, typer.Option(help="Most rows in one file.")] = 65536,
     seed: Annotated[int, typer.Option(help="Chooses what is held out.")] = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many tokenize; one per core by default.", show_default=False)
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help="i/n: job i of n, from 0, that make one folder together.", show_default=False),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the folder if it exists.")] = False,
 ) -> None:
-    """Turn text into Parquet shards of fixed-length rows, split so that train and eval share nothing.
+    """Turn text into rows of token ids, split so that train and eval share nothing.
+
+    A command that was interrupted, or killed, is gone on with by the same command: what is done is not done again, and
+    the result is the same to the last byte, however many processes there are.
+
+    Several jobs make one folder together with `--part`: start n of them with the same options and `--out`, which all
+    of them must see. The one that finds all parts done puts the folder in place.
 
     Examples:
 
         pd data tokenize --stdlib --out data/demo --seq-len 64
 
         pd data tokenize corpus/*.txt --tokenizer meta/tokenizer.json --out data/mine --seq-len 512
-    """
-    from param_decomp_lab.data.stdlib_text import stdlib_documents
-    from param_decomp_lab.data.tokenize import tokenize_documents, tokenize_files
 
-    if stdlib == bool(inputs):
-        raise UserError("pass either text files, folders or globs, or --stdlib")
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer, "seq_len": seq_len, "eval_fraction": eval_fraction,
-        "rows_per_shard": rows_per_shard, "seed": seed, "overwrite": overwrite,
-    }  # fmt: skip
-    if stdlib:
-        meta = tokenize_documents(stdlib_documents(), out, sources=("the standard library",), **options)
-    else:
-        meta = tokenize_files(inputs or (), out, **options)
-    PlainConsole().print(
-        f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, "
-        f"vocabulary {meta.vocab_size}, unigram entropy {meta.eval.unigram_entropy:.3f} nats",
+        pd data tokenize dumps/*.jsonl.zst --column body --tokenizer models/mine --tokens 2e9 --out data/mine
+
+        pd data tokenize --dataset roneneldan/TinyStories --eval-split validation --tokenizer gpt2 --out data/stories
+
+        pd data tokenize ids/*.parquet --tokenized --seq-len 2048 --out data/mine
+
+        pd data tokenize corpus --tokenizer models/mine --out data/mine --part 3/64
+    """
+    from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
+    from param_decomp_lab.data.meta import COLUMN
+    from param_decomp_lab.data.plan import Settings
+    from param_decomp_lab.data.records import Column
+    from param_decomp_lab.data.tokenize import make_plan, tokenize
+    from param_decomp_lab.data.tokenize_processes import available_cores
+    from param_decomp_lab.data.tokenizers import BYTES
+
+    if stdlib + bool(inputs) + (dataset is not None) != 1:
+        raise UserError("pass either text files, folders or globs, or --dataset NAME, or --stdlib")
+    only_of_hub = {"--config": config, "--eval-split": eval_split, "--revision": revision, "--data-files": data_files}
+    for option, value in only_of_hub.items():
+        if value is not None and dataset is None:
+            raise UserError(f"{option} is for --dataset; files are given as they are")
+    if row_starts and not tokenized:
+        raise UserError("--row-starts is for --tokenized; text is joined, so that no row has a gap")
+    settings = Settings(
+        seq_len=seq_len,
+        eval_fraction=eval_fraction,
+        seed=seed,
+        rows_per_shard=rows_per_shard,
+        tokens=None if tokens is None else whole_number(tokens, "--tokens"),
+        column=Column(column or (COLUMN if tokenized else "text"), tokenized),
+        row_starts=row_starts,
+    )
+    units, sources = _units(inputs, dataset, (config, revision, data_files), split, eval_split, format)
+    if tokenizer is not None or not tokenized:
+        tokenizer = fetch_tokenizer(tokenizer or BYTES)
+    plan = make_plan(units, settings, tokenizer, sources)
+    console = PlainConsole()
+    count = available_cores() if processes is None else processes
+    meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
+    if meta is None:
+        console.print(f"part {part} is done; {out} appears when all parts are", soft_wrap=True)
+        return
+    vocabulary = f"vocabulary {meta.vocab_size}, unigram entropy {meta.eval.unigram_entropy:.3f} nats"
+    console.print(
+        f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, {vocabulary}",
         soft_wrap=True,
     )
+
+
+def _units(
+    inputs: list[str] | None,
+    dataset: str | None,
+    of_dataset: tuple[str | None, str | None, str | None],
+    split: str,
+    eval_split: str | None,
+    format: str | None,
+) -> tuple[list[Any], tuple[str, ...]]:
+    """The text, and in words where it is from."""
+    from param_decomp_lab.data.hub_text import HubDataset
+    from param_decomp_lab.data.spans import FORMATS
+    from param_decomp_lab.data.stdlib_text import stdlib_documents
+    from param_decomp_lab.data.tokenize import file_units, memory_unit
+
+    if dataset is not None:
+        config, revision, data_files = of_dataset
+        hub = HubDataset(dataset, config, revision, data_files).pinned()
+        if eval_split is None:
+            return hub.units(split, "by hash"), (f"{hub.describe()}, {split}",)
+        units = [*hub.units(split, "train"), *hub.units(eval_split, "eval")]
+        return units, (f"{hub.describe()}, {split}", f"{hub.describe()}, {eval_split}")
+    if inputs:
+        named = next((known for known in FORMATS if known == format), None)
+        if format is not None and named is None:
+            raise UserError(f"--format: should be one of {', '.join(FORMATS)}, not {format}")
+        return file_units(inputs, named), tuple(inputs)
+    return [memory_unit(stdlib_documents())], ("the standard library",)
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    """Number and count of a part."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise UserError(f"--part: should be i/n with i from 0 to n - 1, such as 0/4, not {text}")
+    return int(found[1]), int(found[2])
+
+
+def whole_number(value: float, option: str) -> int:
+    """Of a number that may be written as 2e9. Raises UserError."""
+    if not (1 <= value < 1e18 and value == int(value)):
+        raise UserError(f"{option}: should be a whole number of at least 1, not {value:g}")
+    return int(value)

@@ -1,14 +1,71 @@
-"""`pd weights import-gguf`."""
+"""`pd weights`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from param_decomp_lab.cli.options import Config, Overrides
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose.")
+
+
+@app.command()
+def fetch(config: Config, overrides: Overrides = None) -> None:
+    """Fetch the target of a run into the local cache, and say in which folder it is.
+
+    A run does this itself when it starts; with this command it is done beforehand, for nodes without a network. Only
+    what is needed is fetched, and what an earlier try has left is gone on with. A token is read from HF_TOKEN.
+
+    Examples:
+
+        pd weights fetch configs/llama8b_l18_example.yaml
+
+        HF_TOKEN=hf_… pd weights fetch run.yaml --set target.spec.model_name=google/gemma-2-2b
+    """
+    from param_decomp_lab.config import load_config
+    from param_decomp_lab.setup.target_source import fetch_target
+
+    console = PlainConsole()
+    folder = fetch_target(load_config(config, overrides or ()), console)
+    if not folder.is_dir():
+        raise UserError(f"target.folder: {folder} is not there; nothing of it can be fetched")
+    console.print(str(folder), soft_wrap=True, highlight=False)
+
+
+@app.command("import-torch")
+def import_torch(
+    checkpoint: Annotated[Path, typer.Argument(help="A .pt or .pth file, or the folder that a training left.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="YAML of the model's settings, if not beside it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="`float32` or `bfloat16`; default: as stored.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that this command made.")] = False,
+) -> None:
+    """Turn a checkpoint of torch into a folder that can be decomposed (`target: {folder: …}`).
+
+    Of the torch project: LlamaSimpleMLP, GPT2, TMS, ResidMLP, with the YAML that their training leaves; of a folder
+    with several checkpoints the newest. Of Hugging Face: a folder with pytorch_model.bin, of any architecture that can
+    be decomposed. Needs torch (`pip install 'torch>=2.4'`); only tensors are read, no code of a pickle is run.
+
+    Examples:
+
+        pd weights import-torch out/simple_stories_4L --out models/stories
+
+        pd weights import-torch out/checkpoints/model_step_99999.pt --config out/model_config.yaml --out models/stories
+
+        pd weights import-torch ~/.cache/huggingface/hub/models--a--b/snapshots/0123 --out models/b --dtype bfloat16
+    """
+    from param_decomp_lab.display.descriptions import shown_path
+    from param_decomp_lab.weights.dtypes import DTYPES
+    from param_decomp_lab.weights.import_torch import import_torch
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype should be one of {', '.join(DTYPES)}, not {dtype}")
+    console = PlainConsole()
+    made = import_torch(checkpoint, out, console, settings=config, dtype=dtype, overwrite=overwrite)
+    console.print(f"{shown_path(out)}: {made.describe()}", soft_wrap=True, highlight=False)
 
 
 @app.command("import-gguf")

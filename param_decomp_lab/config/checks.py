@@ -12,10 +12,11 @@ from param_decomp_lab.config.loss_schema import (
 from param_decomp_lab.config.method_schema import (
     AttentionConfig,
     GlobalCI,
+    HubSpec,
+    LanguageModelData,
     LanguageModelFile,
     LayerwiseCI,
     MethodFile,
-    PretrainedSpec,
     ToyFile,
 )
 from param_decomp_lab.config.metric_schema import (
@@ -73,10 +74,8 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     if isinstance(method, ToyFile):
         if wrapper.data is not None:
             yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
-        if wrapper.target is None:
-            path = method.target.run_path
-            advice = "give target: {pretrain: <recipe YAML>} or target: {folder: <path>}"
-            yield Mistake("target", f"is required: the schema file's run_path ({path}) is not fetched; {advice}")
+        if wrapper.target is not None and wrapper.target.revision is not None:
+            yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
         return
     if wrapper.experiment is not None:
         yield Mistake(
@@ -85,6 +84,9 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
         )
     if wrapper.target is not None and wrapper.target.pretrain is not None:
         yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+    spec = method.target.spec
+    if wrapper.target is not None and wrapper.target.revision is not None and not isinstance(spec, HubSpec):
+        yield Mistake("target.revision", f"is for target.spec.kind hf, not {spec.kind}; remove it")
 
 
 def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
@@ -96,7 +98,6 @@ def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     metrics = method.eval.metrics if method.eval else ()
     yield from _name_mistakes("eval.metrics", metrics)
     if isinstance(method, LanguageModelFile):
-        yield from _target_mistakes(wrapper, method)
         yield from _data_mistakes(wrapper, method)
 
 
@@ -180,23 +181,16 @@ def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
         taken.setdefault(name, n)
 
 
-def _target_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
-    spec = method.target.spec
-    if isinstance(spec, PretrainedSpec) and (wrapper.target is None or wrapper.target.folder is None):
-        advice = "give the folder with its weights as target: {folder: …} of the wrapper"
-        yield Mistake("target.spec.kind", f"pretrained is not supported yet by itself; {advice}")
-
-
 def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
     data, ci = method.data, method.pd.ci_config
-    if wrapper.data is None:
-        local = {"dataset_name": "parquet", "column_name": "input_ids", "is_tokenized": True}
-        wrong = [f"{key}: {getattr(data, key)}" for key, right in local.items() if getattr(data, key) != right]
-        wrong += ["data_files: null"] if data.data_files is None else []
-        if wrong:
-            rule = "data must be local Parquet (dataset_name: parquet, column_name: input_ids, is_tokenized: true"
-            advice = "or be replaced by data: {train: <folder>, eval: <folder>} of the wrapper (`pd data tokenize`)"
-            yield Mistake("data", f"has {', '.join(wrong)}; {rule}, data_files: <glob>) {advice}")
+    if wrapper.data is None and data.of_files:
+        if data.data_files is None:
+            yield Mistake("data.data_files", f"is required with dataset_name: {data.dataset_name}, which names files")
+        if data.dataset_name == "arrow" and not data.is_in_rows:
+            rule = "shards of `pd data tokenize` have column_name: input_ids and is_tokenized: true"
+            yield Mistake("data.dataset_name", f"is arrow; {rule}")
+        if data.dataset_name == "text" and (data.is_tokenized or data.column_name != "text"):
+            yield Mistake("data.dataset_name", "is text, whose only column is text; its column_name is to be text")
     for key, attention in _attention(ci).items():
         if data.max_seq_len > attention.max_len:
             longest = f"pd.ci_config.{key}.max_len ({attention.max_len})"
@@ -240,14 +234,24 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
             yield f"{key}.start_frac: is {loss.start_frac}, after the last of {method.pd.steps} steps: never on"
         if isinstance(loss, PersistentPGDReconLoss) and loss.n_samples > 1:
             yield f"{key}.n_samples: is {loss.n_samples}, but forwards routed everywhere are alike: one is made (R5)"
-    if wrapper.data is not None and isinstance(method, LanguageModelFile) and method.data.dataset_name != "parquet":
-        yield f"data.dataset_name: {method.data.dataset_name} is replaced by the folders of the wrapper's data"
+    if isinstance(method, LanguageModelFile):
+        yield from _data_warnings(wrapper, method.data)
     if method.wandb is None and (wrapper.wandb_group is not None or wrapper.wandb_tags):
         yield "wandb_group, wandb_tags: have no effect, for the schema file has wandb: null"
     if not isinstance(wrapper.milestones, MilestonesEvery):
         late = [str(step) for step in wrapper.milestones if step > method.pd.steps]
         if late:
             yield f"milestones: {', '.join(late)} come after the last step ({method.pd.steps})"
+
+
+def _data_warnings(wrapper: Wrapper, data: LanguageModelData) -> Iterator[str]:
+    """Warns of a data set that is not read, and of keys that say something of one where there is none."""
+    if wrapper.data is not None and not data.of_files:
+        yield f"data.dataset_name: {data.dataset_name} is replaced by the folders of the wrapper's data"
+    elif data.of_files:
+        for key in ("revision", "train_split", "eval_split"):
+            if key in data.model_fields_set and getattr(data, key) is not None:
+                yield f"data.{key}: has no effect with dataset_name: {data.dataset_name}, which names files"
 
 
 def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:

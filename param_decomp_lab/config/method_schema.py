@@ -23,6 +23,8 @@ from param_decomp_lab.config.strict import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+FILE_BUILDERS = ("parquet", "arrow", "json", "text")
+"""Values of ``dataset_name`` that mean the files of ``data_files``, of that format."""
 SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
@@ -206,6 +208,8 @@ class HubSpec(Strict):
 
 
 class PretrainedSpec(Strict):
+    """``run_path``: of a run of the torch project, on wandb or on this machine."""
+
     kind: Literal["pretrained"]
     model_class: Text
     run_path: Text
@@ -220,18 +224,30 @@ class LanguageModelTarget(Strict):
 
 
 class LanguageModelData(Strict):
+    """``dataset_name``: of the hub, a local folder, or one of `FILE_BUILDERS` for the files of ``data_files``."""
+
     dataset_name: Text
     data_files: Text | None = None
-    revision: Annotated[str | None, NO_MEANING] = None
+    revision: Text | None = None
     tokenizer_name: Text
     column_name: Text
     max_seq_len: Width = 512
-    train_split: Annotated[str, NO_MEANING] = "train"
-    eval_split: Annotated[str, NO_MEANING] = "test"
+    train_split: Text = "train"
+    eval_split: Text = "test"
     is_tokenized: bool = False
     streaming: Annotated[bool, NO_MEANING] = False
     buffer_size: Annotated[int, NO_MEANING] = 1000
-    shuffle_each_epoch: Annotated[bool, NO_MEANING] = True
+    shuffle_each_epoch: bool = True
+
+    @property
+    def of_files(self) -> bool:
+        """Whether it names files, and not a data set."""
+        return self.dataset_name in FILE_BUILDERS
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether its files are rows of tokens already, which are read where they are."""
+        return self.dataset_name in ("parquet", "arrow") and self.column_name == "input_ids" and self.is_tokenized
 
 
 class ToyTarget(Strict):

@@ -40,15 +40,17 @@ class DataFolders(Strict):
 
 
 class TargetSource(Strict):
-    """Source of the target's weights: a folder, or (toys) a recipe to pretrain it."""
+    """Source of the target's weights: a folder, (toys) a recipe to pretrain it, or a ``revision`` (branch, tag or
+    commit) of the hub's model that the schema file names."""
 
     folder: FilePath | None = None
     pretrain: FilePath | None = None
+    revision: Text | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "TargetSource":
-        if (self.folder is None) == (self.pretrain is None):
-            raise rule_error(("", "takes exactly one of folder and pretrain"))
+        if sum(given is not None for _, given in self) != 1:
+            raise rule_error(("", "takes exactly one of folder, pretrain and revision"))
         return self
 
 
@@ -123,7 +125,7 @@ class Wrapper(Strict):
         """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative."""
 
         def below(part: Strict | None) -> Strict | None:
-            paths = {key: _absolute(folder / path) for key, path in part or () if path is not None}
+            paths = {key: _absolute(folder / path) for key, path in part or () if isinstance(path, Path)}
             return part and part.model_copy(update=paths)
 
         update = {

@@ -15,11 +15,21 @@ class Batches:
     Positions ``step · B .. step · B + B - 1`` of the endless stream of epochs make up the batch at ``step``; the order
     within an epoch depends on (seed, epoch) alone.
 
-    ``batch_size``: B, rows in the global batch. ``lo``, ``hi``: the part of each batch this process gets (all of it).
+    ``batch_size``: B, rows in the global batch. ``reshuffle``: False: every epoch has the first one's order. ``lo``,
+    ``hi``: the part of each batch this process gets (all of it).
     Raises UserError when the data has fewer rows than one batch.
     """
 
-    def __init__(self, data: TokenRows, batch_size: int, seed: int, *, lo: int = 0, hi: int | None = None) -> None:
+    def __init__(
+        self,
+        data: TokenRows,
+        batch_size: int,
+        seed: int,
+        *,
+        reshuffle: bool = True,
+        lo: int = 0,
+        hi: int | None = None,
+    ) -> None:
         self.data, self.batch_size, self.seed = data, batch_size, seed
         self.lo, self.hi = lo, batch_size if hi is None else hi
         assert 0 <= self.lo < self.hi <= batch_size
@@ -29,7 +39,7 @@ class Batches:
                 "give more data or a smaller batch size"
             )
         # A batch touches two epochs at most.
-        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(data)))
+        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch if reshuffle else 0, len(data)))
 
     def rows(self, step: int) -> Int64[np.ndarray, "local"]:
         """Row numbers of the batch at ``step``, from ``lo`` to ``hi``."""
@@ -44,6 +54,11 @@ class Batches:
     def __getitem__(self, step: int) -> Int32[np.ndarray, "local T"]:
         """The token ids themselves."""
         return self.data.rows(self.rows(step))
+
+    def stretch(self, first: int, n: int) -> Int32[np.ndarray, "n local T"]:
+        """Batches ``first`` to ``first + n - 1``, whose rows are looked up together."""
+        rows = np.concatenate([self.rows(step) for step in range(first, first + n)])
+        return self.data.rows(rows).reshape(n, self.hi - self.lo, -1)
 
 
 def epoch_order(seed: int, epoch: int, n_rows: int) -> Int64[np.ndarray, "rows"]:

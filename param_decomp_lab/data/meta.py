@@ -10,6 +10,8 @@ from param_decomp_lab.untrusted.files import LISTING_BYTES
 from param_decomp_lab.untrusted.json_text import read_json
 
 META_FILE = "meta.json"
+COLUMN = "input_ids"
+"""Of the shards: rows of token ids."""
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Meta = TypeVar("Meta", "SplitMeta", "DataMeta")
@@ -29,8 +31,9 @@ class SplitMeta:
 
 @dataclass(frozen=True)
 class DataMeta:
-    """``tokenizer``: ``bytes``, or the name of the Hugging Face tokenizer file kept beside ``meta.json``.
-    ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval."""
+    """``tokenizer``: ``bytes``, the name of the Hugging Face tokenizer file kept beside ``meta.json``, or ``none``.
+    ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval.
+    ``plan``: of what the data were made (`Plan.hash`); older ones do not say."""
 
     tokenizer: str
     vocab_size: int
@@ -43,6 +46,7 @@ class DataMeta:
     train: SplitMeta
     eval: SplitMeta
     sha256: str
+    plan: str = ""
 
     def write(self, folder: Path) -> None:
         (folder / META_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")

@@ -1,82 +1,73 @@
-"""Cutting text into pieces and giving each piece to the training or the evaluation split.
+"""Cutting documents into pieces and giving each piece to the training or the evaluation split.
 
 A piece is a document, or a stretch of a long one that ends at a line. Which split a piece belongs to depends on its
 content alone, so that nothing is in both, however often it is repeated.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
 
 from param_decomp_lab.data.meta import Split
-from param_decomp_lab.errors import UserError
 
 PIECE_CHARS = 16_384
+Content = str | Int32[np.ndarray, "n"]
+"""Text, or the token ids of it."""
+Choice = Callable[[Content], Split]
 
 
 @dataclass(frozen=True)
 class Document:
-    """Text with a name, read when it is needed: ``text`` itself, or the UTF-8 file at ``source``."""
+    """``source``: where it is from, for errors. ``content``: its text, whole or in parts, or its token ids.
+    ``begins``: False for what goes on from a part that was read elsewhere."""
 
     source: str
-    text: str | None = None
+    content: str | Iterable[str] | Int32[np.ndarray, "n"]
+    begins: bool = True
 
-    def pieces(self) -> Iterator[str]:
-        """The text in order, cut at lines into pieces of some 16,000 characters. Raises UserError if not UTF-8."""
-        lines = iter([self.text]) if self.text is not None else self._lines()
+    def pieces(self) -> Iterator[Content]:
+        """The text in order, cut at lines into pieces of some 16,000 characters; token ids are one piece."""
+        if isinstance(self.content, np.ndarray):
+            yield self.content
+            return
         pending = ""
-        for line in lines:
-            pending += line
-            while len(pending) >= PIECE_CHARS:
-                end = pending.rfind("\n", 0, PIECE_CHARS) + 1 or PIECE_CHARS
-                yield pending[:end]
-                pending = pending[end:]
+        for part in [self.content] if isinstance(self.content, str) else self.content:
+            pending += part
+            start = 0
+            while len(pending) - start >= PIECE_CHARS:
+                end = pending.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+                yield pending[start:end]
+                start = end
+            pending = pending[start:]
         if pending:
             yield pending
 
-    def _lines(self) -> Iterator[str]:
-        try:
-            with open(self.source, encoding="utf-8", newline="") as file:
-                while chunk := file.read(PIECE_CHARS):
-                    yield chunk
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.source} is not UTF-8 text ({error}); convert it, or leave it out (a glob such as 'texts/*.txt')"
-            ) from error
-        except OSError as error:
-            raise UserError(f"cannot read {self.source}: {error.strerror}") from error
 
-
-def find_documents(inputs: Sequence[str | Path]) -> list[Document]:
-    """The files that ``inputs`` (files, folders, globs) mean, each once, sorted within each input; hidden ones are not
-    taken from a folder. Raises UserError for an input that means no file."""
-    files: dict[str, None] = {}
-    for given in map(str, inputs):
-        if not given.strip():  # a variable that is not set; Path("") is the working directory
-            raise UserError("an input is empty; give a text file, a folder or a glob (. for the working directory)")
-        path = Path(given)
-        if path.is_dir():
-            inside = (file for file in path.rglob("*") if file.is_file())
-            found = [file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts)]
-        elif path.is_file():
-            found = [path]
-        else:
-            root = Path(path.anchor) if path.is_absolute() else Path()
-            pattern = str(path.relative_to(root)) if path.is_absolute() else given
-            try:
-                found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
-            except ValueError as error:  # such as a**b
-                raise UserError(f"{given} is no glob ({error}); write for instance 'corpus/**/*.txt'") from error
-        if not found:
-            raise UserError(f"{given}: no such text file, no folder with files, and no glob that matches one")
-        files |= dict.fromkeys(str(file) for file in sorted(found))
-    return [Document(file) for file in files]
-
-
-def fingerprint(piece: str, seed: int) -> bytes:
+def fingerprint(piece: Content, seed: int) -> bytes:
     """16 bytes that depend on the piece's content and on ``seed``."""
-    return hashlib.blake2b(piece.encode(), digest_size=16, salt=seed.to_bytes(16, "big")).digest()
+    content = piece.encode() if isinstance(piece, str) else piece.tobytes()
+    return hashlib.blake2b(content, digest_size=16, salt=seed.to_bytes(16, "big")).digest()
+
+
+def choose_by_hash(eval_fraction: float, seed: int) -> Choice:
+    """Gives the pieces whose fingerprint is below ``eval_fraction`` of the largest one to the evaluation split: its
+    share of a text of many pieces, without having seen the others."""
+    bound = int(eval_fraction * 2**64)
+    return lambda piece: "eval" if int.from_bytes(fingerprint(piece, seed)[:8], "big") < bound else "train"
+
+
+def choose_exactly(pieces: Iterable[Content], eval_fraction: float, seed: int) -> Choice:
+    """Gives the pieces of ``pieces`` with the smallest fingerprints to the evaluation split, until that has
+    ``eval_fraction`` of the total length. At least one, and never all: for a text of few pieces."""
+    lengths: dict[bytes, int] = {}
+    for piece in pieces:
+        key = fingerprint(piece, seed)
+        lengths[key] = lengths.get(key, 0) + len(piece)  # a repeated piece counts as often as it occurs
+    chosen = choose_eval(lengths, eval_fraction)
+    return lambda piece: "eval" if fingerprint(piece, seed) in chosen else "train"
 
 
 def choose_eval(lengths: dict[bytes, int], eval_fraction: float) -> frozenset[bytes]:
@@ -93,19 +84,36 @@ def choose_eval(lengths: dict[bytes, int], eval_fraction: float) -> frozenset[by
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A piece of a document. ``first``: that it is the first of it that is read here; ``begins``: that the document
+    begins with it."""
+
+    content: Content
+    first: bool
+    begins: bool
+
+
+@dataclass(frozen=True)
 class Piece:
     """``follows``: it goes on where the last piece of its split stopped, so that no separator belongs between them."""
 
-    text: str
+    content: Content
     split: Split
     follows: bool
 
 
-def split_pieces(documents: Sequence[Document], chosen: frozenset[bytes], seed: int) -> Iterator[Piece]:
-    """All pieces in order, each with its split."""
+def cut(documents: Iterable[Document]) -> Iterator[Cut]:
+    """The pieces of all documents, in order."""
     for document in documents:
-        before: Split | None = None
-        for text in document.pieces():
-            split: Split = "eval" if fingerprint(text, seed) in chosen else "train"
-            yield Piece(text, split, follows=split == before)
-            before = split
+        for number, content in enumerate(document.pieces()):
+            yield Cut(content, number == 0, number == 0 and document.begins)
+
+
+def split_pieces(cuts: Iterable[Cut], choice: Choice) -> Iterator[Piece]:
+    """All pieces in order, each with its split."""
+    before: Split | None = None
+    for piece in cuts:
+        split = choice(piece.content)
+        follows = not piece.begins if piece.first else split == before
+        yield Piece(piece.content, split, follows)
+        before = split

@@ -17,6 +17,9 @@ class TokenRows(Protocol):
     @property
     def seq_len(self) -> int: ...
 
+    @property
+    def rows_per_read(self) -> int: ...
+
     def __len__(self) -> int: ...
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]: ...
@@ -39,6 +42,10 @@ class RowRange:
     @property
     def seq_len(self) -> int:
         return self.data.seq_len
+
+    @property
+    def rows_per_read(self) -> int:
+        return self.data.rows_per_read
 
     def __len__(self) -> int:
         return self.stop - self.first

@@ -1,6 +1,7 @@
 """Where a run's batches come from: rows of token data on this host, or features drawn inside the program."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ from param_decomp_jax.mesh import sharding
 from param_decomp_jax.placement import batch_sharding, from_process_rows
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
+from param_decomp_lab.data.read_ahead import ReadAhead
 
 
 @runtime_checkable
@@ -72,17 +74,23 @@ def _rows_sharding(mesh: Mesh, n_rows: int, axis: int) -> NamedSharding:
 
 @dataclass(frozen=True)
 class TokenSource(TokenShapes):
-    """Rows of token data, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``)."""
+    """Rows of token data, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``).
+
+    ``ahead``: the same batches, read before a program asks for its `inputs`.
+    """
 
     batches: Batches
+
+    @cached_property
+    def ahead(self) -> ReadAhead:
+        return ReadAhead(self.batches)
 
     def __call__(self, number: int) -> Int[Array, "B T"]:
         return self._placed(self.batches[number], 0)
 
     def inputs(self, first: int, n: int, size: int) -> Int[Array, "size B T"]:
-        rows = [self.batches[number] for number in range(first, first + n)]
-        stacked = np.stack(rows + [np.zeros_like(rows[0])] * (size - n))
-        return self._placed(stacked, 1)
+        rows = self.ahead.take(first, n)
+        return self._placed(np.concatenate([rows, np.zeros((size - n, *rows.shape[1:]), np.int32)]), 1)
 
     def _placed(self, rows: np.ndarray, axis: int) -> Array:
         """``rows`` of this process in the global array whose batch is ``axis``."""

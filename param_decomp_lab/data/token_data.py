@@ -1,232 +1,91 @@
-"""Rows of token ids in Parquet shards, read when they are asked for."""
+"""Rows of token ids in the shards of a folder, read when they are asked for."""
 
 import glob
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Int, Int32
 
-from param_decomp_lab.data.tokenize import COLUMN
+from param_decomp_lab.data import arrow_rows
+from param_decomp_lab.data.arrow_rows import ArrowRows, shard_rows
+from param_decomp_lab.data.parquet_rows import ParquetRows, file_rows
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.printable import first_few
 
-# Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
-CACHE_BYTES = 1 << 30
-MOST_PER_BYTE = 1 << 14
-"""Rows that a byte of a file can stand for. Text needs more than a bit for a token; rows that are all alike, less."""
+PARQUET = ".parquet"
 
 
 class TokenData:
-    """All rows of a folder (or glob, or one file) of Parquet shards with a column ``input_ids`` of fixed-length rows.
+    """All rows of a folder (or glob, or one file) of shards: Arrow files of `pd data tokenize`, or Parquet files with
+    a column ``input_ids`` of fixed-length rows.
 
     Rows are numbered through the shards in the order of their names. ``len(data)``: number of rows; ``seq_len``:
-    tokens in each; ``source``: what was given.
+    tokens in each; ``source``: what was given; ``rows_per_read``: rows that are decoded to give one.
 
-    Raises UserError: nothing there, not Parquet, no such column, not integers, rows of different lengths, no rows.
+    Raises UserError: nothing there, damaged, no such column, not integers, rows of different lengths, no rows.
     """
 
     def __init__(self, source: str | Path) -> None:
         self.source = str(source)
-        self._files = [(path, _metadata(path)) for path in _find(self.source)]
-        # A group is what one read decodes: (file number, number within the file).
-        self._groups = [(f, g) for f, (_, shard) in enumerate(self._files) for g in range(shard.num_row_groups)]
-        sizes = [self._files[f][1].row_group(g).num_rows for f, g in self._groups]
-        self._sizes = sizes
-        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        files = find_shards(self.source)
+        kind = ArrowRows if files[0].suffix == arrow_rows.SUFFIX else ParquetRows
+        self._rows: ArrowRows | ParquetRows = kind(self.source, files)
         if len(self) == 0:
             raise UserError(f"{self.source} holds no rows: tokenize some text into it")
-        first = next(n for n, size in enumerate(sizes) if size)
-        self.seq_len = self._decode(first, None).shape[1]
-        if self.seq_len == 0:
-            raise UserError(
-                f"{self._files[self._groups[first][0]][0]}: its rows hold no tokens; tokenize the text again"
-            )
-        for number, size in enumerate(sizes):
-            if _n_values(self._files[self._groups[number][0]][1], self._groups[number][1]) != size * self.seq_len:
-                self._decode(number, self.seq_len)  # says what is wrong with it
-        kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
-        self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
+        self.seq_len, self.rows_per_read = self._rows.seq_len, self._rows.rows_per_read
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._rows)
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
-        """The rows of the given numbers, in that order. Raises UserError when one has another length than the rest."""
-        ids = np.asarray(ids, np.int64)
-        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "no such row"
-        numbers = np.searchsorted(self._starts, ids, side="right") - 1
-        out = np.empty((len(ids), self.seq_len), np.int32)
-        for number in np.unique(numbers):
-            here = numbers == number
-            out[here] = self._group(int(number))[ids[here] - self._starts[number]]
-        return out
+        """The rows of the given numbers, in that order. Raises UserError for one that is damaged."""
+        return self._rows.rows(ids)
 
     def check(self, vocab_size: int, max_len: int | None = None) -> None:
         """Refuse data that a model cannot take: a token id outside ``0 .. vocab_size - 1`` (named by file and row), or
-        rows longer than ``max_len`` tokens. Reads the shards' statistics; tokens only where there are none."""
+        rows longer than ``max_len`` tokens. Reads what the shards say of their ids; tokens only where they say
+        nothing."""
         if max_len is not None and self.seq_len > max_len:
             raise UserError(
                 f"{self.source}: rows have {self.seq_len} tokens, the model takes at most {max_len}; "
                 f"tokenize with a seq_len of {max_len}, or raise max_len"
             )
-        for number in range(len(self._groups)):
-            if self._within(number, vocab_size):
-                continue
-            ids = self._decode(number, self.seq_len)
-            wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
-            if len(wrong):
-                row, column = wrong[0]
-                file, group = self._groups[number]
-                path, shard = self._files[file]
-                row_in_file = row + sum(shard.row_group(g).num_rows for g in range(group))
-                raise UserError(
-                    f"{path}, row {row_in_file}, position {column}: token id {ids[row, column]} is not in the model's "
-                    f"vocabulary (0 to {vocab_size - 1}); tokenize the text with the model's own tokenizer"
-                )
-
-    def _within(self, number: int, vocab_size: int) -> bool:
-        """Whether the statistics of a group show that its ids are in the vocabulary."""
-        known = self._range(number)
-        return known is not None and known[0] >= 0 and known[1] < vocab_size
-
-    def _range(self, number: int) -> tuple[int, int] | None:
-        """The smallest and the largest id of a group by its statistics; None without them."""
-        file, group = self._groups[number]
-        metadata = self._files[file][1]
-        statistics = metadata.row_group(group).column(_leaf(metadata)).statistics
-        return None if statistics is None or not statistics.has_min_max else (statistics.min, statistics.max)
-
-    def _decode(self, number: int, seq_len: int | None) -> Int32[np.ndarray, "rows T"]:
-        file, group = self._groups[number]
-        path, shard = self._files[file]
-        try:
-            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True, page_checksum_verification=True)
-            column = parquet.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks()
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
-        flat, n_rows = column.flatten(), len(column)
-        if n_rows != self._sizes[number]:
-            raise UserError(
-                f"{path}, row group {group}: holds {n_rows} rows, its footer says {self._sizes[number]}; it is "
-                "damaged: copy or tokenize it again"
-            )
-        width = seq_len if seq_len is not None else len(flat) // max(1, n_rows)
-        lengths = np.asarray(pa.compute.fill_null(pa.compute.list_value_length(column), 0))
-        ragged = np.flatnonzero(lengths != width)
-        if len(ragged):
-            raise UserError(
-                f"{path}, row {ragged[0]} of row group {group}: has {lengths[ragged[0]]} tokens where others have "
-                f"{width}; all rows must be of one length, as `pd data tokenize` makes them"
-            )
-        if flat.null_count:
-            raise UserError(f"{path}, row group {group}: holds missing tokens (nulls); tokenize the text again")
-        ids = flat.to_numpy(zero_copy_only=False)
-        known = self._range(number)
-        # `check` believes the statistics, so that what is read must agree with them: files of others have no checksums.
-        if known is not None and ids.size and (ids.min() < known[0] or ids.max() > known[1]):
-            raise UserError(
-                f"{path}, row group {group}: holds token ids {ids.min()} to {ids.max()}, and {known[0]} to {known[1]} "
-                "were written: it is damaged; copy or tokenize it again"
-            )
-        # Ids past int32 would wrap around into valid ones.
-        return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32).reshape(n_rows, width)
+        self._rows.check_ids(vocab_size)
 
 
 def count_rows(source: str | Path) -> tuple[int, int | None]:
     """Number of rows, and the tokens in each where the type says it, from the shards' footers alone.
 
-    Raises UserError: nothing there, not Parquet, no such column, not integers.
+    Raises UserError: nothing there, damaged, no such column, not integers.
     """
-    files = [(path, _metadata(path)) for path in _find(str(source))]
-    kind = files[0][1].schema.to_arrow_schema().field(COLUMN).type
-    length = kind.list_size if pa.types.is_fixed_size_list(kind) else None
-    return sum(shard.num_rows for _, shard in files), length
+    files = find_shards(str(source))
+    counts = [shard_rows(file) if file.suffix == arrow_rows.SUFFIX else file_rows(file) for file in files]
+    return sum(rows for rows, _ in counts), counts[0][1]
 
 
-def _find(source: str) -> list[Path]:
+def find_shards(source: str) -> list[Path]:
+    """The shards of a folder, of a glob, or a file, all of one kind. A glob of ``*.parquet`` that matches nothing means
+    the Arrow shards of the same names, which `pd data tokenize` has written since. Raises UserError for none."""
     path = Path(source)
     if path.is_dir():
-        found = sorted(path.glob("*.parquet"))
-        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and any(p.glob("*.parquet")))
+        found = _in_folder(path)
+        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and _in_folder(p))
         hint = f" (it has {' and '.join(f'{source}/{name}' for name in inside)}: give one of them)" if inside else ""
     else:
-        found, hint = [Path(p) for p in sorted(glob.glob(source))], ""
+        found, hint = _glob(source), ""
+        if not found and source.endswith(PARQUET):
+            found = _glob(source.removesuffix(PARQUET) + arrow_rows.SUFFIX)
     if not found:
-        raise UserError(f"no Parquet shards at {source}{hint}; `pd data tokenize` makes folders of them")
+        raise UserError(f"no shards of tokens at {source}{hint}; `pd data tokenize` makes folders of them")
+    of_arrow = {file.suffix == arrow_rows.SUFFIX for file in found}
+    if len(of_arrow) > 1:
+        raise UserError(f"{source} holds both Arrow and Parquet files, two data sets in one place; remove one of them")
     return found
 
 
-def _leaf(metadata: pq.FileMetaData) -> int:
-    """Number of the column's leaf among those of the file. Not found by its path: `input_ids.a` is a name, too."""
-    leaf = 0
-    for field in metadata.schema.to_arrow_schema():
-        if field.name == COLUMN:
-            break
-        leaf += _n_leaves(field.type)
-    return leaf
+def _in_folder(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in (arrow_rows.SUFFIX, PARQUET))
 
 
-def _n_leaves(kind: pa.DataType) -> int:
-    """Parquet's columns for one of this type."""
-    return sum(_n_leaves(kind.field(n).type) for n in range(kind.num_fields)) or 1
-
-
-def _n_values(metadata: pq.FileMetaData, group: int) -> int:
-    """Tokens in a row group, as its footer says; a row without tokens counts as one."""
-    return int(metadata.row_group(group).column(_leaf(metadata)).num_values)
-
-
-def _metadata(path: Path) -> pq.FileMetaData:
-    if not path.is_file():  # a pipe would be waited for
-        raise UserError(f"{path} is no regular file; Parquet shards are")
-    try:
-        file = pq.ParquetFile(path, memory_map=True)
-        names = file.schema_arrow.names
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a whole Parquet file ({error}): copy or tokenize it again") from error
-    if COLUMN not in names:
-        found = ", ".join(first_few(names))
-        raise UserError(f"{path} has no column {COLUMN} (its columns: {found}); tokenize the text first")
-    if names.count(COLUMN) > 1:
-        raise UserError(f"{path} has {names.count(COLUMN)} columns {COLUMN}; it must be one")
-    kind = file.schema_arrow.field(COLUMN).type
-    of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not of_lists or not pa.types.is_integer(kind.value_type):
-        raise UserError(f"{path}: column {COLUMN} has type {kind}; it must hold lists of integers, one per row")
-    _refuse_absurd_counts(path, file.metadata)
-    _refuse_damaged_descriptions(path, file)
-    return file.metadata
-
-
-def _refuse_absurd_counts(path: Path, metadata: pq.FileMetaData) -> None:
-    """Raises UserError for counts in the footer that contradict each other or the size of the file."""
-    size = path.stat().st_size
-    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    for group, n in enumerate(rows):
-        if not 0 <= n <= MOST_PER_BYTE * size:
-            raise UserError(
-                f"{path}, row group {group}: its footer says {n} rows, which cannot be in {size:,} bytes; it is "
-                "damaged: copy or tokenize it again"
-            )
-    if sum(rows) != metadata.num_rows:
-        raise UserError(
-            f"{path}: its footer says {metadata.num_rows} rows, its row groups {sum(rows)}; it is damaged: copy or "
-            "tokenize it again"
-        )
-
-
-def _refuse_damaged_descriptions(path: Path, file: pq.ParquetFile) -> None:
-    """Raises UserError for a row group whose description of the column is damaged: pyarrow (26) ends the process where
-    that is looked into (`row_group(n).column(m)`), and raises an exception where a row is read, so that one is read
-    first. This takes 0.3 ms for each 131,072 tokens."""
-    for group in range(file.num_row_groups):
-        try:
-            next(file.iter_batches(batch_size=1, row_groups=[group], columns=[COLUMN], use_threads=False), None)
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(
-                f"{path}, row group {group}: its description is damaged ({error}): copy or tokenize it again"
-            ) from error
+def _glob(pattern: str) -> list[Path]:
+    return [Path(file) for file in sorted(glob.glob(pattern))]

@@ -1,55 +1,31 @@
-"""Text to Parquet shards of fixed-length rows of token ids, in a training and an evaluation split."""
+"""Text to shards of fixed-length rows of token ids, in a training and an evaluation split.
+
+The text is divided into units (plan.py). Each is tokenized by one process, into shards of its own; which process that
+is, and when, changes no byte. What is left of each unit, less than a row, is joined at the end.
+"""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from jaxtyping import Int32
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from jaxtyping import Int32, Int64
+from rich.console import Console
 
+from param_decomp_lab.data.arrow_rows import SUFFIX, ArrowRows, ArrowShard, rows_per_batch
 from param_decomp_lab.data.meta import META_FILE, SPLITS, DataMeta, Split, SplitMeta
-from param_decomp_lab.data.pieces import Document, Piece, choose_eval, find_documents, fingerprint, split_pieces
-from param_decomp_lab.data.tokenizers import Tokenizer, load_tokenizer
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.folders import new_folder
-from param_decomp_lab.untrusted.json_text import INTEGER
-from param_decomp_lab.untrusted.printable import shortened
+from param_decomp_lab.data.pieces import Document
+from param_decomp_lab.data.plan import Plan, Role, Settings, Unit, cut_units, unit_bytes
+from param_decomp_lab.data.spans import Format, MemorySpan, file_spans, find_files
+from param_decomp_lab.data.token_writer import Written, add_counts, unigram_entropy
+from param_decomp_lab.data.tokenize_processes import tokenize_units
+from param_decomp_lab.data.tokenizers import NO_TOKENIZER, load_tokenizer, tokenizer_hash
+from param_decomp_lab.data.unfinished import Unfinished, unfinished
+from param_decomp_lab.errors import CannotWrite, UserError
 
-COLUMN = "input_ids"
-PIECES_PER_BATCH = 256
-# Small enough that one random row costs little to read, large enough to compress.
-ROWS_PER_GROUP = 256
-
-
-def tokenize_files(
-    inputs: Sequence[str | Path],
-    out: str | Path,
-    *,
-    tokenizer: str | Path = "bytes",
-    seq_len: int = 512,
-    eval_fraction: float = 0.05,
-    rows_per_shard: int = 65_536,
-    seed: int = 0,
-    overwrite: bool = False,
-) -> DataMeta:
-    """Tokenize the text files, folders and globs of ``inputs``; a file is a document. As ``tokenize_documents``."""
-    return tokenize_documents(
-        find_documents(inputs),
-        out,
-        tokenizer=tokenizer,
-        seq_len=seq_len,
-        eval_fraction=eval_fraction,
-        rows_per_shard=rows_per_shard,
-        seed=seed,
-        overwrite=overwrite,
-        sources=tuple(map(str, inputs)),
-    )
+TAIL = "part-tail"
+"""The shard of what was left of the units; its name sorts after theirs."""
 
 
 def tokenize_documents(
@@ -57,136 +33,245 @@ def tokenize_documents(
     out: str | Path,
     *,
     tokenizer: str | Path = "bytes",
-    seq_len: int = 512,
-    eval_fraction: float = 0.05,
-    rows_per_shard: int = 65_536,
-    seed: int = 0,
     overwrite: bool = False,
     sources: tuple[str, ...],
+    **settings: Any,
 ) -> DataMeta:
-    """Write ``out/train/part-*.parquet`` and ``out/eval/part-*.parquet``, column ``input_ids``: int32 ``[seq_len]``.
-
-    Documents are concatenated with the tokenizer's separator and cut into rows; the tail that fills no row is dropped.
-    ``tokenizer``: ``bytes``, or a Hugging Face ``tokenizer.json`` or its folder, which is kept beside the data.
-    ``eval_fraction``: share of the text, in characters, that is held out, by pieces (see pieces.py); ``seed`` picks
-    which. ``rows_per_shard``: most rows in one Parquet file. ``sources``: where the text is from, for ``meta.json``.
-    ``out`` appears only when it is complete. Returns what ``out/meta.json`` says.
-
-    Raises UserError: a number out of range, no tokenizer, text that is not UTF-8 or too short for one row in each
-    split, ``out`` not empty (unless ``overwrite``) or not writable.
-    """
-    for name, value, least in (("seq_len", seq_len, 2), ("rows_per_shard", rows_per_shard, 1), ("seed", seed, 0)):
-        if value < least:
-            raise UserError(f"{name} must be at least {least}; it is {value}")
-    if seed >= INTEGER:
-        raise UserError(f"seed must be below 2^64; it is {shortened(str(seed), 40)}")
-    if not 0 < eval_fraction < 1:
-        raise UserError(f"eval_fraction must lie between 0 and 1, as a share of the text; it is {eval_fraction}")
-    loaded = load_tokenizer(tokenizer)
-    out = Path(out)
-    with new_folder(out, marker=META_FILE, overwrite=overwrite) as folder, _progress() as progress:
-        lengths = _measure(documents, seed, progress)
-        chosen = choose_eval(lengths, eval_fraction)
-        writers = {split: _RowWriter(folder / split, seq_len, rows_per_shard, loaded.vocab_size) for split in SPLITS}
-        task = progress.add_task("tokenizing", total=sum(lengths.values()))
-        for piece, ids in _encode(loaded, split_pieces(documents, chosen, seed)):
-            if not piece.follows and loaded.separator is not None:
-                writers[piece.split].add(np.asarray([loaded.separator], np.int32))
-            writers[piece.split].add(ids)
-            progress.update(task, advance=len(piece.text))
-        meta = DataMeta(
-            tokenizer=loaded.name,
-            vocab_size=loaded.vocab_size,
-            separator=loaded.separator,
-            seq_len=seq_len,
-            seed=seed,
-            eval_fraction=eval_fraction,
-            sources=sources,
-            documents=len(documents),
-            train=writers["train"].close("train"),
-            eval=writers["eval"].close("eval"),
-            sha256=hashlib.sha256(b"".join(writers[split].digest() for split in SPLITS)).hexdigest(),
-        )
-        loaded.save(folder)
-        meta.write(folder)
+    """Tokenizes documents that are at hand. ``settings``: those of `Settings`. As `tokenize`."""
+    meta = tokenize(
+        make_plan([memory_unit(documents)], Settings(**settings), tokenizer, sources), out, overwrite=overwrite
+    )
+    assert meta is not None
     return meta
 
 
-def _progress() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+def tokenize_files(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path = "bytes",
+    overwrite: bool = False,
+    **settings: Any,
+) -> DataMeta:
+    """Tokenizes the files, folders and globs of ``inputs``; a text file is a document. ``settings``: those of
+    `Settings`. As `tokenize`."""
+    plan = make_plan(file_units(inputs), Settings(**settings), tokenizer, tuple(map(str, inputs)))
+    meta = tokenize(plan, out, overwrite=overwrite)
+    assert meta is not None
+    return meta
 
 
-def _measure(documents: Sequence[Document], seed: int, progress: Progress) -> dict[bytes, int]:
-    """Characters of every piece, by fingerprint; repeated pieces count as often as they occur."""
-    lengths: Counter[bytes] = Counter()
-    for document in progress.track(documents, description="reading"):
-        for text in document.pieces():
-            lengths[fingerprint(text, seed)] += len(text)
-    return dict(lengths)
+def memory_unit(documents: Sequence[Document]) -> Unit:
+    """Documents that are at hand."""
+    return Unit((MemorySpan(tuple(documents)),), "by hash")
 
 
-def _encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Int32[np.ndarray, "n"]]]:
-    while batch := list(islice(pieces, PIECES_PER_BATCH)):
-        yield from zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True)
+def file_units(inputs: Sequence[str | Path], fmt: Format | None = None, role: Role = "by hash") -> list[Unit]:
+    """The units of files, folders and globs. ``fmt``: None goes by the files' endings. Raises UserError."""
+    files = find_files(inputs)
+    size = unit_bytes(sum(file.stat().st_size for file in files))
+    return cut_units(file_spans(files, fmt, size), role, size)
 
 
-class _RowWriter:
-    """Cuts a stream of token ids into rows and writes them to ``folder/part-00000.parquet`` and so on."""
+def make_plan(
+    units: Sequence[Unit], settings: Settings, tokenizer: str | Path | None, sources: tuple[str, ...]
+) -> Plan:
+    """``tokenizer``: None where the input is tokenized already. Raises UserError where there is none."""
+    if tokenizer is None:
+        return Plan(tuple(units), settings, None, "", sources)
+    return Plan(tuple(units), settings, str(tokenizer), tokenizer_hash(tokenizer), sources)
 
-    def __init__(self, folder: Path, seq_len: int, rows_per_shard: int, vocab_size: int) -> None:
-        folder.mkdir()
-        self._folder, self._seq_len, self._rows_per_shard = folder, seq_len, rows_per_shard
-        self._pending: list[Int32[np.ndarray, "n"]] = []
-        self._n_pending = 0
-        self._counts = np.zeros(vocab_size, np.int64)
-        self._hash = hashlib.sha256()
-        self._meta = SplitMeta(rows=0, tokens=0, dropped_tokens=0, shards=0, unigram_entropy=0.0)
 
-    def add(self, ids: Int32[np.ndarray, "n"]) -> None:
-        self._pending.append(ids)
-        self._n_pending += len(ids)
-        if self._n_pending >= self._rows_per_shard * self._seq_len:
-            self._write_shards(whole=True)
+def tokenize(
+    plan: Plan,
+    out: str | Path,
+    *,
+    processes: int = 1,
+    part: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> DataMeta | None:
+    """Writes ``out/train`` and ``out/eval``, shards of rows of ``plan.settings.seq_len`` tokens (arrow_rows.py), the
+    tokenizer and ``meta.json``. ``out`` appears only when it is complete; a call that was killed is gone on with by the
+    same call, and what it writes depends on the plan alone.
 
-    def close(self, split: Split) -> SplitMeta:
-        """Write what is left. Raises UserError when the whole split did not fill one row."""
-        self._write_shards(whole=True)
-        self._write_shards(whole=False)
-        meta = replace(self._meta, dropped_tokens=self._n_pending, unigram_entropy=unigram_entropy(self._counts))
-        if meta.rows == 0:
-            raise UserError(
-                f"the text is too short: the {split} split has {self._n_pending} tokens, less than one row of "
-                f"{self._seq_len}; give more text, a smaller seq_len, or another eval_fraction"
-            )
+    Documents are concatenated with the tokenizer's separator and cut into rows; the tail that fills no row is dropped.
+    ``processes``: that tokenize. ``part``: number and count, where several jobs make ``out`` together: a job does the
+    units of its own, and the one that finds all done makes ``out``. ``console``: for the progress.
+
+    Returns what ``out/meta.json`` says, None where other parts are missing. Raises UserError: text that cannot be read
+    or is too short for one row in each split, ``out`` not empty (unless ``overwrite``) or not writable.
+    """
+    if part is not None and (meta := _finished(Path(out), plan)) is not None:
+        return meta
+    try:
+        with unfinished(Path(out), plan, part, overwrite=overwrite) as work:
+            tokenize_units(plan, work, processes, part, console)
+            return _publish_if_whole(plan, work, overwrite=overwrite)
+    except CannotWrite:
+        # Another part has put the whole in place while this one did what it did not know to be done.
+        meta = None if part is None else _finished(Path(out), plan)
+        if meta is None:
+            raise
         return meta
 
+
+def _publish_if_whole(plan: Plan, work: Unfinished, *, overwrite: bool) -> DataMeta | None:
+    """Puts the data in place if all units are done that it takes."""
+    with work.publishing() as is_there:
+        if not is_there:  # another part has done it
+            return _finished(work.out, plan)
+        needed = _needed(plan, work)
+        if needed is None:
+            return None
+        meta = _publish(plan, work, needed)
+        work.put_in_place(overwrite=overwrite)
+        return meta
+
+
+def _finished(out: Path, plan: Plan) -> DataMeta | None:
+    """What was made of the same plan."""
+    if not (out / META_FILE).is_file():
+        return None
+    meta = DataMeta.read(out)
+    return meta if meta.plan == plan.hash else None
+
+
+def _needed(plan: Plan, work: Unfinished) -> list[int] | None:
+    """The units that make up the data set, in order; None while one is not done."""
+    done, before = work.done(), dict.fromkeys(SPLITS, 0)
+    needed = []
+    for number in range(len(plan.units)):
+        if not plan.is_needed(number, before):
+            continue
+        if number not in done:
+            return None
+        needed.append(number)
+        for split, written in work.record(number).written.items():
+            before[split] += written.rows
+    return needed
+
+
+def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
+    """Makes the data of the units whole: may be done again after a kill, with the same result."""
+    tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
+    separator = None if tokenizer is None else tokenizer.separator
+    joined = {split: _Joined(plan, work, split, separator) for split in SPLITS}
+    documents = 0
+    for number in needed:
+        record = work.record(number)
+        documents += record.documents
+        for split, written in record.written.items():
+            joined[split].add(number, written)
+    metas = {split: joined[split].close() for split in SPLITS}
+    counts = add_counts(joined["train"].counts, joined["eval"].counts)
+    meta = DataMeta(
+        tokenizer=NO_TOKENIZER if tokenizer is None else tokenizer.name,
+        vocab_size=len(counts) if tokenizer is None else tokenizer.vocab_size,
+        separator=separator,
+        seq_len=plan.settings.seq_len,
+        seed=plan.settings.seed,
+        eval_fraction=plan.settings.eval_fraction,
+        sources=plan.sources,
+        documents=documents,
+        train=metas["train"],
+        eval=metas["eval"],
+        sha256=hashlib.sha256(b"".join(joined[split].digest() for split in SPLITS)).hexdigest(),
+        plan=plan.hash,
+    )
+    if tokenizer is not None:
+        tokenizer.save(work.data)
+    meta.write(work.data)
+    return meta
+
+
+class _Joined:
+    """One split, joined of what its units gave: not more rows than are asked for, and rows of what was left."""
+
+    def __init__(self, plan: Plan, work: Unfinished, split: Split, separator: int | None) -> None:
+        self._settings, self._folder, self._split = plan.settings, work.data / split, split
+        self._separator = [] if separator is None else [separator]
+        self._most = plan.settings.most_rows(split)
+        self._is_wanted = any(split in unit.splits for unit in plan.units)
+        self.rows, self.counts = 0, np.zeros(0, np.int64)
+        self._shards: list[Path] = []
+        self._tails: list[np.ndarray] = []
+        self._digests: list[bytes] = []
+
+    def add(self, number: int, written: Written) -> None:
+        shards = [self._folder / f"part-{number:05d}-{n:05d}{SUFFIX}" for n in range(written.shards)]
+        rows, counts, digest = written.rows, written.counts, written.sha256
+        if self._most is not None and self.rows + rows > self._most:
+            rows = self._most - self.rows
+            counts, digest, shards = _cut(shards, rows, self._settings)
+        self.rows += rows
+        self.counts = add_counts(self.counts, counts)
+        self._digests.append(digest)
+        self._shards += shards
+        # A tail that goes on in the next unit's text is joined to it as another document.
+        separated = self._tails and len(written.tail) and written.tail[0] not in self._separator
+        self._tails += [np.array(self._separator, np.int32)] * bool(separated) + [written.tail]
+
+    def close(self) -> SplitMeta:
+        """Removes shards of units that are not needed. Raises UserError when the whole split did not fill one row."""
+        length = self._settings.seq_len
+        tail = np.concatenate(self._tails) if self._tails else np.zeros(0, np.int32)
+        more = len(tail) // length if self._most is None else min(len(tail) // length, self._most - self.rows)
+        if self.rows + more == 0 and self._is_wanted:
+            raise UserError(
+                f"the text is too short: the {self._split} split has {len(tail)} tokens, less than one row of "
+                f"{length}; give more text, a smaller seq_len, or another eval_fraction"
+            )
+        for shard in self._shards:
+            if not shard.is_file():
+                work = self._folder.parents[1]
+                raise CannotWrite(f"{shard}, which had been written, is gone; remove {work} and start again")
+        if more:
+            self._write_tail(tail[: more * length])
+        for file in self._folder.iterdir():
+            if file not in self._shards:
+                file.unlink()
+        return SplitMeta(
+            rows=self.rows,
+            tokens=self.rows * length,
+            dropped_tokens=len(tail) - more * length,
+            shards=len(self._shards),
+            unigram_entropy=unigram_entropy(self.counts),
+        )
+
     def digest(self) -> bytes:
-        return self._hash.digest()
+        """Of all token ids, as int32."""
+        return self._digests[0] if len(self._digests) == 1 else hashlib.sha256(b"".join(self._digests)).digest()
 
-    def _write_shards(self, *, whole: bool) -> None:
-        """Write whole shards, or else one last shard of whole rows; the rest stays pending."""
-        ids = np.concatenate(self._pending) if self._pending else np.zeros(0, np.int32)
-        shard = self._rows_per_shard * self._seq_len
-        step = shard if whole else max(len(ids) // self._seq_len * self._seq_len, 1)
-        n_shards = len(ids) // step if len(ids) >= self._seq_len else 0
-        for n in range(n_shards):
-            self._write(ids[n * step : (n + 1) * step])
-        self._pending = [ids[n_shards * step :]]
-        self._n_pending = len(self._pending[0])
-
-    def _write(self, ids: Int32[np.ndarray, "n"]) -> None:
-        column = pa.FixedSizeListArray.from_arrays(pa.array(ids, pa.int32()), self._seq_len)
-        file = self._folder / f"part-{self._meta.shards:05d}.parquet"
-        # A checksum of each page, so that a bit that turns over on a disk is noticed, and trains nothing.
-        settings = {"compression": "zstd", "row_group_size": ROWS_PER_GROUP, "write_page_checksum": True}
-        pq.write_table(pa.table({COLUMN: column}), file, **settings)
-        self._counts += np.bincount(ids, minlength=len(self._counts))
-        self._hash.update(ids.tobytes())
-        rows = self._meta.rows + len(column)
-        self._meta = replace(self._meta, rows=rows, tokens=rows * self._seq_len, shards=self._meta.shards + 1)
+    def _write_tail(self, ids: Int32[np.ndarray, "n"]) -> None:
+        rows = ids.reshape(-1, self._settings.seq_len)
+        file = self._folder / f"{TAIL}{SUFFIX}"
+        shard = ArrowShard(file, self._settings.seq_len, 1 + int(ids.max()))
+        shard.write(rows)
+        shard.close()
+        self.rows += len(rows)
+        self.counts = add_counts(self.counts, np.bincount(ids))
+        self._digests.append(hashlib.sha256(ids.tobytes()).digest())
+        self._shards.append(file)
 
 
-def unigram_entropy(counts: Int32[np.ndarray, "vocab"]) -> float:
-    """Entropy of the token frequencies, in nats: the cross-entropy of the best model that ignores context."""
-    p = counts[counts > 0] / max(1, counts.sum())
-    return float(-(p * np.log(p)).sum())
+def _cut(shards: Sequence[Path], n_rows: int, settings: Settings) -> tuple[Int64[np.ndarray, "ids"], bytes, list[Path]]:
+    """Cuts shards to their first ``n_rows`` rows: what is then in them, as `Written` has it, and which are left."""
+    counts, digest, kept = np.zeros(0, np.int64), hashlib.sha256(), []
+    for shard in shards:
+        if n_rows == 0:
+            break
+        data = ArrowRows(str(shard), [shard])
+        here = min(n_rows, len(data))
+        shorter = ArrowShard(shard, settings.seq_len, data.most_ids) if here < len(data) else None
+        for start in range(0, here, rows_per_batch(settings.seq_len)):
+            rows = data.rows(range(start, min(here, start + rows_per_batch(settings.seq_len))))
+            counts = add_counts(counts, np.bincount(rows.ravel()))
+            digest.update(rows.tobytes())
+            if shorter is not None:
+                shorter.write(rows)
+        if shorter is not None:
+            shorter.close()
+        kept.append(shard)
+        n_rows -= here
+    return counts, digest.digest(), kept

@@ -1,5 +1,6 @@
 """Text to token ids and back: UTF-8 bytes, or any Hugging Face tokenizer file."""
 
+import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.printable import printable
 
 BYTES = "bytes"
+NO_TOKENIZER = "none"
+"""Of data that were tokenized elsewhere."""
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_BYTES = 1 << 28
@@ -146,3 +149,12 @@ def load_tokenizer(tokenizer: str | Path) -> Tokenizer:
     found = HuggingFaceTokenizer(file)
     assert found.vocab_size > 0  # reads the file: a broken one is reported here and not in the middle of the work
     return found
+
+
+def tokenizer_hash(tokenizer: str | Path) -> str:
+    """Differs where the ids of a text may. Raises UserError when there is no tokenizer."""
+    found = load_tokenizer(tokenizer)
+    if not isinstance(found, HuggingFaceTokenizer):
+        return found.name
+    content = read_text(found.file, "the tokenizer", TOKENIZER_BYTES)
+    return hashlib.sha256(f"{content}\n{found.separator}".encode()).hexdigest()

@@ -19,7 +19,7 @@ BINS = 100
 
 def batch_statistics(
     problem: Problem, components: Components, reader: ImportanceReader, threshold: float, n_positions: int
-) -> dict[str, tuple[Float[Array, "layers bins"], Float[Array, "layers C"], Float[Array, "layers C"]]]:
+) -> dict[str, tuple[Float[Array, "*lead bins"], Float[Array, "*lead C"], Float[Array, "*lead C"]]]:
     """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold.
 
     Of experts, the histogram is over the positions that they are taken at; at the others λ is 0 (X4).
@@ -42,7 +42,7 @@ def mean_l0(
     reader: ImportanceReader,
     thresholds: Sequence[float],
     n_positions: int,
-) -> list[dict[str, Float[Array, " layers"]]]:
+) -> list[dict[str, Float[Array, "*lead"]]]:
     """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
 
     def alive(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C thresholds"]:

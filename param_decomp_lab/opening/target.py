@@ -12,11 +12,12 @@ from param_decomp_jax.targets.architecture import Architecture, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
+from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.run_folder.target_file import describe, read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
-from param_decomp_lab.setup.language_model import target_folder
+from param_decomp_lab.setup.target_source import fetch_target, target_folder
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
@@ -52,29 +53,27 @@ def count_weight_bytes(config: RunConfig, architecture: Architecture) -> int:
 
 def weights_folder(config: RunConfig) -> Path:
     """The folder of the target's weights. Raises UserError if it is missing; nothing is downloaded or trained."""
-    if isinstance(config.method, LanguageModelFile):
-        folder = target_folder(config)
+    source = config.wrapper.target
+    if source is not None and source.pretrain is not None:
+        recipe = read_toy_recipe(source.pretrain)
+        folder = Path(recipe.out)
+        if not is_trained(recipe):
+            raise UserError(
+                f"the target of {source.pretrain} is not in {folder}: train it with `pd pretrain "
+                f"{source.pretrain}`, or give its folder (load_run(…, target=FOLDER))"
+            )
     else:
-        source = config.wrapper.target
-        assert source is not None, "a toy has a folder or a recipe"
-        if source.folder is not None:
-            folder = source.folder
-        else:
-            assert source.pretrain is not None
-            recipe = read_toy_recipe(source.pretrain)
-            folder = Path(recipe.out)
-            if not is_trained(recipe):
-                raise UserError(
-                    f"the target of {source.pretrain} is not in {folder}: train it with `pd pretrain "
-                    f"{source.pretrain}`, or give its folder (load_run(…, target=FOLDER))"
-                )
+        folder = target_folder(config)
     if not folder.is_dir():
         raise UserError(f"the target's folder {folder} does not exist; give another (load_run(…, target=FOLDER))")
     return folder
 
 
 def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
-    """The target's weights on the mesh. Raises UserError if they are missing or belong to another target."""
+    """The target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or belong to
+    another target; CannotFetch."""
+    if config.wrapper.target is None or config.wrapper.target.pretrain is None:
+        fetch_target(config, PlainConsole(stderr=True))
     folder = weights_folder(config)
     found = read_architecture(folder)
     if found != architecture:

@@ -131,6 +131,9 @@ def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None)
         raise UserError("the vocabulary comes from the data; say how large it is")
     save = _LAYERS_RECOMPUTED if recipe.recomputed else frozenset(INTERMEDIATES)
     memory = MemoryPolicy(save=save, layers=recipe.layers)
-    is_family = isinstance(recipe.model, FamilyRecipe)
-    config = recipe.model.family(vocab_size, seq_len) if is_family else recipe.model.config(vocab_size)
+    config: TransformerConfig
+    if isinstance(recipe.model, FamilyRecipe):
+        config = recipe.model.family(vocab_size, seq_len)
+    else:
+        config = recipe.model.config(vocab_size)
     return TransformerModel(config, memory, dtype, recipe.model.init_std)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from param_decomp_lab import folders
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
@@ -29,8 +30,8 @@ NO_PROGRAM = ("cache", "platform", "log", "cpu_")
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/param-decomp/probe``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "param-decomp" / "probe"
+    """Where answers are kept."""
+    return folders.cache_folder("probe")
 
 
 def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:

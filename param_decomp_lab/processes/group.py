@@ -6,6 +6,7 @@ take no device time, and arrive even while the devices or the main thread of a p
 
 import itertools
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from param_decomp_lab.errors import CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.errors import CannotFetch, CannotWrite, NonFiniteLoss, UserError
+from param_decomp_lab.folders import boot_id
 
 T = TypeVar("T")
 
@@ -122,6 +124,21 @@ class Processes:
             return action()
         with self.sharing_errors():
             return action()
+
+    def once_per_node(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` in process 0, then in the first process of every other node, then in the rest, and returns
+        its result. What needs doing once per disk (such as fetching weights) is then found done by the others, whether
+        the nodes share a disk or not."""
+        if self.count == 1:
+            return action()
+        nodes = self.gather(f"{socket.gethostname()} {boot_id()}")
+        first = nodes.index(nodes[self.number]) == self.number
+        turn = 0 if self.first else 1 if first else 2
+        for now in range(3):
+            with self.sharing_errors():
+                if now == turn:
+                    result = action()
+        return result
 
 
 ALONE = Processes()
@@ -260,7 +277,7 @@ class _Failures:
 
 
 def _print_error(who: str, error: BaseException) -> None:
-    if isinstance(error, UserError | NonFiniteLoss | CannotWrite):
+    if isinstance(error, UserError | NonFiniteLoss | CannotFetch | CannotWrite):
         print(f"error: {who}: {error}", file=sys.stderr)
     else:
         print(f"{who} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)

@@ -15,8 +15,9 @@ __all__ = ["Setup", "set_up"]
 def set_up(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
     """Everything a run needs, in each of the ``processes`` that make it.
 
-    UserError for whatever does not fit together; a toy's target is trained if missing, by process 0.
+    UserError for whatever does not fit together; CannotFetch. What is missing of a target is fetched, or, of a toy with
+    a recipe, trained, by process 0 or once per node; text that the schema file names is tokenized by process 0.
     """
     if isinstance(config.method, LanguageModelFile):
-        return set_up_language_model(config)
+        return set_up_language_model(config, console, processes)
     return set_up_toy(config, console, processes)

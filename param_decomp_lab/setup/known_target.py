@@ -8,17 +8,21 @@ import numpy as np
 
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture
-from param_decomp_jax.targets.registry import find_published
+from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
+from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.display.descriptions import shown_path
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.setup.language_model import target_folder
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.target_source import target_source
+from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES
-from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from param_decomp_lab.weights.hub import HubModel, Offline
+from param_decomp_lab.weights.safetensors_files import missing_files
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_dtype
+from param_decomp_lab.weights.torch_run import TorchRun
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,11 @@ class KnownTarget:
 
 @dataclass(frozen=True)
 class UnknownTarget:
-    """``reason``: why its shapes are not known, and what would help."""
+    """``reason``: why its shapes are not known, and what would help. ``elsewhere``: it is on a server, from where a run
+    would fetch it."""
 
     reason: str
+    elsewhere: bool = False
 
 
 def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
@@ -59,48 +65,91 @@ def _language_model(config: RunConfig, method: LanguageModelFile) -> KnownTarget
     return KnownTarget(architecture, make_problem(config, architecture, origin), leading, origin, dtype, missing)
 
 
-def _language_architecture(
-    config: RunConfig, method: LanguageModelFile
-) -> tuple[Architecture, np.dtype[Any], str, tuple[str, ...]] | UnknownTarget:
-    """The architecture, the dtype its weights are stored in, where these were read, and what is missing."""
+Found = tuple[Architecture, np.dtype[Any], str, tuple[str, ...]]
+"""The architecture, the dtype its weights are stored in, where these were read, and what is missing."""
+
+
+def _language_architecture(config: RunConfig, method: LanguageModelFile) -> Found | UnknownTarget:
+    source = target_source(config)
+    if isinstance(source, Path):
+        if source.is_dir():
+            lacks = missing_files(source)
+            missing = (f"the target's weights: no {lacks[0]} in {shown_path(source)}",) if lacks else ()
+            return _in_folder(source, missing)
+        reason = f"target.folder: {source} is not there; give the folder of a model (its {CONFIG_FILE} is enough)"
+        return _published(method, "the wrapper's target.folder") or UnknownTarget(reason)
+    if isinstance(source, TorchRun):
+        _refuse_unknown_class(method)
+        return _torch_run(source)
+    folder = source.cached_config()
+    if folder is None:
+        _refuse_unknown_class(method)
+        published = _published(method, "the local Hugging Face cache") if source.revision is None else None
+        if published is not None:
+            return published
+        try:
+            folder = source.fetch_config()
+        except (CannotFetch, Offline) as error:
+            return UnknownTarget(str(error), elsewhere=True)
+    missing = () if source.cached() else (f"the target's weights: {source.missing()}",)
+    return _in_folder(folder, missing)
+
+
+def _refuse_unknown_class(method: LanguageModelFile) -> None:
+    """Raises UserError for a class that no architecture has, also where the model is not at hand."""
+    given = method.target.spec.model_class
+    known = [name for kind in ARCHITECTURES.values() for name in kind.model_classes]
+    if given.rpartition(".")[2] not in known:
+        raise UserError(f"target.spec.model_class: is {printable(given, 200)}; {nearest(given, known)}")
+
+
+def _in_folder(folder: Path, missing: tuple[str, ...]) -> Found:
+    return read_architecture(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
+
+
+def _published(method: LanguageModelFile, where: str) -> Found | None:
+    """A model whose sizes an architecture lists. ``where`` its weights were looked for."""
     spec = method.target.spec
-    try:
-        folder = target_folder(config)
-        if folder.is_dir():
-            has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
-            missing = () if has_weights else (f"the target's weights: no {SINGLE_FILE} in {shown_path(folder)}",)
-            return read_architecture(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
-        reason = f"target.folder: {folder} is not there; give the folder of a model (its {CONFIG_FILE} is enough)"
-    except UserError as error:
-        if isinstance(spec, HubSpec) and Path(spec.model_name).expanduser().is_dir():
-            raise
-        reason = str(error)
     published = find_published(spec.model_name) if isinstance(spec, HubSpec) else None
     if published is None or not isinstance(spec, HubSpec):
-        return UnknownTarget(reason)
-    where = "the wrapper's target.folder" if config.wrapper.target is not None else "the local Hugging Face cache"
-    missing = (f"the target's weights: {spec.model_name} is not in {where}",)
-    return published, np.dtype(published.published_dtype), "its published configuration", missing
+        return None
+    missing = f"the target's weights: {spec.model_name} is not in {where}"
+    return published, np.dtype(published.published_dtype), "its published configuration", (missing,)
 
 
 def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
-    source = config.wrapper.target
-    assert source is not None
-    architecture: Architecture
-    if source.pretrain is not None:
-        recipe = read_toy_recipe(source.pretrain)
+    given, leading = config.wrapper.target, (config.method.pd.batch_size,)
+    architecture: Architecture | None
+    missing: tuple[str, ...] = ()
+    if given is not None and given.pretrain is not None:
+        recipe = read_toy_recipe(given.pretrain)
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
-        architecture, origin = recipe.model.config(), f"{shown_path(source.pretrain)}, {made}"
-        place = source.pretrain
+        architecture, origin = recipe.model.config(), f"{shown_path(given.pretrain)}, {made}"
     else:
-        assert source.folder is not None
-        place = source.folder
-        if not place.is_dir():
-            return UnknownTarget(
-                f"target.folder: {place} is not there; give the folder of a toy, or target: {{pretrain: <recipe YAML>}}"
-            )
-        architecture, origin = read_architecture(place), shown_path(place / CONFIG_FILE)
-    leading = (config.method.pd.batch_size,)
-    return KnownTarget(architecture, make_problem(config, architecture, place), leading, origin, DTYPES["float32"])
+        source = target_source(config)
+        assert not isinstance(source, HubModel)
+        if isinstance(source, TorchRun):
+            found = _torch_run(source)
+            if isinstance(found, UnknownTarget):
+                return found
+            architecture, _, origin, missing = found
+        elif source.is_dir():
+            architecture, origin = read_architecture(source), shown_path(source / CONFIG_FILE)
+        else:
+            reason = f"target.folder: {source} is not there; give the folder of a toy, or target: {{pretrain: …}}"
+            return UnknownTarget(reason)
+    problem = make_problem(config, architecture, origin)
+    return KnownTarget(architecture, problem, leading, origin, DTYPES["float32"], missing)
+
+
+def _torch_run(source: TorchRun) -> Found | UnknownTarget:
+    folder = source.cached()
+    if folder is not None:
+        return _in_folder(folder, ())
+    architecture = source.architecture()
+    if architecture is None:
+        return UnknownTarget(f"{source.where}: {source.missing()}", elsewhere=True)
+    missing = f"the target's weights: {source.missing()}"
+    return architecture, DTYPES["float32"], str(source), (missing,)

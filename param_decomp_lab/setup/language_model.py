@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from jax.sharding import Mesh
+from rich.console import Console
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.method_schema import HubSpec, LanguageModelData, LanguageModelFile
+from param_decomp_lab.config.method_schema import LanguageModelData, LanguageModelFile
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
@@ -17,18 +18,29 @@ from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup.base import Setup, build_mesh
+from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.target_source import fetch_target
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 
-def set_up_language_model(config: RunConfig) -> Setup:
-    """Target, weights, data and mesh of a language-model run. UserError for whatever does not fit together."""
+def set_up_language_model(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
+    """Target, weights, data and mesh of a language-model run.
+
+    First a target that is elsewhere is fetched, and text that the schema file names is tokenized.
+
+    Raises UserError for whatever does not fit together; CannotFetch.
+    """
     method = config.method
     assert isinstance(method, LanguageModelFile)
-    folder = target_folder(config)
+    folder = fetch_target(config, console, processes)
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
+    text = named_text(config)
+    if text is not None:
+        processes.in_turn(lambda: text.make(console))
     train, held_out = _data(config)
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
         check_rows(config, architecture.inputs, data)
@@ -41,7 +53,7 @@ def set_up_language_model(config: RunConfig) -> Setup:
         weights=weights,
         mesh=mesh,
         leading=leading,
-        train=_source(train, method.pd.batch_size, method.pd.seed, mesh),
+        train=_source(train, method.pd.batch_size, method.pd.seed, mesh, reshuffle=method.data.shuffle_each_epoch),
         eval=evaluated,
         text=find_tokenizer(config, folder),
     )
@@ -93,40 +105,23 @@ def training_rows(config: RunConfig) -> TokenRows:
     return TokenData(config.wrapper.data.train) if config.wrapper.data is not None else _data(config)[0]
 
 
-def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh) -> TokenSource:
+def _source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh, *, reshuffle: bool = True) -> TokenSource:
     """Batches of which this process reads what its devices hold."""
     lo, hi = process_batch_rows(mesh, batch_size)
-    return TokenSource(batch_size, rows.seq_len, mesh, Batches(rows, batch_size, seed, lo=lo, hi=hi))
-
-
-def target_folder(config: RunConfig) -> Path:
-    """The local folder with the target's weights: the wrapper's, the schema's, or the hub's local cache."""
-    assert isinstance(config.method, LanguageModelFile)
-    if config.wrapper.target is not None and config.wrapper.target.folder is not None:
-        return config.wrapper.target.folder
-    spec = config.method.target.spec
-    assert isinstance(spec, HubSpec)
-    local = Path(spec.model_name).expanduser()
-    if local.is_dir():
-        return local
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(spec.model_name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"target.spec.model_name: '{spec.model_name}' is neither a folder nor in the local Hugging Face cache, and "
-            "a run downloads nothing; fetch it first, or give target: {folder: <path>} in the wrapper"
-        ) from error
+    batches = Batches(rows, batch_size, seed, reshuffle=reshuffle, lo=lo, hi=hi)
+    return TokenSource(batch_size, rows.seq_len, mesh, batches)
 
 
 def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
     data = config.method.data
     assert isinstance(data, LanguageModelData)
     settings = config.method.eval
-    if config.wrapper.data is not None:
-        folders = config.wrapper.data
+    text, folders = named_text(config), config.wrapper.data
+    if text is not None:
+        if not text.is_made:
+            raise not_made(text)
+        folders = text.folders
+    if folders is not None:
         if folders.train.resolve() == folders.eval.resolve():
             raise UserError(f"data.train and data.eval are the same folder ({folders.train}); evaluate on other rows")
         return TokenData(folders.train), TokenData(folders.eval) if settings is not None else None
@@ -143,7 +138,8 @@ def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
 
 def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
     """The tokenizer beside the data if that was tokenized here, else the target's own."""
-    beside_data = None if config.wrapper.data is None else config.wrapper.data.train.parent
+    text, folders = named_text(config), config.wrapper.data
+    beside_data = text.folder if text is not None else None if folders is None else folders.train.parent
     folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target
     try:
         return TokenText(folder)

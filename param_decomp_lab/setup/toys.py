@@ -10,11 +10,11 @@ from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import ToyFile
 from param_decomp_lab.data.sources import FeatureSource
-from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import ensure_target
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.target_source import fetch_target
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
 
 TRAIN, EVAL, HARVEST = 0, 1, 2
@@ -26,7 +26,7 @@ def set_up_toy(config: RunConfig, console: Console, processes: Processes = ALONE
     method = config.method
     assert isinstance(method, ToyFile)
     mesh = build_mesh(config)
-    folder = processes.in_turn(lambda: toy_folder(config, console))
+    folder = toy_folder(config, console, processes)
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
     assert isinstance(architecture.inputs, FeatureInputs)
@@ -45,19 +45,14 @@ def set_up_toy(config: RunConfig, console: Console, processes: Processes = ALONE
     )
 
 
-def toy_folder(config: RunConfig, console: Console) -> Path:
-    """The folder with the toy's weights: the wrapper's, or that of its recipe, trained now if it is not there."""
+def toy_folder(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
+    """The folder with the toy's weights; those of a recipe are trained now if they are not there, those of a run of the
+    torch project fetched."""
     source = config.wrapper.target
-    if source is None:
-        assert isinstance(config.method, ToyFile)
-        raise UserError(
-            f"target.run_path: '{config.method.target.run_path}' is on a tracking server, which is not asked; give "
-            "target: {pretrain: <recipe YAML>} or target: {folder: <path>} in the wrapper"
-        )
-    if source.folder is not None:
-        return source.folder
-    assert source.pretrain is not None
-    return ensure_target(source.pretrain, console)
+    recipe = None if source is None else source.pretrain
+    if recipe is not None:
+        return processes.in_turn(lambda: ensure_target(recipe, console))
+    return fetch_target(config, console, processes)
 
 
 def feature_source(method: ToyFile, inputs: FeatureInputs, size: int, purpose: int, mesh: Mesh) -> FeatureSource:

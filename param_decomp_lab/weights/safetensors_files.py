@@ -89,23 +89,38 @@ class SafetensorsFolder:
             raise UserError(f"{file}: cannot read {name} ({error}): copy or download the file again") from error
 
     def _files(self) -> list[Path]:
-        single, index = self._folder / SINGLE_FILE, self._folder / INDEX_FILE
-        if single.is_file():
-            return [single]
-        if not index.is_file():
+        if (self._folder / SINGLE_FILE).is_file():
+            return [self._folder / SINGLE_FILE]
+        if not (self._folder / INDEX_FILE).is_file():
             raise UserError(
                 f"{self._folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a local Hugging Face folder"
             )
-        places = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
-        if not isinstance(places, dict):
-            raise UserError(f"{index} is not an index of safetensors files (no weight_map): download it again")
-        # Links may lead out of the folder: the cache of Hugging Face is made of them.
-        files = sorted({path_within(self._folder, name, f"{index}: weight_map.{key}") for key, name in places.items()})
-        missing = [str(file.relative_to(self._folder)) for file in files if not file.is_file()]
+        missing = missing_files(self._folder)
         if missing:
             names = ", ".join(first_few(missing))
             raise UserError(f"{self._folder} lacks {names}, which {INDEX_FILE} lists: download the rest")
-        return files
+        return [self._folder / name for name in listed_files(self._folder)]
+
+
+def listed_files(folder: Path) -> list[str]:
+    """The files that ``folder/model.safetensors.index.json`` lists. Raises UserError for what is no such index, or one
+    that leads out of the folder."""
+    index = folder / INDEX_FILE
+    places = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{index} is not an index of safetensors files (no weight_map): download it again")
+    # Links may lead out of the folder: the cache of Hugging Face is made of them.
+    files = {path_within(folder, name, f"{index}: weight_map.{key}") for key, name in places.items()}
+    return sorted(str(file.relative_to(folder)) for file in files)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of the safetensors that it should have; [] if the weights are there."""
+    if (folder / SINGLE_FILE).is_file():
+        return []
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    return [name for name in listed_files(folder) if not (folder / name).is_file()]
 
 
 def _open(file: Path) -> Any:

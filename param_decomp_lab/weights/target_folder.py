@@ -200,5 +200,20 @@ def _refuse_unknown(folder: Path, names: frozenset[str], architecture: Architect
         )
 
 
+def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a file, by its name with the prefix."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(leaf: Tensors, shape: tuple[int, ...]) -> None:
+        leading = int(leaf.stacked)  # axes that no tensor has
+        while math.prod(shape[:leading]) < len(leaf.names):
+            leading += 1
+        inner = shape[leading:]
+        shapes.update(dict.fromkeys(leaf.names, inner[::-1] if leaf.transposed else inner))
+
+    jax.tree.map(add, architecture.tensors(), architecture.weight_shapes(), is_leaf=_is_leaf)
+    return shapes
+
+
 def _is_leaf(x: object) -> bool:
     return isinstance(x, Tensors)

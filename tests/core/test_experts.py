@@ -91,11 +91,23 @@ LEAN = MemoryPolicy(
 )
 
 
+@pytest.mark.slow
 def test_the_leanest_step_is_the_reference() -> None:
     """Nothing is kept, everything is cut into blocks: of positions, of components, of the batch."""
-    decomposed = target(LEAN)
-    problem = tiny.problem(TERMS, decomposed, ci=tiny.TRANSFORMER, memory=LEAN)
+    problem = tiny.problem(TERMS, target(LEAN), ci=tiny.TRANSFORMER, memory=LEAN)
     tiny.assert_step_is_the_reference(problem, weights(), tiny.TOKENS, exact=True)
+
+
+def test_a_small_lean_step_is_the_reference() -> None:
+    """One layer, all of whose matrices of experts are sites; positions and components in blocks, logits made lazily."""
+    experts = dataclasses.replace(CONFIG.experts, dense_layers=())  # type: ignore[type-var]
+    config = dataclasses.replace(CONFIG, n_layers=1, experts=experts, qk_norm=None)
+    memory = MemoryPolicy(save=frozenset({"layers", "ci", "vocabulary", "attention"}), component_block=2, token_block=8)
+    chosen = {m.name: 4 for m in config.matrices() if m.expert is not None}
+    terms = (*TERMS[:3], Reconstruction("PersistentPGDReconLoss", 0.4, AllSites(), Everywhere(),
+             PersistentAttack(ADAM, PerBatchPerPosition())))  # fmt: skip
+    problem = tiny.problem(terms, tiny.target(config, chosen, memory), ci=GlobalMLP((6,)), memory=memory)
+    tiny.assert_step_is_the_reference(problem, weights(config), tiny.TOKENS, exact=True)
 
 
 CI = [LayerwiseMLP("shared_mlp", (5,)), LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((6, 4))]

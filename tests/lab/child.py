@@ -175,6 +175,18 @@ def agree(how: str, which: str, *place: str) -> None:
             return f"process {processes.number}: {'found it done' if found else 'did it'}"
 
         print(processes.in_turn(once))
+        nodes = Path(os.environ["CHILD_FOLDER"]) / "nodes"
+
+        def on_disk() -> str:
+            found = sorted(path.name for path in nodes.glob("*"))
+            nodes.mkdir(exist_ok=True)
+            (nodes / str(processes.number)).touch()
+            return f"process {processes.number} of node {node} found {found}"
+
+        # Two nodes, to which the processes are dealt in turn.
+        node = f"node{processes.number % 2}"
+        with mock.patch("socket.gethostname", return_value=node):
+            print(processes.once_per_node(on_disk))
         if how == "refuse":
             try:
                 with processes.sharing_errors():

@@ -35,8 +35,8 @@ CONFIGURATIONS = {
     "out of range": (["pd.steps=0"], ["pd.steps"]),
     "missing schema file": (["torch_config=nowhere.yaml"], ["nowhere.yaml", "torch_config of"]),
     "missing target folder": (["target.folder=nowhere"], ["nowhere"]),
-    "missing data folder": (["data.train=nowhere"], ["no Parquet shards at", "nowhere"]),
-    "missing eval folder": (["data.eval=nowhere"], ["no Parquet shards at", "nowhere"]),
+    "missing data folder": (["data.train=nowhere"], ["no shards of tokens at", "nowhere"]),
+    "missing eval folder": (["data.eval=nowhere"], ["no shards of tokens at", "nowhere"]),
     "same rows for both": (["data.eval=data/train"], ["data.train and data.eval are the same folder"]),
     "pattern without a match": (
         ["pd.decomposition_targets=[{module_pattern: layers.7.*, C: 3}]"], ["layers.7.*", "decomposition_targets"]

@@ -71,7 +71,7 @@ def test_example_is_that_of_the_schema() -> None:
     assert len(config.method.eval.metrics) == 8
     assert config.wrapper.memory.preset == "balanced"
     assert config.wrapper.mesh.fsdp == 8
-    expected = "runtime.device target.output_extract data.train_split data.eval_split data.streaming"
+    expected = "runtime.device target.output_extract data.streaming"
     assert config.ignored == tuple(expected.split())
     assert any(line.startswith("pd.loss_metrics.0.eps") for line in config.warnings)
 
@@ -444,7 +444,7 @@ REFUSED = [
     ),
     ("pd.loss_metrics.0={type: CI_L0, groups: null}", "pd.loss_metrics.0: unknown 'type' 'CI_L0'; did you mean"),
     ("pd.loss_metrics.0={type: CIMaskedAttnPatternsReconLoss, coeff: 1}", "pd.loss_metrics.0.type: 'CIMaskedAttnPatt"),
-    ("target.spec={kind: pretrained, model_class: LlamaForCausalLM, run_path: x}", "target.spec.kind: pretrained"),
+    ("target.output_extract=[1]", "target.output_extract: should be a valid integer, not [1]"),
     ("target.spec.kind=hub", "target.spec: unknown 'kind' 'hub'; did you mean 'hf'"),
     ("target.weights_dtype=float16", "target.weights_dtype: should be 'float32' or 'bfloat16'"),
     ("runtime.dp=0", "runtime.dp: should be greater"),
@@ -493,7 +493,7 @@ REFUSED = [
     ("experiment=tms", "experiment: is tms, but the schema file has target.spec"),
     ("experiment=lm", "experiment: should be 'tms' or 'resid_mlp'"),
     ("target.pretrain=recipe.yaml", "target.pretrain: is for toys only"),
-    ("target={folder: a, pretrain: b}", "target: takes exactly one of folder and pretrain"),
+    ("target={folder: a, pretrain: b}", "target: takes exactly one of folder, pretrain and revision"),
     ("data={train: a}", "data.eval: is required"),
     ("milestones=5", "milestones: should be a list"),
     ("milestones={every: 0}", "milestones.every: should be greater"),
@@ -521,10 +521,6 @@ REFUSED_AT_ANOTHER_KEY = [
     ),
     (f"{CI}.fn_type=global_shared_mlp", f"{CI}.hidden_dims: is required"),
     ("eval.metrics.0={type: CIHiddenActsReconLoss}", "eval.metrics.6.type: CIHiddenActsReconLoss is listed twice"),
-    (
-        "data=null",
-        "data: has dataset_name: HuggingFaceFW/fineweb, column_name: text, is_tokenized: False; data must be",
-    ),
 ]
 
 
@@ -559,16 +555,30 @@ def test_the_file_is_named_without_set(tmp_path: Path) -> None:
 # ---- data and experiments ----
 
 
-def test_local_parquet_needs_no_replacement(tmp_path: Path) -> None:
-    data = {"dataset_name": "parquet", "data_files": "x/*", "tokenizer_name": "t", "column_name": "input_ids"}
-    assert load_config(write(tmp_path, method={"data": data | {"is_tokenized": True}})).wrapper.data is None
-    for wrong, named in (
-        ({"is_tokenized": False}, "is_tokenized: False"),
-        ({"is_tokenized": True, "data_files": None}, "data_files: null"),
-        ({"is_tokenized": True, "column_name": "text"}, "column_name: text"),
+def test_data_without_replacement(tmp_path: Path) -> None:
+    def named(**data: Any) -> RunConfig:
+        needed = {"tokenizer_name": "t", "column_name": "input_ids", "is_tokenized": True}
+        return load_config(write(tmp_path, method={"data": needed | data}))
+
+    assert named(dataset_name="parquet", data_files="x/*").method.data.is_in_rows
+    for text in ({"is_tokenized": False}, {"column_name": "story"}, {"dataset_name": "json"}):
+        assert not named(**{"dataset_name": "parquet", "data_files": "x/*"} | text).method.data.is_in_rows
+    assert not named(dataset_name="somebody/stories", column_name="story", is_tokenized=False).method.data.is_in_rows
+    for wrong, message in (
+        ({"dataset_name": "parquet"}, "data.data_files: is required with dataset_name: parquet"),
+        ({"dataset_name": "arrow", "data_files": "x", "is_tokenized": False}, "data.dataset_name: is arrow; shards of"),
+        ({"dataset_name": "text", "data_files": "x"}, "data.dataset_name: is text, whose only column is text"),
     ):
-        with pytest.raises(UserError, match=f"data: has {named}; data must be local Parquet"):
-            load_config(write(tmp_path, method={"data": data | wrong}))
+        with pytest.raises(UserError, match=message):
+            named(**wrong)
+
+
+def test_keys_of_a_data_set_have_no_effect_on_files(tmp_path: Path) -> None:
+    data = {"dataset_name": "json", "data_files": "x", "tokenizer_name": "t", "column_name": "a", "train_split": "all"}
+    notes = load_config(write(tmp_path, method={"data": data})).notes
+    assert [note for note in notes if note.startswith("data.")] == [
+        "data.train_split: has no effect with dataset_name: json, which names files"
+    ]
 
 
 def toy_file(**pd: Any) -> dict[str, Any]:
@@ -618,8 +628,9 @@ def test_identities_alone_are_something_to_decompose(tmp_path: Path) -> None:
 
 def test_toys_have_targets_data_and_metrics_of_their_own(tmp_path: Path) -> None:
     method = toy_file(decomposition_targets=[{"module_pattern": "linear1", "C": 20}])
-    with pytest.raises(UserError, match=r"wrapper\.yaml: target: is required: the schema file's run_path \(x\) is not"):
-        load_config(write(tmp_path, "", method))
+    assert load_config(write(tmp_path, "", method)).wrapper.target is None
+    with pytest.raises(UserError, match=r"wrapper\.yaml: target\.revision: is for a language model on the hub"):
+        load_config(write(tmp_path, "target: {revision: v1}", method))
     with pytest.raises(UserError, match=r"wrapper\.yaml: data: is for language models"):
         load_config(write(tmp_path, "target: {pretrain: x}\ndata: {train: a, eval: b}", method))
     metrics = [{"type": "CEandKLLosses", "rounding_threshold": 0}]
@@ -633,6 +644,12 @@ def test_pretrained_target_with_a_folder() -> None:
     config = example(spec, "target.folder=weights")
     assert config.wrapper.target is not None
     assert config.wrapper.target.folder == EXAMPLE.parent / "weights"
+    assert "target.revision: is for target.spec.kind hf, not pretrained" in refusal(spec, "target.revision=v1")
+
+
+@pytest.mark.parametrize("given", ["0", "null", "logits", "my_logits"])
+def test_where_a_class_has_its_logits_has_no_meaning_here(given: str) -> None:
+    assert "target.output_extract" in example(f"target.output_extract={given}").ignored or given == "null"
 
 
 # ---- wrapper ----

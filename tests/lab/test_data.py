@@ -15,11 +15,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from param_decomp_lab.data.batches import Batches, epoch_order
 from param_decomp_lab.data.meta import DataMeta
-from param_decomp_lab.data.pieces import PIECE_CHARS, Document, choose_eval, find_documents
+from param_decomp_lab.data.pieces import PIECE_CHARS, Document, choose_eval
+from param_decomp_lab.data.spans import find_files
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
-from param_decomp_lab.data.tokenize import tokenize_documents, tokenize_files, unigram_entropy
+from param_decomp_lab.data.token_writer import unigram_entropy
+from param_decomp_lab.data.tokenize import tokenize_documents, tokenize_files
 from param_decomp_lab.errors import UserError
 
 
@@ -69,7 +71,7 @@ def test_bytes_round_trip_with_separators(tmp_path):
         assert len(tokens) == counts.tokens == 16 * counts.rows
         documents = all_bytes(tmp_path / "out" / split).decode().split("\0")
         assert documents[0] == ""
-        whole = {d.text for d in numbered(40)}
+        whole = {d.content for d in numbered(40)}
         assert all(text in whole for text in documents[1:-1])
         assert counts.unigram_entropy == pytest.approx(unigram_entropy(np.bincount(tokens, minlength=256)))
     assert DataMeta.read(tmp_path / "out") == meta
@@ -160,10 +162,10 @@ def test_text_of_bytes_is_printable(tmp_path):
 def test_stdlib_text_is_english_fixed_and_without_repeats():
     documents = stdlib_documents()
     assert documents == stdlib_documents()
-    text = "\n\n".join(d.text for d in documents)
+    text = "\n\n".join(d.content for d in documents)
     assert 1_000_000 < len(text) < 5_000_000
     assert text.count(" the ") > 10_000
-    paragraphs = [" ".join(p.split()) for d in documents for p in d.text.split("\n\n")]
+    paragraphs = [" ".join(p.split()) for d in documents for p in d.content.split("\n\n")]
     long = [p for p in paragraphs if len(p) >= 60]
     assert len(long) == len(set(long))
 
@@ -223,7 +225,7 @@ def write(folder, **columns):
 
 
 def test_bad_shards(tmp_path):
-    with pytest.raises(UserError, match="no Parquet shards"):
+    with pytest.raises(UserError, match="no shards of tokens"):
         TokenData(tmp_path / "nowhere")
     rows_data(tmp_path, 3, name="train")
     with pytest.raises(UserError, match="train: give one of them"):
@@ -240,13 +242,19 @@ def test_bad_shards(tmp_path):
         TokenData(tmp_path / "cut")
 
 
-def test_a_bit_that_turns_over_gives_no_other_tokens(tmp_path):
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_a_bit_that_turns_over_gives_no_other_tokens(tmp_path, kind):
     (tmp_path / "a.txt").write_text("".join(f"{n} times {n} makes {n * n}.\n" for n in range(900)))
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", seq_len=16, eval_fraction=0.2)
-    file = tmp_path / "out" / "train" / "part-00000.parquet"
-    whole, content = TokenData(file), file.read_bytes()
-    rows = whole.rows(range(len(whole)))
-    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    file = tmp_path / "out" / "train" / "part-00000-00000.arrow"
+    rows = TokenData(file).rows(range(len(TokenData(file))))
+    if kind == "parquet":
+        file = tmp_path / "old.parquet"
+        column = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 16)
+        pq.write_table(pa.table({"input_ids": column}), file, compression="zstd", write_page_checksum=True)
+    content = file.read_bytes()
+    size = int.from_bytes(content[-8:-4] if kind == "parquet" else content[-10:-6], "little")
+    footer = len(content) - 10 - size
     noticed = 0
     for place in range(4, footer, footer // 60):
         file.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
@@ -254,7 +262,7 @@ def test_a_bit_that_turns_over_gives_no_other_tokens(tmp_path):
             data = TokenData(file)
             found = data.rows(range(len(data)))
         except UserError as error:
-            noticed += "damaged" in str(error)
+            noticed += "damaged" in str(error) or "not a whole" in str(error)
         else:
             np.testing.assert_array_equal(found, rows)  # no byte of what is read
     assert noticed > 40
@@ -319,9 +327,9 @@ def test_bad_text(tmp_path):
         tokenize_files([tmp_path], tmp_path / "out", seq_len=4)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"\*\.txt: no such text file"):
-        find_documents([str(tmp_path / "*.txt")])
+        find_files([str(tmp_path / "*.txt")])
     (tmp_path / ".hidden").write_text("x")
-    assert [d.source for d in find_documents([tmp_path])] == [str(tmp_path / "binary.bin")]
+    assert find_files([tmp_path]) == [tmp_path / "binary.bin"]
 
 
 def test_data_modules_do_not_import_jax():

@@ -496,7 +496,7 @@ def test_firings_of_another_device_are_the_same(monkeypatch: pytest.MonkeyPatch)
         ({"threshold": 1.0}, "--threshold: should be"),
         ({"tokens": 0}, "--tokens: should be"),
         ({"tokens": math.nan}, "--tokens: should be"),
-        ({"data": Path("/nowhere")}, "no Parquet shards"),
+        ({"data": Path("/nowhere")}, "no shards of tokens"),
     ],
 )
 def test_wrong_requests(runs: dict[str, Path], given: dict[str, Any], message: str) -> None:

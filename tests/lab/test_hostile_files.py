@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.llama import LlamaConfig
-from param_decomp_lab.data import token_data
+from param_decomp_lab.data import parquet_rows
 from param_decomp_lab.data.meta import DataMeta
-from param_decomp_lab.data.pieces import find_documents
+from param_decomp_lab.data.spans import find_files
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -281,7 +281,7 @@ class Footer:
 def test_counts_of_a_footer_are_not_believed(tmp_path: Path, says: dict[str, int]) -> None:
     file = shard(tmp_path, pa.table({"input_ids": rows([[1, 2], [3, 4]])})) / "a.parquet"
     with pytest.raises(UserError, match="its footer says"):
-        token_data._refuse_absurd_counts(file, Footer(pq.ParquetFile(file).metadata, **says))
+        parquet_rows._refuse_absurd_counts(file, Footer(pq.ParquetFile(file).metadata, **says))
 
 
 def test_a_flipped_bit_in_the_footer(tmp_path: Path) -> None:
@@ -316,13 +316,13 @@ def test_an_empty_input_is_not_the_working_directory(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret.txt").write_text("mine")
     with pytest.raises(UserError, match="an input is empty"):
-        find_documents([given])
-    assert [document.source for document in find_documents(["."])] == ["secret.txt"]
+        find_files([given])
+    assert find_files(["."]) == [Path("secret.txt")]
 
 
 def test_a_glob_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no glob|no such text file"):  # Python 3.13 takes ** as *
-        find_documents([str(tmp_path / "a**b")])
+        find_files([str(tmp_path / "a**b")])
 
 
 def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:

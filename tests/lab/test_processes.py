@@ -61,8 +61,20 @@ def test_agreeing_and_leaving_together(tmp_path: Path) -> None:
         assert "the end" not in process.text
     assert "process 0: did it\n" in first.text
     assert "process 1: found it done\n" in second.text
+    assert "process 0 of node node0 found []\n" in first.text
+    assert "process 1 of node node1 found ['0']\n" in second.text
     assert "refused: process 1 of 2: this one does not like it\n" in first.text
     assert "does not like it" not in second.text
+
+
+@pytest.mark.slow
+def test_once_per_node(tmp_path: Path) -> None:
+    """Process 0, then the first one of the other node, then the rest: whether or not the two share a disk."""
+    said = [process.text for process in child(4, "agree", "", "", environment={"CHILD_FOLDER": str(tmp_path)})]
+    for number, found in enumerate(([], ["0"])):
+        assert f"process {number} of node node{number} found {found}\n" in said[number]
+    for number in (2, 3):
+        assert f"process {number} of node node{number % 2} found ['0', '1'" in said[number]
 
 
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -111,7 +111,6 @@ def test_first_start(cluster: Cluster) -> None:
     for setting in (
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92",
         f"JAX_COMPILATION_CACHE_DIR={out}/compiled",
-        "HF_HUB_OFFLINE=1",
         f"PYTHONPATH={out}/{RUN}/code",
     ):
         assert f"{setting}\n" in of_tasks

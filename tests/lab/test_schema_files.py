@@ -182,15 +182,17 @@ REFUSED = {
         f"pd.loss_metrics.0={{type: StochasticAttnPatternsReconLoss, coeff: 1, {ATTENTION}}}",
         "pd.loss_metrics.0.type: 'StochasticAttnPatternsReconLoss' is not supported",
     ),
-    "text on the hub": ("llama_layerwise", "data=null", "data: has dataset_name: HuggingFaceFW/fineweb, column_na"),
-    "streamed text": ("llama_transformer", "data.is_tokenized=false", "data: has is_tokenized: False; data must be"),
+    "files that are not named": ("llama_transformer", "data.data_files=null", "data.data_files: is required with data"),
+    "files that are not there": (
+        "llama_transformer", "data.column_name=story", "data/train/*.parquet: no such text file"
+    ),
     "another architecture": (
         "llama_transformer",
         "target.spec.model_class=transformers.GPT2LMHeadModel",
         "holds a Llama; say LlamaForCausalLM",
     ),
-    "a hub id that is not here": (
-        "llama_transformer", "target.spec.model_name=no/model", "target.spec.model_name: 'no/model' is neither"
+    "a name that no hub has": (
+        "llama_transformer", "target.spec.model_name=no/such/model", "target.spec.model_name: 'no/such/model' is nei"
     ),
     "a metric of toys": (
         "llama_transformer",
@@ -202,7 +204,7 @@ REFUSED = {
         "eval.metrics.0={type: CEandKLLosses, rounding_threshold: 0}",
         "eval.metrics.0.type: CEandKLLosses is for language models",
     ),
-    "a run on a server": ("tms_stochastic", "target=null", "target: is required: the schema file's run_path (wandb:"),
+    "a run that cannot be": ("tms_attacks", "target=null", "target.run_path: 'tms' is neither a folder or a"),
     "a toy that is not here": ("tms_stochastic", "target.folder=nowhere", "nowhere"),
     "a pattern without a match": (
         "tms_attacks", "pd.decomposition_targets.0.module_pattern=model.linear3", "'model.linear3' matches no module"

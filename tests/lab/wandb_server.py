@@ -1,5 +1,6 @@
-"""As much of wandb's server as its client needs: runs with their rows and files, in memory."""
+"""As much of wandb's server as its client needs: runs with their rows and files, in memory, to be sent and fetched."""
 
+import base64
 import gzip
 import json
 import re
@@ -36,7 +37,9 @@ class Run:
 
 
 class Server(ThreadingHTTPServer):
-    """``refuse``: an HTTP status and a message that everything is answered with; None: it works."""
+    """``refuse``: an HTTP status and a message that everything is answered with; None: it works. ``fetched``: the files
+    that were asked for, in order. ``sizes``: of files, where others are to be claimed. ``keys``: API keys that have an
+    account; None: every one."""
 
     daemon_threads = True
 
@@ -44,11 +47,23 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.runs: dict[str, Run] = {}
         self.refuse: tuple[int, str] | None = None
+        self.fetched: list[str] = []
+        self.sizes: dict[str, int] = {}
+        self.keys: set[str] | None = None
         self.lock = threading.Lock()
 
     @property
     def port(self) -> int:
         return int(self.server_address[1])
+
+    def add(self, name: str, files: dict[str, bytes]) -> None:
+        """A finished run that has these files."""
+        self.runs[name] = Run({}, None, [], files=files)
+
+    def knows(self, authorization: str) -> bool:
+        """Whether a request comes from somebody with an account. ``authorization``: its header."""
+        key = base64.b64decode(authorization.removeprefix("Basic ")).decode().removeprefix("api:")
+        return self.keys is None or key in self.keys
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,6 +103,9 @@ class Server(ThreadingHTTPServer):
                 run.starts += 1
             return {"model": {"id": "1", "name": "p", "entity": {"id": "1", "name": ENTITY},
                               "bucket": None if run is None else self._bucket(name, run)}}  # fmt: skip
+        if "query Run(" in query or "query RunFiles(" in query:
+            run = self.runs.get(name)
+            return {"project": {"internalId": "1", "run": None if run is None else self._fetched(name, run)}}
         if "createRunFiles" in query:
             files = [
                 {"name": file, "uploadUrl": f"http://127.0.0.1:{self.port}/upload/{name}/{file}"}
@@ -96,6 +114,20 @@ class Server(ThreadingHTTPServer):
             return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
         return {"viewer": {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}},
                 "serverInfo": {"features": [], "cliVersionInfo": {"max_cli_version": "9.9.9"}}}  # fmt: skip
+
+    def _fetched(self, name: str, run: Run) -> Reply:
+        """What the client for fetching asks of a run."""
+        date = "2026-01-01T00:00:00"
+        nodes = [
+            {"id": file, "name": file, "url": f"http://127.0.0.1:{self.port}/download/{name}/{file}", "directUrl": "",
+             "sizeBytes": str(self.sizes.get(file, len(content))), "mimetype": "", "updatedAt": date, "md5": ""}
+            for file, content in run.files.items()
+        ]  # fmt: skip
+        edges = [{"cursor": str(n), "node": node} for n, node in enumerate(nodes)]
+        return {"id": name, "name": name, "displayName": name, "projectId": "1", "state": "finished", "tags": run.tags,
+                "config": json.dumps(run.config), "summaryMetrics": "{}", "systemMetrics": "{}", "historyLineCount": 0,
+                "user": {"name": ENTITY, "username": ENTITY}, "createdAt": date, "heartbeatAt": date,
+                "fileCount": len(nodes), "files": {"edges": edges, "pageInfo": {"hasNextPage": False}}}  # fmt: skip
 
     def _bucket(self, name: str, run: Run) -> Reply:
         tail = [run.lines[max(run.lines)]] if run.lines else []
@@ -136,7 +168,15 @@ class _Handler(BaseHTTPRequestHandler):
             status, message = self.server.refuse
             self._send(status, {"errors": [{"message": message}]})
             return
+        if not self.server.knows(self.headers.get("Authorization", "")):
+            self._send(401, {"errors": [{"message": "user is not logged in"}]})
+            return
         self._send(200, self.server.reply(self.path, json.loads(body)))
+
+    def do_GET(self) -> None:
+        _, _, name, file = self.path.split("/", 3)
+        self.server.fetched.append(unquote(file))
+        self._send_bytes(200, self.server.runs[name].files[unquote(file)])
 
     def do_PUT(self) -> None:
         self.server.put(self.path, self._body())
@@ -147,7 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
     def _send(self, status: int, reply: Reply) -> None:
-        content = json.dumps(reply).encode()
+        self._send_bytes(status, json.dumps(reply).encode())
+
+    def _send_bytes(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

@@ -1,0 +1,211 @@
+"""Data sets by name on the Hugging Face hub, or in a folder laid out like one, read by the `datasets` library.
+
+A split is streamed: each of its files is read by one process, and nothing but the text is kept. A slice of a split
+(``train[:10000]``) needs all of it, so that it is fetched into the library's cache, as `datasets` itself does.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.data.pieces import Document
+from param_decomp_lab.data.plan import Role, Unit
+from param_decomp_lab.data.records import Column, column_documents, require_column
+from param_decomp_lab.data.spans import ROWS_AT_ONCE
+from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.untrusted.printable import printable, shortened
+
+ROWS_PER_UNIT = 1 << 16
+"""Of a slice."""
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """``name``: ``organisation/name``, or a local folder. ``config``: one of its configurations. ``revision``: branch,
+    tag or commit; None: the main branch. ``data_files``: only those of its files that this glob matches."""
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+    data_files: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name).is_dir()
+
+    @property
+    def identity(self) -> str:
+        """Of a folder: differs where a file in it does."""
+        if not self.is_local:
+            return ""
+        files = sorted(path for path in Path(self.name).rglob("*") if path.is_file())
+        return "".join(f"\n{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
+
+    def pinned(self) -> "HubDataset":
+        """The same at the commit that its revision means now. Raises UserError for what the hub refuses or does not
+        have; CannotFetch where it cannot be reached."""
+        if self.is_local:
+            return self
+        from huggingface_hub import HfApi
+
+        with self._asking(), quiet():
+            return replace(self, revision=HfApi().dataset_info(self.name, revision=self.revision).sha)
+
+    def units(self, split: str, role: Role) -> list[Unit]:
+        """The units of a split, or of a slice of one. Raises as `pinned` does."""
+        sliced = "[" in split or "+" in split
+        with self._asking(), quiet():
+            loaded = self._load(split, streaming=not sliced)
+            if sliced:
+                bounds = range(0, len(loaded), ROWS_PER_UNIT)
+                spans = [HubSpan(self, split, n, 0, min(ROWS_PER_UNIT, len(loaded) - n)) for n in bounds]
+            else:
+                n = loaded.num_shards
+                spans = [HubSpan(self, split, number, n, 0) for number in range(n)]
+        return [Unit((span,), role) for span in spans]
+
+    def tables(self, span: "HubSpan") -> Iterator[Any]:
+        """Arrow tables of a span's rows."""
+        with self._asking(), quiet():
+            if span.n_shards:
+                shard = self._load(span.split, streaming=True).shard(span.n_shards, span.first)
+                yield from shard.with_format("arrow").iter(ROWS_AT_ONCE)
+                return
+            rows = self._load(span.split, streaming=False).with_format("arrow")
+            stop = span.first + span.n_rows
+            for start in range(span.first, stop, ROWS_AT_ONCE):
+                yield rows[start : min(start + ROWS_AT_ONCE, stop)]
+
+    def _load(self, split: str, *, streaming: bool) -> Any:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise UserError(
+                f"{self} needs the package `datasets`, which is not installed: pip install datasets"
+            ) from error
+        return load_dataset(
+            self.name, self.config, split=split, revision=self.revision, data_files=self.data_files, streaming=streaming
+        )
+
+    def describe(self) -> str:
+        """What was read, with its configuration, files and commit."""
+        parts = (self.name, self.config, self.data_files, self.revision and f"commit {self.revision}")
+        return ", ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        return f"the data set {printable(self.name, 200)}"
+
+    def _asking(self) -> AbstractContextManager[None]:
+        """A block that asks the hub: its errors become one message each, and its clients print nothing."""
+        return explained(str(self), f"datasets/{self.name}", self.revision)
+
+
+@dataclass(frozen=True)
+class HubSpan:
+    """File ``first`` of ``n_shards`` of a split that is streamed, or ``n_rows`` rows from ``first`` on of a slice."""
+
+    dataset: HubDataset
+    split: str
+    first: int
+    n_shards: int
+    n_rows: int
+
+    @property
+    def size(self) -> int:
+        return 0  # is not known
+
+    @property
+    def identity(self) -> str:
+        return f"{self!r}{self.dataset.identity}"
+
+    def documents(self, column: Column) -> Iterator[Document]:
+        where = f"{self.dataset}, split {self.split}"
+        for table in self.dataset.tables(self):
+            require_column(where, table.column_names, column)
+            for values in table.column(column.name).chunks:
+                yield from column_documents(where, values, column)
+
+
+@contextmanager
+def explained(what: str, page: str, revision: str | None = None) -> Iterator[None]:
+    """A block that asks the hub for ``what``, whose page there is ``page``: raises UserError for what it refuses or
+    does not have, CannotFetch where it cannot be reached."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import httpx
+
+    token = "a token of yours that may read it, in HF_TOKEN or by `hf auth login`"
+    place = f"{constants.ENDPOINT}/{page}"
+    refusals: dict[type[Exception], str] = {
+        HFValidationError: f"{what}: is neither a folder nor a name on the Hugging Face hub (organisation/name)",
+        GatedRepoError: (
+            f"{what} is only for those whom its owner has given access; ask for it at {place}, and give {token}"
+        ),
+        RevisionNotFoundError: f"{what} has no revision {printable(str(revision), 80)}",
+        RepositoryNotFoundError: f"{what} is not on {constants.ENDPOINT}, or it is private and needs {token}",
+    }
+    try:
+        yield
+    except (UserError, CannotFetch):
+        raise
+    except Exception as error:
+        causes = list(_causes(error))  # `datasets` raises errors of its own from those of the client
+        for kind, message in refusals.items():
+            # `datasets` keeps no cause of what is gated.
+            gated = kind is GatedRepoError and "gated dataset" in str(error)
+            if gated or any(isinstance(cause, kind) for cause in causes):
+                raise UserError(message) from error
+        if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+            raise _offline(what) from error
+        if any(isinstance(cause, httpx.HTTPError | ConnectionError) for cause in causes) or isinstance(error, OSError):
+            raise _unreachable(what, error) from error
+        # Another split or configuration, a file that the library cannot read.
+        raise UserError(f"{what}: {printable(shortened(str(error), 600))}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _offline(what: str) -> UserError:
+    return UserError(
+        f"{what} is not on this machine, and HF_HUB_OFFLINE is set: tokenize where there is a network (`pd data "
+        "tokenize --dataset`), and copy the folder"
+    )
+
+
+def _unreachable(what: str, error: Exception) -> CannotFetch | UserError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return _offline(what)
+    reason = printable(shortened(str(error).partition("\n")[0], 300)) or type(error).__name__
+    return CannotFetch(
+        f"{what} could not be read from {constants.ENDPOINT}: {reason}; what is done is kept: start again where there "
+        "is a network, or tokenize it there and copy the folder"
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A block in which the clients of the hub print nothing."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

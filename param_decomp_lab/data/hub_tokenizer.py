@@ -1,0 +1,53 @@
+"""Tokenizers by the names of their models on the Hugging Face hub."""
+
+from pathlib import Path
+
+from param_decomp_lab.data.hub_text import explained, quiet
+from param_decomp_lab.data.tokenizers import BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.printable import printable
+
+
+def cached_tokenizer(name: str) -> str | None:
+    """`bytes`, a file or folder, or the file in the hub's local cache; None for what is to be fetched."""
+    if name == BYTES or Path(name).expanduser().exists():
+        return name if name == BYTES else str(Path(name).expanduser())
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, TOKENIZER_FILE)
+    except HFValidationError as error:
+        raise UserError(
+            f"no tokenizer at {printable(name, 200)}: give `bytes`, a {TOKENIZER_FILE}, a local folder that holds one, "
+            "or the name of a model on the Hugging Face hub (organisation/name)"
+        ) from error
+    return found if isinstance(found, str) else None
+
+
+def fetch_tokenizer(name: str) -> str:
+    """As `cached_tokenizer`, and fetched where it is not there. Raises UserError for what the hub refuses or does not
+    have; CannotFetch where it cannot be reached."""
+    found = cached_tokenizer(name)
+    if found is not None:
+        return found
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    what = f"the tokenizer of {printable(name, 200)}"
+    with explained(what, f"models/{name}"), quiet():
+        try:
+            file = hf_hub_download(name, TOKENIZER_FILE)
+        except LocalEntryNotFoundError:  # no network
+            raise
+        except EntryNotFoundError as error:
+            raise UserError(
+                f"{printable(name, 200)} has no {TOKENIZER_FILE} on the hub; give a file or folder that holds one"
+            ) from error
+        try:
+            hf_hub_download(name, TOKENIZER_CONFIG)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            pass  # says nothing of the end of a document
+    return str(file)

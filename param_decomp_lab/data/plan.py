@@ -1,0 +1,145 @@
+"""What is to be tokenized and how, decided before anything is read: everything that the bytes depend on."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal
+
+from param_decomp_lab.data.meta import Split
+from param_decomp_lab.data.records import TEXT, Column
+from param_decomp_lab.data.spans import FileSpan, Span
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.json_text import INTEGER
+from param_decomp_lab.untrusted.printable import shortened
+
+UNIT_BYTES = 1 << 24
+"""Of text in a unit, about."""
+MOST_UNITS = 2048
+"""Of files that can be cut; what is larger than that many units has larger ones."""
+FORMAT = 1
+"""Of what is written; another one has other bytes for the same text."""
+
+Role = Literal["by hash", "train", "eval"]
+"""Which split the text of a unit goes to: what its pieces' hashes say, or one of them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``eval_fraction``: share of the text that is held out, where no text of its own is. ``seed``: chooses which.
+    ``tokens``, ``eval_tokens``: most tokens of the training and of the evaluation split; without the latter the text
+    ends where the former are reached. ``row_starts``: of tokenized
+    input: the first ``seq_len`` ids of each row are a row, and no rows are joined.
+
+    Raises UserError for a number that is out of range.
+    """
+
+    seq_len: int = 512
+    eval_fraction: float = 0.05
+    seed: int = 0
+    rows_per_shard: int = 65_536
+    tokens: int | None = None
+    eval_tokens: int | None = None
+    column: Column = TEXT
+    row_starts: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("seq_len", self.seq_len, 2),
+            ("rows_per_shard", self.rows_per_shard, 1),
+            ("seed", self.seed, 0),
+            ("tokens", self.tokens, self.seq_len),
+            ("eval_tokens", self.eval_tokens, self.seq_len),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"{name} must be at least {least}; it is {value}")
+        if self.seed >= INTEGER:
+            raise UserError(f"seed must be below 2^64; it is {shortened(str(self.seed), 40)}")
+        if not 0 < self.eval_fraction < 1:
+            raise UserError(
+                f"eval_fraction must lie between 0 and 1, as a share of the text; it is {self.eval_fraction}"
+            )
+
+    def most_rows(self, split: Split) -> int | None:
+        """Of a split; None for as many as there are."""
+        tokens = self.tokens if split == "train" else self.eval_tokens
+        return None if tokens is None else tokens // self.seq_len
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process tokenizes at a time. ``role``: the split that it goes to."""
+
+    spans: tuple[Span, ...]
+    role: Role
+
+    @property
+    def size(self) -> int:
+        """In bytes, about."""
+        return sum(span.size for span in self.spans)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        return ("train", "eval") if self.role == "by hash" else (self.role,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``tokenizer``: `bytes`, or the path of a tokenizer.json; None where the input is tokenized already.
+    ``tokenizer_hash``: of its content. ``sources``: where the text is from, for people."""
+
+    units: tuple[Unit, ...]
+    settings: Settings
+    tokenizer: str | None
+    tokenizer_hash: str
+    sources: tuple[str, ...]
+
+    @cached_property
+    def options(self) -> dict[str, object]:
+        """Everything but the text that the bytes depend on, for people to compare."""
+        return {"format": FORMAT, **asdict(self.settings), "tokenizer": self.tokenizer_hash}
+
+    @cached_property
+    def inputs_hash(self) -> str:
+        """Differs where the text or its division into units does."""
+        digest = hashlib.sha256()
+        for unit in self.units:
+            digest.update(f"\n{unit.role}\n".encode())
+            for span in unit.spans:
+                digest.update(f"{span.identity}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    @property
+    def hash(self) -> str:
+        """Equal plans write equal bytes."""
+        return hashlib.sha256(json.dumps([self.options, self.inputs_hash]).encode()).hexdigest()
+
+    def is_needed(self, number: int, rows_before: Mapping[Split, int]) -> bool:
+        """Whether a unit gives rows. ``rows_before``: those of the units before it that are known so far."""
+        return not self.is_enough(number, rows_before)
+
+    def is_enough(self, number: int, rows: Mapping[Split, int]) -> bool:
+        """Whether the splits of a unit that are limited have as many ``rows`` as they may have; False without limit."""
+        limits = {split: self.settings.most_rows(split) for split in self.units[number].splits}
+        found = [rows[split] >= limit for split, limit in limits.items() if limit is not None]
+        return bool(found) and all(found)
+
+
+def cut_units(spans: Sequence[FileSpan], role: Role, unit_bytes: int) -> list[Unit]:
+    """Spans in order, joined into units of some ``unit_bytes`` at most."""
+    units: list[Unit] = []
+    held: list[Span] = []
+    size = 0
+    for span in spans:
+        if held and size + span.size > unit_bytes:
+            units.append(Unit(tuple(held), role))
+            held, size = [], 0
+        held.append(span)
+        size += span.size
+    return [*units, Unit(tuple(held), role)] if held else units
+
+
+def unit_bytes(total: int) -> int:
+    """Size of a unit for a text of ``total`` bytes: does not depend on the machine."""
+    return max(UNIT_BYTES, total // MOST_UNITS)

@@ -1,0 +1,256 @@
+"""Where text comes from: files of several formats, cut into spans that are read each by itself, in any order.
+
+Long text files and files of JSON lines are cut at lines, Parquet files at row groups; a compressed file is one span.
+"""
+
+import codecs
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from param_decomp_lab.data.pieces import Document
+from param_decomp_lab.data.records import Column, column_documents, record_document, require_column
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.json_text import TITLES, parse_json
+from param_decomp_lab.untrusted.printable import printable
+
+Format = Literal["text", "json", "parquet"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+ENDINGS: dict[str, Format] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+"""Formats by the ending of a file's name, without that of a compression; any other ending is of text."""
+COMPRESSIONS = (".gz", ".zst", ".bz2")
+EXPANSION = 4
+"""How much larger text is than its compressed file, as a rule."""
+READ_BYTES = 1 << 16
+LONGEST_LINE = 1 << 28
+"""Bytes of a line of JSON, or of a file that is one JSON list."""
+ROWS_AT_ONCE = 256
+
+
+class Span(Protocol):
+    """A stretch of the input. Spans are sent to other processes."""
+
+    @property
+    def size(self) -> int:
+        """In bytes, about."""
+
+    @property
+    def identity(self) -> str:
+        """Differs where the content does."""
+
+    def documents(self, column: Column) -> Iterator[Document]:
+        """Raises UserError for what cannot be read."""
+
+
+@dataclass(frozen=True)
+class MemorySpan:
+    """Documents that are at hand."""
+
+    held: tuple[Document, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(document.content) for document in self.held if isinstance(document.content, str))
+
+    @property
+    def identity(self) -> str:
+        return repr([(document.source, document.content) for document in self.held])
+
+    def documents(self, column: Column) -> Iterator[Document]:
+        return iter(self.held)
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """``start``, ``stop``: bytes of a file of text or JSON lines, row groups of a Parquet file; a line belongs to the
+    span that it begins in. ``changed``: when the file was changed last, in nanoseconds."""
+
+    file: str
+    format: Format
+    start: int
+    stop: int
+    size: int
+    changed: int
+
+    @property
+    def identity(self) -> str:
+        return f"{self.file}\0{self.format} {self.start} {self.stop} {self.size} {self.changed}"
+
+    def documents(self, column: Column) -> Iterator[Document]:
+        match self.format:
+            case "text":
+                yield Document(self.file, self._text(), begins=self.start == 0)
+            case "json":
+                for where, record in self._json_records():
+                    yield record_document(where, record, column)
+            case "parquet":
+                yield from self._parquet_rows(column)
+
+    def _text(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with _opened(self.file) as file:
+            at = _seek_line(file, self.start)
+            while at < self.stop and (chunk := file.read(min(READ_BYTES, self.stop - at))):
+                at += len(chunk)
+                yield decoder.decode(chunk)
+            if self.start < self.stop <= at:
+                file.seek(at - 1)  # the byte before tells whether a line goes on here
+                for number, part in enumerate(_line_parts(file)):
+                    yield decoder.decode(part[1:] if number == 0 else part)
+            yield decoder.decode(b"", final=True)
+
+    def _json_records(self) -> Iterator[tuple[str, Any]]:
+        with _opened(self.file) as file:
+            at = _seek_line(file, self.start)
+            number = 0
+            while at < self.stop and (line := file.readline(LONGEST_LINE + 1)):
+                number += 1
+                where = f"{self.file}, line {number}" if self.start == 0 else f"{self.file}, at byte {at}"
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"{where}: longer than {LONGEST_LINE:,} bytes, the most that a record may have")
+                if at == 0 and line.lstrip().startswith(b"["):
+                    yield from _json_list(self.file, line + file.read(LONGEST_LINE + 1 - len(line)))
+                    return
+                at += len(line)
+                if line.strip():
+                    yield where, parse_json(line.decode("utf-8"), where, dict)
+
+    def _parquet_rows(self, column: Column) -> Iterator[Document]:
+        with _explained(self.file):
+            file = pq.ParquetFile(self.file, memory_map=True)
+            require_column(self.file, file.schema_arrow.names, column)
+            batches = file.iter_batches(
+                ROWS_AT_ONCE, row_groups=list(range(self.start, self.stop)), columns=[column.name], use_threads=False
+            )
+            for batch in batches:
+                yield from column_documents(self.file, batch.column(0), column)
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[io.BufferedReader]:
+    """A file's bytes, decompressed as the ending of its name says. Raises UserError for what is wrong with them, or no
+    regular file."""
+    if not os.path.isfile(file):  # a pipe would be waited for
+        raise UserError(f"{file} is no regular file")
+    with _explained(file):
+        packed = file.endswith(COMPRESSIONS)
+        with io.BufferedReader(pa.input_stream(file, compression="detect")) if packed else open(file, "rb") as opened:
+            yield opened
+
+
+@contextmanager
+def _explained(file: str) -> Iterator[None]:
+    """A block that reads ``file``: raises UserError for what is wrong with it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text ({error}); convert it, or leave it out (a glob such as 'texts/*.txt')"
+        ) from error
+    except (OSError, EOFError, pa.ArrowException) as error:
+        why = printable(getattr(error, "strerror", None) or str(error), 300)
+        raise UserError(f"cannot read {file}: {why}") from error
+
+
+def _seek_line(file: io.BufferedReader, start: int) -> int:
+    """Goes to the first line that begins at ``start`` or later, and gives its place."""
+    if start == 0:
+        return 0
+    file.seek(start - 1)
+    return start - 1 + sum(map(len, _line_parts(file)))
+
+
+def _line_parts(file: io.BufferedReader) -> Iterator[bytes]:
+    """The rest of a line, however long, in parts."""
+    while part := file.readline(READ_BYTES):
+        yield part
+        if part.endswith(b"\n"):
+            return
+
+
+def _json_list(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    if len(content) > LONGEST_LINE:
+        raise UserError(f"{file}: is one list of more than {LONGEST_LINE:,} bytes; write a record per line (.jsonl)")
+    for number, record in enumerate(parse_json(content.decode("utf-8"), file, list)):
+        if not isinstance(record, dict):
+            raise UserError(f"{file}: entry {number} should be an object, not {TITLES[type(record)]}")
+        yield f"{file}, entry {number}", record
+
+
+def format_of(file: str) -> Format:
+    """By the ending of its name."""
+    path = Path(file)
+    return ENDINGS.get((path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix.lower(), "text")
+
+
+def file_spans(files: Iterable[Path], fmt: Format | None, span_bytes: int) -> list[FileSpan]:
+    """Spans of some ``span_bytes`` at most that make up the ``files``, in order. ``fmt``: None goes by the endings.
+    Raises UserError."""
+    spans = []
+    for file in files:
+        about = file.stat()
+        spans += _spans_of(str(file), fmt or format_of(str(file)), about.st_size, about.st_mtime_ns, span_bytes)
+    return spans
+
+
+def _spans_of(file: str, fmt: Format, size: int, changed: int, span_bytes: int) -> list[FileSpan]:
+    if fmt == "parquet":
+        return _parquet_spans(file, changed, span_bytes)
+    if file.endswith(COMPRESSIONS):
+        return [FileSpan(file, fmt, 0, 1 << 62, EXPANSION * size, changed)]
+    n = 1 if fmt == "json" and _is_json_list(file) else max(1, -(-size // span_bytes))
+    bounds = [size * part // n for part in range(n + 1)]
+    return [FileSpan(file, fmt, start, stop, stop - start, changed) for start, stop in pairwise(bounds)]
+
+
+def _is_json_list(file: str) -> bool:
+    with _opened(file) as opened:
+        return opened.read(READ_BYTES).lstrip().startswith(b"[")
+
+
+def _parquet_spans(file: str, changed: int, span_bytes: int) -> list[FileSpan]:
+    try:
+        metadata = pq.ParquetFile(file, memory_map=True).metadata
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{file} is not a whole Parquet file ({printable(str(error), 300)}): copy it again") from error
+    spans, start, size = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        size += metadata.row_group(group).total_byte_size
+        if size >= span_bytes or group == metadata.num_row_groups - 1:
+            spans.append(FileSpan(file, "parquet", start, group + 1, size, changed))
+            start, size = group + 1, 0
+    return spans
+
+
+def find_files(inputs: Sequence[str | Path]) -> list[Path]:
+    """The files that ``inputs`` (files, folders, globs) mean, each once, sorted within each input; hidden ones are not
+    taken from a folder. Raises UserError for an input that means no file."""
+    files: dict[str, None] = {}
+    for given in map(str, inputs):
+        if not given.strip():  # a variable that is not set; Path("") is the working directory
+            raise UserError("an input is empty; give a text file, a folder or a glob (. for the working directory)")
+        path = Path(given)
+        if path.is_dir():
+            inside = (file for file in path.rglob("*") if file.is_file())
+            found = [file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts)]
+        elif path.is_file():
+            found = [path]
+        else:
+            root = Path(path.anchor) if path.is_absolute() else Path()
+            pattern = str(path.relative_to(root)) if path.is_absolute() else given
+            try:
+                found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
+            except ValueError as error:  # such as a**b
+                raise UserError(f"{given} is no glob ({error}); write for instance 'corpus/**/*.txt'") from error
+        if not found:
+            raise UserError(f"{given}: no such text file, no folder with files, and no glob that matches one")
+        files |= dict.fromkeys(str(file) for file in sorted(found))
+    return [Path(file) for file in files]

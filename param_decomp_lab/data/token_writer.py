@@ -1,0 +1,110 @@
+"""A stream of token ids, cut into rows and written to shards, with what has to be known of them at the end."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from param_decomp_lab.data.arrow_rows import SUFFIX, ArrowShard, rows_per_batch
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows that were written. ``counts``: of each token id in them. ``tail``: the tokens after the last row.
+    ``sha256``: of the rows, as int32."""
+
+    rows: int
+    shards: int
+    counts: Int64[np.ndarray, "ids"]
+    tail: Int32[np.ndarray, "n"]
+    sha256: bytes
+
+
+class TokenWriter:
+    """Writes ``folder/NAME-00000.arrow`` and so on, each of at most ``rows_per_shard`` rows.
+
+    ``vocab_size``: every id is below it. ``most_rows``: what comes after as many is not written.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, seq_len: int, vocab_size: int, rows_per_shard: int, most_rows: int | None
+    ) -> None:
+        self.rows, self._shards = 0, 0
+        self._folder, self._name, self._seq_len, self._vocab_size = folder, name, seq_len, vocab_size
+        self._rows_per_shard, self._most_rows = rows_per_shard, most_rows
+        self._pending: list[Int32[np.ndarray, "n"]] = []
+        self._n_pending = 0
+        self._counts = np.zeros(0, np.int64)
+        self._hash = hashlib.sha256()
+        self._shard: ArrowShard | None = None
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows so far, those that are not written yet among them."""
+        return self.rows + self._n_pending // self._seq_len
+
+    def add(self, ids: Int32[np.ndarray, "n"]) -> None:
+        if self.rows == self._most_rows:
+            return
+        self._pending.append(ids)
+        self._n_pending += len(ids)
+        at_once = rows_per_batch(self._seq_len)
+        if self._n_pending >= at_once * self._seq_len:
+            self._write_rows(at_once)
+
+    def close(self) -> Written:
+        """Writes the rows that are left."""
+        self._write_rows(1)
+        if self._shard is not None:
+            self._shard.close()
+        tail = self._pending[0] if self._pending else np.zeros(0, np.int32)
+        return Written(self.rows, self._shards, self._counts, tail, self._hash.digest())
+
+    def discard(self) -> None:
+        """Leaves no unfinished file."""
+        if self._shard is not None:
+            self._shard.discard()
+
+    def _write_rows(self, multiple: int) -> None:
+        """Writes rows that are pending, a multiple of ``multiple`` of them."""
+        if not self._pending:
+            return
+        ids = np.concatenate(self._pending)
+        n = len(ids) // (multiple * self._seq_len) * multiple
+        if self._most_rows is not None:
+            n = min(n, self._most_rows - self.rows)
+        rows = ids[: n * self._seq_len].reshape(n, self._seq_len)
+        while len(rows):
+            if self._shard is None:
+                file = self._folder / f"{self._name}-{self._shards:05d}{SUFFIX}"
+                self._shard = ArrowShard(file, self._seq_len, self._vocab_size)
+                self._shards += 1
+            here = min(rows_per_batch(self._seq_len), self._rows_per_shard - self._shard.rows)
+            self._shard.write(rows[:here])
+            rows = rows[here:]
+            if self._shard.rows == self._rows_per_shard:
+                self._shard.close()
+                self._shard = None
+        written = ids[: n * self._seq_len]
+        self._counts = add_counts(self._counts, np.bincount(written))
+        self._hash.update(written.astype(np.int32).tobytes())
+        self.rows += n
+        self._pending = [ids[n * self._seq_len :]]
+        self._n_pending = len(self._pending[0])
+
+
+def add_counts(a: Int64[np.ndarray, "m"], b: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "k"]:
+    """The sum of two counts of token ids, of which one may know of higher ids."""
+    if len(a) < len(b):
+        a, b = b, a
+    total = a.astype(np.int64)
+    total[: len(b)] += b
+    return total
+
+
+def unigram_entropy(counts: Int64[np.ndarray, "vocab"]) -> float:
+    """Entropy of the token frequencies, in nats: the cross-entropy of the best model that ignores context."""
+    p = counts[counts > 0] / max(1, counts.sum())
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,170 @@
+"""Tokenizing one unit of a plan: its shards, and a record of what is in them."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from param_decomp_lab.data.meta import Split
+from param_decomp_lab.data.pieces import Cut, Document, Piece, choose_by_hash, choose_exactly, cut, split_pieces
+from param_decomp_lab.data.plan import Plan, Settings, Unit
+from param_decomp_lab.data.token_writer import TokenWriter, Written
+from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
+from param_decomp_lab.errors import UserError
+
+PIECES_AT_ONCE = 1024
+CHARS_AT_ONCE = 1 << 22
+EXACT_CHARS = 1 << 25
+"""A text of one unit is held in memory up to this size, to hold exactly its share out."""
+
+Report = Callable[[int, int], None]
+"""Told the characters and the tokens since the last time; may raise to stop."""
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What a unit gave. ``written``: by split."""
+
+    documents: int
+    written: dict[Split, Written]
+
+    def save(self, file: Path) -> None:
+        """Replaces ``file``, which is whole at any time."""
+        arrays: dict[str, Any] = {"documents": np.array(self.documents)}
+        for split, written in self.written.items():
+            ids = np.flatnonzero(written.counts)
+            arrays |= {
+                f"{split}_rows": np.array([written.rows, written.shards]),
+                f"{split}_ids": ids.astype(np.int32),
+                f"{split}_counts": written.counts[ids],
+                f"{split}_tail": written.tail,
+                f"{split}_sha256": np.frombuffer(written.sha256, np.uint8),
+            }
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        with open(unfinished, "wb") as opened:
+            np.savez_compressed(opened, **arrays)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(unfinished, file)
+
+    @classmethod
+    def load(cls, file: Path) -> "UnitRecord":
+        with np.load(file, allow_pickle=False) as arrays:
+            written: dict[Split, Written] = {}
+            splits: tuple[Split, Split] = ("train", "eval")
+            for split in splits:
+                if f"{split}_rows" not in arrays:
+                    continue
+                ids, rows = arrays[f"{split}_ids"], arrays[f"{split}_rows"]
+                counts = np.zeros(1 + ids[-1] if len(ids) else 0, np.int64)
+                counts[ids] = arrays[f"{split}_counts"]
+                sha256 = arrays[f"{split}_sha256"].tobytes()
+                written[split] = Written(int(rows[0]), int(rows[1]), counts, arrays[f"{split}_tail"], sha256)
+            return cls(int(arrays["documents"]), written)
+
+
+def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: Path, report: Report) -> UnitRecord:
+    """Writes the shards of unit ``number`` into ``folder/train`` and ``folder/eval``. Raises UserError for text that
+    cannot be read, and what ``report`` raises; shards that are written by then are replaced the next time."""
+    unit, settings = plan.units[number], plan.settings
+    vocab_size = 1 + LARGEST_ID if tokenizer is None else tokenizer.vocab_size
+    writers = {
+        split: TokenWriter(
+            folder / split,
+            f"part-{number:05d}",
+            settings.seq_len,
+            vocab_size,
+            settings.rows_per_shard,
+            settings.most_rows(split),
+        )
+        for split in unit.splits
+    }
+    documents = _Documents(unit, settings)
+    try:
+        for batch in _batches(_chosen(plan, unit, documents)):
+            n_tokens = 0
+            for piece, ids in zip(batch, _encoded(tokenizer, batch), strict=True):
+                writer = writers[piece.split]
+                if not piece.follows and tokenizer is not None and tokenizer.separator is not None:
+                    writer.add(np.asarray([tokenizer.separator], np.int32))
+                writer.add(ids)
+                n_tokens += len(ids)
+            report(sum(len(piece.content) for piece in batch), n_tokens)
+            if plan.is_enough(number, {split: writer.whole_rows for split, writer in writers.items()}):
+                break
+        return UnitRecord(documents.n, {split: writer.close() for split, writer in writers.items()})
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+
+
+class _Documents:
+    """The documents of a unit, and how many there were."""
+
+    def __init__(self, unit: Unit, settings: Settings) -> None:
+        self._unit, self._settings, self.n = unit, settings, 0
+
+    def __iter__(self) -> Iterator[Document]:
+        for span in self._unit.spans:
+            for document in span.documents(self._settings.column):
+                self.n += document.begins
+                yield self._row(document) if self._settings.row_starts else document
+
+    def _row(self, document: Document) -> Document:
+        ids, seq_len = document.content, self._settings.seq_len
+        assert isinstance(ids, np.ndarray)
+        if len(ids) < seq_len:
+            raise UserError(
+                f"{document.source}: has a row of {len(ids)} token ids, and rows of {seq_len} are asked for"
+            )
+        return Document(document.source, ids[:seq_len])
+
+
+def _chosen(plan: Plan, unit: Unit, documents: Iterable[Document]) -> Iterator[Piece]:
+    """The pieces of a unit with their splits. Where it is the only unit and fits in memory, exactly its share is held
+    out: few pieces may all have a hash on one side."""
+    settings, cuts = plan.settings, cut(documents)
+    if unit.role != "by hash":
+        role: Split = unit.role
+        return split_pieces(cuts, lambda _: role)
+    if len(plan.units) == 1:
+        held: list[Cut] = []
+        size = 0
+        while size <= EXACT_CHARS:
+            piece = next(cuts, None)
+            if piece is None:
+                contents = (piece.content for piece in held)
+                return split_pieces(held, choose_exactly(contents, settings.eval_fraction, settings.seed))
+            held.append(piece)
+            size += len(piece.content)
+        cuts = chain(held, cuts)
+    return split_pieces(cuts, choose_by_hash(settings.eval_fraction, settings.seed))
+
+
+def _encoded(tokenizer: Tokenizer | None, batch: Sequence[Piece]) -> Sequence[Int32[np.ndarray, "n"]]:
+    """The token ids of each piece."""
+    texts = [piece.content for piece in batch if isinstance(piece.content, str)]
+    if texts:
+        assert tokenizer is not None
+        return tokenizer.encode(texts)
+    return [piece.content for piece in batch if isinstance(piece.content, np.ndarray)]
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that are encoded together."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.content)
+        if len(batch) == PIECES_AT_ONCE or size >= CHARS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

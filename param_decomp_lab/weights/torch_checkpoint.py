@@ -1,0 +1,104 @@
+"""Arrays from a checkpoint of torch: the one place where a pickle is opened, and only with ``weights_only=True``.
+
+torch is no dependency: who has such files installs it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.printable import first_few, printable, shortened
+
+INSTALL = "pip install 'torch>=2.4'"
+WITHIN = ("state_dict", "model_state_dict", "model")
+"""Keys under which a checkpoint that holds more than weights has them."""
+
+
+def require_torch(what: str) -> Any:
+    """torch. UserError, which says how to install it, if it is not there. ``what`` needs it."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"{what}: to read it takes torch, which is not installed here: {INSTALL}") from error
+    return torch
+
+
+def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a state dict by name, each in its own dtype.
+
+    A safetensors file, which needs no torch, will do too. Raises UserError: no torch; no checkpoint; one with objects
+    other than tensors and plain values, which only code could make; no state dict in it.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read as a safetensors file ({error}); copy it again") from error
+    torch = require_torch(str(path))
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+    except Exception as error:
+        text = printable(str(error), 10_000)
+        if "eights_only" in text or "Unsupported" in text or "GLOBAL" in text:
+            raise UserError(
+                f"{path}: holds more than tensors and plain values ({_refused(text)}), which torch would have to run "
+                "code for; it is not read. Save the state dict alone: torch.save(model.state_dict(), FILE)"
+            ) from error
+        first = shortened(text.partition("\n")[0], 200) or type(error).__name__
+        raise UserError(f"{path}: cannot be read as a checkpoint of torch ({first}); copy it again") from error
+    return {name: _array(name, tensor, path) for name, tensor in _state(loaded, path, torch.Tensor).items()}
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Whether a file is of torch's present format, a zip, whose tensors need not be read at once."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _refused(text: str) -> str:
+    """The object's name in torch's long message."""
+    found = text.partition("GLOBAL ")[2].split()
+    return found[0].strip("`'\",.") if found else "an object that is not named"
+
+
+def _state(loaded: Any, path: Path, tensor: type) -> Mapping[str, Any]:
+    def is_state(value: Any) -> bool:
+        return (
+            isinstance(value, Mapping)
+            and bool(value)
+            and all(isinstance(name, str) and isinstance(entry, tensor) for name, entry in value.items())
+        )
+
+    candidates = [loaded]
+    if isinstance(loaded, Mapping):
+        candidates += [loaded[key] for key in WITHIN if key in loaded]
+    for candidate in candidates:
+        if is_state(candidate):
+            assert isinstance(candidate, Mapping)
+            return candidate
+    keys = first_few(map(str, loaded)) if isinstance(loaded, Mapping) else [type(loaded).__name__]
+    raise UserError(
+        f"{path}: has no state dict, a mapping of names to tensors, at its top or under {', '.join(WITHIN)}; it holds "
+        f"{', '.join(keys)}"
+    )
+
+
+def _array(name: str, tensor: Any, path: Path) -> np.ndarray:
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:  # which NumPy knows by another library
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as error:  # quantised, sparse
+        kind = f"{tensor.dtype}, {tensor.layout}"
+        raise UserError(
+            f"{path}: {name} is stored as {kind}; weights must be dense, of floating-point numbers"
+        ) from error
