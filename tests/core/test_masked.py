@@ -263,7 +263,7 @@ def test_summaries_of_all_sites(policy: str) -> None:
     """Read off the logits on the way, of every component over the whole batch; values and gradients."""
     target = dataclasses.replace(TARGET, memory=(POLICIES | LAZY)[policy])
 
-    def summarise(z: jax.Array) -> jax.Array:
+    def summarise(z: jax.Array, _: Any) -> jax.Array:
         axes = tuple(range(z.ndim - 1))
         return jnp.stack([jnp.sum(jnp.sin(z), axis=axes), jnp.sum(z**2, axis=axes)], axis=-1)
 
