@@ -40,7 +40,7 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
     problem = make_problem(config, architecture, folder)
     text = named_text(config)
     if text is not None:
-        processes.in_turn(lambda: text.make(console))
+        processes.once_per_node(lambda: text.make(console))
     train, held_out = _data(config)
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
         check_rows(config, architecture.inputs, data)
