@@ -95,9 +95,9 @@ def at_chosen(x: Array, groups: Groups) -> Array:
     n = len(leading)
     if x.shape[1] == 1 and leading[0] > 1:
         # Shared by the rows of the batch: picked where they are, for of every row's copies only k experts' are used.
-        index = [jnp.zeros((), jnp.int32) if size == 1 else jnp.arange(size)[(..., *(None,) * (n - a))]
+        places = [jnp.zeros((), jnp.int32) if size == 1 else jnp.arange(size)[(..., *(None,) * (n - a))]
                  for a, size in enumerate(x.shape[1 : n + 1])]  # fmt: skip
-        return x[(groups.chosen, *index)]
+        return x[(groups.chosen, *places)]
     x = jnp.moveaxis(x, 0, n)  # [*n, experts, …]
     index = groups.chosen.reshape(*groups.chosen.shape, *(1,) * (x.ndim - n - 1))
     return jnp.take_along_axis(jnp.broadcast_to(x, (*leading, *x.shape[n:])), index, axis=n)
