@@ -26,7 +26,9 @@ from param_decomp_lab.config import site_patterns
 from param_decomp_lab.opening.forward import masked
 from param_decomp_lab.run_folder.target_file import describe
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
-from tests.core import tiny
+from tests.core import tiny as tiny_core
+from tests.lab.tiny_run import Tiny
+from tests.lab.whole_path import from_a_folder_to_an_export
 
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 NAMES = sorted(folder.name for folder in FAMILIES.iterdir() if (folder / "model.safetensors").is_file())
@@ -70,7 +72,7 @@ def with_every_matrix_replaced(name: str, slices: bool) -> tuple[jax.Array, jax.
     """Logits of the network, and with every matrix replaced by components that are exactly it (F1)."""
     architecture, weights = load_target(FAMILIES / name)
     target = architecture.target(every_site(architecture.matrices(), slices), PLAIN, jnp.float32)
-    problem = tiny.problem((), target)
+    problem = tiny_core.problem((), target)
     ones = {s.name: Sources(jnp.ones((*s.lead, 1, 1, s.C)), None) for s in target.sites.stacks}
     live = tuple(range(len(target.sites)))
 
@@ -80,7 +82,7 @@ def with_every_matrix_replaced(name: str, slices: bool) -> tuple[jax.Array, jax.
         return logits(target, weights, tokens), masked(problem, own, ci, weights, tokens, ones, live, pinned=False)
 
     tokens = jnp.asarray(golden(name)["tokens"])
-    ci = tiny.ruffled_state(problem, leading=tokens.shape).ci
+    ci = tiny_core.ruffled_state(problem, leading=tokens.shape).ci
     with jax.default_matmul_precision("highest"):
         return both(weights, tokens, ci)
 
@@ -188,3 +190,30 @@ def test_windows_longer_than_the_rows_cost_nothing() -> None:
         for a in (dataclasses.replace(architecture, window=100), architecture)
     ]
     assert programs[0].count(" lt ") < programs[1].count(" lt ")
+
+
+def for_every_byte(name: str) -> tuple[Any, Any]:
+    """The golden model with room for 256 tokens and rows of 64."""
+    architecture, weights = load_target(FAMILIES / name)
+    longer = {"learned_positions": 64} if architecture.learned_positions is not None else {}
+    bigger = dataclasses.replace(architecture, vocab_size=256, max_positions=64, **longer)
+    rng = np.random.default_rng(0)
+
+    def grown(x: Any, shape: tuple[int, ...]) -> Any:
+        more = rng.normal(0, 0.3, shape).astype(np.float32)
+        more[tuple(map(slice, x.shape))] = x
+        return jnp.asarray(more)
+
+    return bigger, jax.tree.map(grown, weights, bigger.weight_shapes())
+
+
+@slow_unless(("qwen3_moe",))
+def test_decomposed_opened_and_exported(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """All matrices of attention and MLP and all experts of one layer, and of a fused one its slices."""
+    architecture, weights = for_every_byte(name)
+    last = max(m.layer for m in architecture.matrices())
+    fused = {m.part_of for m in architecture.matrices()}
+    own = [m.name for m in architecture.matrices() if m.layer == last and m.name not in fused]
+    model_class = architecture.model_classes[0]
+    targets = [(site, 6) for site in own]
+    from_a_folder_to_an_export(architecture, weights, model_class, targets, tiny, tmp_path)

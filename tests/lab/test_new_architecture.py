@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int
 
@@ -17,15 +16,15 @@ from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import gather
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Matrix, Sites
-from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, is_shape
+from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.gpt import GPTConfig
-from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
+from param_decomp_jax.targets.plain_linears import FROZEN
 from param_decomp_jax.targets.registry import ARCHITECTURES
-from param_decomp_lab import load_run
-from param_decomp_lab.weights.target_folder import load_target, save_target
-from tests.lab.tiny_run import LIGHT, SEQ_LEN, Tiny, pd_here, rows
+from param_decomp_lab.weights.target_folder import save_target
+from tests.lab.tiny_run import SEQ_LEN, Tiny, pd_here
+from tests.lab.whole_path import from_a_folder_to_an_export, random_weights
 
 # --8<-- the file that somebody adds to `targets/`
 
@@ -98,58 +97,12 @@ CASES = {
 }
 
 
-def random_weights(architecture: Architecture) -> Weights:
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(0, 0.4, shape), jnp.float32),
-        architecture.weight_shapes(),
-        is_leaf=is_shape,
-    )
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_from_a_folder_to_an_export(case: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, model_class, pattern, other = CASES[case]
     monkeypatch.setitem(ARCHITECTURES, architecture.name, type(architecture))
-    weights = random_weights(architecture)
-    save_target(tmp_path / "target", architecture, weights)
-    assert load_target(tmp_path / "target")[0] == architecture
-    targets = f"[{{module_pattern: '{pattern}', C: 16}}, {{module_pattern: '{other}', C: 8}}]"
-    settings = (
-        *LIGHT,
-        "pd.steps=2",
-        f"target.folder={tmp_path / 'target'}",
-        f"target.spec.model_class={model_class}",
-        f"pd.decomposition_targets={targets}",
-        f"out_dir={tmp_path}",
-        "run_id=p-00000001",
-    )
-    arguments = (tiny.config, *(word for setting in settings for word in ("--set", setting)))
-    checked = pd_here("check", *arguments)
-    assert checked.status == 0, checked.err
-    assert architecture.describe().split(",")[0] in checked.out
-
-    trained = pd_here("train", *arguments)
-    assert trained.status == 0, trained.err
-    assert len(rows(tmp_path / "p-00000001")) == 2
-
-    run = load_run(tmp_path / "p-00000001")
-    assert architecture.describe() in repr(run)
-    tokens = np.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN)
-    model = architecture.target(Sites(()), PLAIN, jnp.float32)
-    expected = model.predictions(weights, model.forward(weights, jnp.asarray(tokens), UNTOUCHED).output)
-    np.testing.assert_allclose(run.output(tokens), expected, atol=1e-4)
-    # Every component on, and what they leave unexplained: the clean network again, through every site (F1).
-    everything = {site.name: np.ones(site.C, np.float32) for site in run.sites.values()}
-    np.testing.assert_allclose(run.output(tokens, everything, delta=1.0), expected, atol=1e-3)
-    assert np.abs(np.asarray(run.output(tokens, everything)) - expected).max() > 1e-2
-    assert {name: x.shape for name, x in run.causal_importances(tokens).items()} == {
-        site.name: (2, SEQ_LEN, site.C) for site in run.sites.values()
-    }
-
-    exported = pd_here("export", run.folder, "--out", tmp_path / "exported")
-    assert exported.status == 0, exported.err
-    assert (tmp_path / "exported" / "README.md").is_file()
+    targets = ((pattern, 16), (other, 8))
+    from_a_folder_to_an_export(architecture, random_weights(architecture), model_class, targets, tiny, tmp_path)
 
 
 def test_rows_longer_than_the_positions(tiny: Tiny, tmp_path: Path) -> None:
