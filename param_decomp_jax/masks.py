@@ -155,7 +155,7 @@ class GivenSources:
         return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
 
 
-def source_axes(sources: Sources, batch: int, experts: bool) -> Any:
+def source_axes(sources: Sources, batch: int, experts: bool = False) -> Any:
     """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component.
 
     ``experts``: they are of experts' matrices.

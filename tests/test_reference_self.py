@@ -727,6 +727,8 @@ def assert_step_gradients(config: dict, tol: float = 1e-6) -> ref.StepResult:
 def test_step_gradients_by_ci_function(ci_config: dict) -> None:
     stochastic = {"type": "StochasticReconLoss", "coeff": 1.0}
     losses = [CHUNKWISE, PERSISTENT, MINIMALITY, FAITHFUL, stochastic]
+    if "block_groups" in ci_config:
+        ci_config = ci_config | {"block_groups": [{"name": site, "patterns": [site]} for site in SITES]}
     assert_step_gradients(make_config(losses, ci_config=ci_config))
 
 

@@ -17,6 +17,7 @@ from param_decomp_jax.targets.qwen2 import Qwen2Config
 from param_decomp_jax.targets.qwen3 import Qwen3Config
 from param_decomp_jax.targets.qwen3_moe import Qwen3MoeConfig
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.starcoder2 import Starcoder2Config
 from param_decomp_jax.targets.tms import TMSConfig
 
 ARCHITECTURES: dict[str, type[Architecture]] = {
@@ -32,6 +33,7 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
         Gemma2Config,
         GPT2Config,
         GPTNeoXConfig,
+        Starcoder2Config,
         LlamaSimpleMLPConfig,
         GPTConfig,
         TMSConfig,

@@ -57,11 +57,12 @@ TERMS = (
     ),
 )
 LP = Lp(Anneal(1.0, 0.5, 0.0, 1.0), 1e-12)
+RANDOM = FreshAttack("random", 0.125, 2, "shared_across_batch")
 MORE = (
     ImportanceMinimality("ImportanceMinimalityLoss", 0.02, LP, frequency=Frequency(0.01, 30.0)),
     Reconstruction("ChunkwiseSubsetReconLoss", 0.5, Chunks(5), UniformKSubset(), Stochastic("binomial")),
     Reconstruction("StochasticHiddenActsReconLoss", 0.2, AllSites(), Everywhere(), Stochastic(), error="hidden_acts"),
-    Reconstruction("PGDReconLoss", 0.3, AllSites(), Everywhere(), FreshAttack("ones", 0.125, 2, "shared_across_batch")),
+    Reconstruction("PGDReconLoss", 0.3, AllSites(), Everywhere(), RANDOM),
     Reconstruction(
         "PersistentPGDReconLoss", 0.4, AllSites(), Everywhere(),
         PersistentAttack(ADAM, BroadcastAcrossBatch(), sigmoid=True, n_warmup_steps=1),

@@ -198,7 +198,10 @@ def test_a_forward_begins_at_its_first_live_layer(config: toys.Config, chosen: d
             )
             # Run from the inputs, it does not look at the residual.
             nothing = clean_pass.residual(live) * jnp.nan
-            full = MaskedLinears(sites, (stream,), (nothing,), components, reader, clean_pass.at, target.memory)
+            records = clean_pass.forward.records
+            full = MaskedLinears(
+                sites, (stream,), (nothing,), components, reader, clean_pass.at, records, target.memory
+            )
             [begun] = run_masked(late, components, reader, [stream]).forwards
             pairs.append((target.forward(weights, inputs, full).output, begun.output))
         return pairs

@@ -209,6 +209,31 @@ FAMILIES: dict[str, Family] = {
         },
         published=old_gpt_neox,
     ),
+    "starcoder2": Family(
+        transformers.Starcoder2Config,
+        LLAMA_LIKE
+        | rope(100.0)
+        | {
+            "use_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-2,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+        },
+        {
+            "biases of q, k, v": zero("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+            "bias of o_proj": zero("o_proj.bias"),
+            "biases of the MLP": zero("c_fc.bias", "c_proj.bias"),
+            "biases of the norms": zero("layernorm.bias", "model.norm.bias"),
+            "epsilon of the norms": {"norm_epsilon": 1e-5},
+            "groups": swap_key_heads,
+            "tied": untied,
+            "window": {"sliding_window": None},
+            "gelu: tanh": {"hidden_act": "gelu"},
+            **windows(8),
+        },
+        published=old_rope,
+    ),
     "gemma2": Family(
         transformers.Gemma2Config,
         LLAMA_LIKE

@@ -126,30 +126,41 @@ def pd(options: str, *arguments: str) -> None:
     """`pd`, with a log of the rows that this process reads, and with what is to happen to it on the way.
 
     ``options``: JSON. ``rows``: where to write the number of each batch that was read, and of its rows. ``term``,
-    ``fail``, ``damage``: ``[process, n]``, at whose n-th read of a batch it gets SIGTERM, an exception is raised, or a
+    ``fail``, ``damage``: ``[process, n]``, at whose n-th batch it gets SIGTERM, an exception is raised, or a
     shard cannot be read. ``stuck``: ``[process, function]``, which gets stuck where it should call that function.
     """
     from param_decomp_lab.cli import main
     from param_decomp_lab.data.batches import Batches
+    from param_decomp_lab.data.read_ahead import ReadAhead
     from param_decomp_lab.errors import UserError
 
     given = json.loads(options)
     log: list[tuple[str, int, list[int]]] = []
-    original = Batches.__getitem__
+    original, original_take = Batches.__getitem__, ReadAhead.take
 
-    def read(self: Batches, step: int) -> Any:
-        log.append((self.data.source, step, self.rows(step).tolist()))
+    def note(batches: Batches, step: int) -> None:
+        log.append((batches.data.source, step, batches.rows(step).tolist()))
         here = [NUMBER, len(log)]
         if given.get("term") == here:
             os.kill(os.getpid(), signal.SIGTERM)
         if given.get("fail") == here:
             raise OSError("the disk is gone")
         if given.get("damage") == here:
-            raise UserError(f"{self.data.source} cannot be read: it is damaged")
+            raise UserError(f"{batches.data.source} cannot be read: it is damaged")
+
+    def read(self: Batches, step: int) -> Any:
+        note(self, step)
         return original(self, step)
+
+    def take(self: ReadAhead, first: int, n: int) -> Any:
+        """Where the training asks for batches; a thread has read them before."""
+        for step in range(first, first + n):
+            note(self._batches, step)
+        return original_take(self, first, n)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Batches, "__getitem__", read))
+        stack.enter_context(mock.patch.object(ReadAhead, "take", take))
         stack.enter_context(mock.patch.object(sys, "argv", ["pd", *arguments]))
         if given.get("stuck", [None])[0] == NUMBER:
             stack.enter_context(mock.patch(given["stuck"][1], stuck))

@@ -172,6 +172,8 @@ def test_saved_and_read_again(name: str, tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: should be a list of layers' numbers"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers: should be a list"),
         ("llama_simple_mlp_half", {"use_grouped_query_attention": False}, "only the grouped form can be loaded"),
+        ("starcoder2", {"sliding_window": 0}, "window: should be a positive number, not 0"),
+        ("starcoder2", {"use_bias": 1}, "use_bias: should be true or false, not 1"),
         ("olmo2", {"quantization_config": {"bits": 4}}, "quantized"),
     ],
 )

@@ -150,7 +150,7 @@ def test_an_interruption_leaves_nothing(recipe, tmp_path, monkeypatch):
         ("steps: 30", "", "steps: is required"),
         ("n_kv_heads: 1", "n_kv_heads: 3", "n_kv_heads: must divide n_heads"),
         ("architecture: llama", "architecture: gtp", "did you mean 'gpt'"),
-        ("steps: 30", "steps: 30\nsoftmax_dtype: bfloat16", "softmax_dtype: should be float32, which a Llama's is"),
+        ("steps: 30", "steps: 30\nsoftmax_dtype: bfloat16", "softmax_dtype: should be float32; others are for"),
         ("steps: 30", "steps: 30\nremat: [mlp]", "remat: should be none or block; parts of a layer are for"),
         ("steps: 30", "steps: 30\nremat: [mpl]", r"remat: should be none, block, or a list of mlp and attention, not"),
         ("steps: 30", "steps: 30\nmicro_batches: 3", r"micro_batches: must divide batch_size \(8\), not 3"),

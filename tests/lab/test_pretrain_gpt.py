@@ -311,7 +311,7 @@ def test_bad_folders(tmp_path):
         load_target(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match=r"model_type is 'gpt2'; what can be loaded"):
+    with pytest.raises(UserError, match=r"lacks the key 'n_head', which a GPT-2 configuration has"):
         load_target(tmp_path)
 
 

@@ -257,7 +257,7 @@ def test_a_folder_of_something_else_is_left_alone(recipe, tmp_path):
         ("architecture: tms", "architecture: resid_mlp", r"model\.n_hidden: unknown key.*valid: .*d_embed"),
         ("tms, n_features: 5, n_hidden: 2", "resid_mlp, n_features: 5", r"(?s)model\.d_embed: is req.*model\.n_layers"),
         ("architecture: tms", "architecture: tmz", r"model\.architecture: unknown .*'tmz'; did you mean 'tms'"),
-        ("architecture: tms, ", "", r"model\.architecture: is required: one of llama, gpt, tms, resid_mlp"),
+        ("architecture: tms, ", "", r"model\.architecture: is required: one of llama, gpt, family, tms, resid_mlp"),
         ("architecture: tms", "architecture: llama", r"data: should be a folder .*; a mapping is for toys"),
         ("data: {feature_probability: 0.05}", "data: data/demo", r"data: a toy draws its data: .*not 'data/demo'"),
         ("0.05", "0.0", r"data\.feature_probability: must be above 0"),
