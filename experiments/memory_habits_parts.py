@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from param_decomp_jax.mesh import constrain, gather
 from param_decomp_jax.numerics import matmul, rms_norm, wide
-from param_decomp_jax.targets.plain_linears import FROZEN
+from param_decomp_jax.targets.plain_linears import frozen_axes
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 Layer = Callable[[Array, dict[str, Array]], Array]
@@ -77,7 +77,7 @@ def mlps(size: Size, dtype: Any = bf16) -> dict[str, Given]:
 
 def whole(W: Array) -> Array:
     """A layer's matrix as it is multiplied."""
-    return gather(W, FROZEN, bf16)
+    return gather(W, frozen_axes(PLAIN), bf16)
 
 
 def normed(x: Array, W: dict[str, Array]) -> Array:

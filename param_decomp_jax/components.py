@@ -59,11 +59,14 @@ def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*
     return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
 
 
-def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"]) -> Float[Array, "*n d"]:
-    """Rows of a table that is split by column."""
+def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"], axes: Axes) -> Float[Array, "*n d"]:
+    """Rows of a table that is split by column, if at all: ``axes``."""
+    split = axes.names[-1]
+    if split is None:
+        return constrain(table[rows], "batch")
     # Each device looks up its own columns for the whole batch; rows move, the table does not.
-    columns = constrain(table, None, "split")[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
-    return constrain(columns, *(None,) * rows.ndim, "split")
+    columns = constrain(table, None, split)[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
+    return constrain(columns, *(None,) * rows.ndim, split)
 
 
 def row_or_product(x: Array, W: Array, groups: Groups | None) -> Array:
@@ -73,23 +76,26 @@ def row_or_product(x: Array, W: Array, groups: Groups | None) -> Array:
     return product_wide(x, W, groups)
 
 
+def component_gate(
+    mask: Float[Array, "*n C"], delta_mask: Float[Array, "*#n"] | None, route: Float[Array, "*n"] | None
+) -> Float[Array, "*n C"]:
+    """``g = r (m − δ)`` of F2, in fp32. ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere
+    (r = 1)."""
+    g = mask if delta_mask is None else mask - delta_mask[..., None]
+    return g if route is None else route[..., None] * g
+
+
 def through_components(
     x: Shaped[Array, "*#x"],
     V: Float[Array, "*experts d_in C"],
     U: Float[Array, "*experts C d_out"],
-    mask: Float[Array, "*n C"],
-    delta_mask: Float[Array, "*#n"] | None,
-    route: Float[Array, "*n"] | None,
+    g: Float[Array, "*n C"],
     groups: Groups | None = None,
 ) -> Float[Array, "*n d_out"]:
-    """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider, ``g = r (m − δ)``: a sum over components, so of any of them.
+    """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider: a sum over components, so of any of them.
 
-    ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere (r = 1). Masks and routes come in
-    fp32; g is built there and cast for the product (N1). ``groups``: of the matrices of experts.
+    ``g``: of `component_gate`; it is cast for the product (N1). ``groups``: of the matrices of experts.
     """
-    g = mask if delta_mask is None else mask - delta_mask[..., None]
-    if route is not None:
-        g = route[..., None] * g
     inner = row_or_product(x, V, groups) * g
     return product_wide(inner.astype(V.dtype if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype), U, groups)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.mesh import constrain, n_parts
-from param_decomp_jax.numerics import matmul_wide, wide
+from param_decomp_jax.numerics import einsum_wide, matmul_wide
 
 
 class Groups(eqx.Module):
@@ -69,7 +69,7 @@ def grouped_matmul_wide(
         used = jnp.zeros(n_rows, bool).at[place].set(True)
         laid_out = jnp.where(used[:, None], rows[slot_of_row // k if shared else slot_of_row], 0)
         blocks = laid_out.reshape(expert.shape[0], groups.block, -1)
-        y = jnp.einsum("gbd,gdo->gbo", blocks, W[expert], preferred_element_type=wide(blocks).dtype)
+        y = einsum_wide("gbd,gdo->gbo", blocks, W[expert])
         return y.reshape(n_rows, -1)[place]
 
     y = jax.vmap(multiply)(rows, groups.place, groups.expert)

@@ -32,6 +32,7 @@ from param_decomp_jax.step import (
     Gradients,
     Problem,
     differentiable_importance,
+    hold_trained,
     keeps_outputs,
     loss_gradients,
     losses_and_ascents,
@@ -75,7 +76,8 @@ def loss_and_gradients(
     """
     clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
     objective = make_objective(problem.decomposition, state, draws)
-    _, gradients, losses = losses_and_ascents(problem, state, clean_pass, objective)
+    copies = hold_trained(problem, state.components, state.ci)
+    _, gradients, losses = losses_and_ascents(problem, state, clean_pass, objective, copies)
     return losses, gradients
 
 
@@ -100,9 +102,10 @@ def term_loss_and_gradients(
     else:
         objective = make_objective(alone.decomposition, state, draws)
     clean_pass = run_clean_pass(alone, state.ci, weights, inputs, keeps_outputs(alone))
-    importance = differentiable_importance(alone, state, clean_pass)
+    copies = hold_trained(alone, state.components, state.ci)
+    importance = differentiable_importance(alone, state, clean_pass, copies)
     raw = {term: state.adversaries[term].raw for term in alone.decomposition.persistent}
-    gradients, losses = loss_gradients(alone, objective, state, clean_pass, importance, raw)
+    gradients, losses = loss_gradients(alone, objective, state, clean_pass, importance, raw, copies)
     return losses["loss/total"], gradients
 
 

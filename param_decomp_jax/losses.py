@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.components import Components, Factors, delta
+from param_decomp_jax.components import Components, Factors, delta, with_lead
 from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import at_rest, pin
 from param_decomp_jax.recon import Reconstruction
-from param_decomp_jax.remat import over_layers
+from param_decomp_jax.remat import named, over_layers
 from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.targets.plain_linears import frozen_axes
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,15 @@ def faithfulness(
 ) -> Float[Array, ""]:
     """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters."""
 
+    frozen = frozen_axes(memory)
+
     def add(total: Array, site: tuple[Array, Factors]) -> tuple[Array, None]:
         W, factors = site
-        return total + jnp.sum(delta(W, factors) ** 2), None
+        W = pin(W, with_lead(frozen, W.ndim))
+        return total + jnp.sum(named(delta(W, factors), "deltas") ** 2), None
 
     total = jnp.zeros(())
+    components = at_rest(components)
     for name, W in weights.items():
         if memory.recomputes("layers"):
             total, _ = over_layers(memory, add, total, (W, components[name]))

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
-from param_decomp_jax.components import Components, look_up, past_components, site_axes, through_components
+from param_decomp_jax.components import (
+    Components,
+    component_gate,
+    look_up,
+    past_components,
+    site_axes,
+    through_components,
+)
 from param_decomp_jax.grouped import Groups, OverPositions, at_chosen, group, grouped_matmul
 from param_decomp_jax.masks import SourceKind, interpolate
 from param_decomp_jax.memory import Intermediate, MemoryPolicy
@@ -28,13 +35,15 @@ from param_decomp_jax.mesh import (
     gather_tree,
     indices,
     is_axes,
+    rows_at_rest,
     uncut,
     with_block,
+    with_row,
 )
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.targets.plain_linears import CHOSEN, FROZEN, output_record
+from param_decomp_jax.targets.plain_linears import CHOSEN, frozen_axes, output_record
 
 
 @dataclass(frozen=True)
@@ -104,14 +113,18 @@ class MaskedLayer:
     """Of the clean pass, in a layer with sites among its experts."""
     records: dict[str, Array] = field(default_factory=dict)
 
+    @property
+    def frozen(self) -> Axes:
+        return self.forward.frozen
+
     def enter(self, x: Shaped[Array, "rows *n"]) -> None:
         pass
 
     def look_up(
         self, kind: str, rows: Int[Array, "rows *n"], table: Float[Array, "n d"], dtype: Any
     ) -> Float[Array, "rows *n d"]:
-        table = constrain(table, None, "split")
-        y = self._masked(kind, rows, table) if kind in self.live else look_up(table, rows)
+        table = constrain(table, *self.frozen.names)
+        y = self._masked(kind, rows, table) if kind in self.live else look_up(table, rows, self.frozen)
         y = constrain(y.astype(dtype), "batch")
         if kind in self.records_outputs:
             self.records[output_record(kind)] = y
@@ -129,7 +142,7 @@ class MaskedLayer:
     def grouped(
         self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
     ) -> Float[Array, "rows *n k d_out"]:
-        W = gather(W, FROZEN.under(), x.dtype)
+        W = gather(W, self.frozen.under(), x.dtype)
         y = constrain(self._masked(kind, x, W) if kind in self.live else grouped_matmul(x, W, groups), "batch")
         if kind in self.records_outputs:
             self.records[output_record(kind)] = y
@@ -137,7 +150,7 @@ class MaskedLayer:
 
     def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """The product of one matrix; W None is the identity."""
-        W = None if W is None else gather(W, FROZEN, x.dtype)
+        W = None if W is None else gather(W, self.frozen, x.dtype)
         y = constrain(self._masked(kind, x, W) if kind in self.live else _product(x, W), "batch")
         if kind in self.records_outputs:
             self.records[output_record(kind)] = y
@@ -184,23 +197,31 @@ class MaskedLayer:
             logits = reader.logits(part.ci, part.V, groups)
             importance = reader.squash(logits)
 
-            def stream_output(i: int) -> Float[Array, "B *n d_out"]:
+            def gate(i: int) -> Float[Array, "B *n C"]:
                 source = streams[i].sources.components(part.sources[i], here.at, part.column, groups)
-                mask = interpolate(importance, source)
-                x = inputs[i] if stack.lookup else inputs[i].astype(dtype)
-                y = through_components(x, part.V, part.U, mask, deltas[i], routes[i], groups)
-                return constrain(y, "batch")
+                return component_gate(interpolate(importance, source), deltas[i], routes[i])
+
+            def outputs(of: Sequence[int]) -> list[Float[Array, "B *n d_out"]]:
+                x = side_by_side([inputs[i] if stack.lookup else inputs[i].astype(dtype) for i in of])
+                gates = side_by_side([gate(i) for i in of])
+                y = constrain(through_components(x, part.V, part.U, gates, groups), "batch")
+                return split_rows(y, len(of))
 
             over = OverPositions(groups, stack.experts or 0)
             summary = None if forward.summarise is None else forward.summarise(logits, over)
-            return {i: stream_output(i) for i in part.sources}, summary
+            # One product for all streams: so V and U are read once, and their gradients are summed over devices once.
+            # Rows of experts are in an order of their stream's own.
+            together = [tuple(part.sources)] if groups is None else [(i,) for i in part.sources]
+            return {i: y for of in together for i, y in zip(of, outputs(of), strict=True)}, summary
 
         ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
 
         def output(i: int, x: Shaped[Array, "B *n"]) -> Float[Array, "B *slots d_out"]:
             if i not in ys:
-                y = _product(x, W, groups)
-                return y.astype(dtype) if stack.lookup else y
+                if stack.lookup:
+                    assert W is not None
+                    return look_up(W, x, forward.frozen).astype(dtype)
+                return _product(x, W, groups)
             past = past_components(x, W, deltas[i], routes[i], groups)
             return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
@@ -211,8 +232,6 @@ class MaskedLayer:
 def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
     if W is None:
         return x
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return look_up(W, x)
     return matmul(x, W) if groups is None else grouped_matmul(x, W, groups)
 
 
@@ -242,6 +261,11 @@ class MaskedLinears:
     record_outputs: bool = False
     summarise: Summarise | None = None
     output_name: Intermediate = "site_outputs"
+
+    @cached_property
+    def frozen(self) -> Axes:
+        """Logical axes of one layer's frozen matrix."""
+        return frozen_axes(self.memory)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -294,9 +318,9 @@ class MaskedLinears:
         def stack_slice(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
             rows = slice(first - stack.first, stop - stack.first)
             found = LiveSite(
-                V=self.components[stack.name].V[rows],
-                U=self.components[stack.name].U[rows],
-                ci=self.reader.slices(stack, first, stop),
+                V=rows_at_rest(self.components[stack.name].V, rows),
+                U=rows_at_rest(self.components[stack.name].U, rows),
+                ci=rows_at_rest(self.reader.of_stack(stack), rows),
                 column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
                 sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
                 routes={i: self._routes(self.streams[i], stack, range(first, stop)) for i in streams},
@@ -307,7 +331,10 @@ class MaskedLinears:
 
         of_experts = any(stack.experts is not None and first in stack.layers for stack in self.sites.stacks)
         chosen = self.chosen_experts(first, stop) if of_experts else None
-        return {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}, chosen
+        live = {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}
+        # Of what is held each layer takes its row.
+        layers = jnp.arange(first, stop) if {"components", "ci"} & dict(self.memory.held).keys() else None
+        return live, chosen, layers
 
     def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
         """The experts that the clean pass's positions take in some layers (X3)."""
@@ -367,7 +394,13 @@ class MaskedLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
-        live, chosen = slice_
+        live, chosen, layer = slice_
+        if layer is not None:
+            for kind, site in live.items():
+                factors, row = self.components[here[kind].name], layer - here[kind].first
+                own = (site.V, site.U, site.ci)
+                V, U, ci = with_row(own, (factors.V, factors.U, self.reader.of_stack(here[kind])), row)
+                live[kind] = site._replace(V=V, U=U, ci=ci)
         return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.draws import uniform, uniform_of_keys
 from param_decomp_jax.grouped import Groups, at_chosen
-from param_decomp_jax.mesh import Axes
+from param_decomp_jax.mesh import Axes, at_rest
 from param_decomp_jax.sites import Stack
 
 
@@ -160,7 +160,7 @@ def source_axes(sources: Sources, batch: int, experts: bool = False) -> Any:
 
     ``experts``: they are of experts' matrices.
     """
-    n = 2 if experts else 1
+    sources, n = at_rest(sources), 2 if experts else 1
     shape = sources.components.shape
     per_row = shape[n] == batch
     lead = (*(None,) * n, "batch" if per_row else None, *("seq" if size > 1 else None for size in shape[n + 1 : -1]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Intermediate = Literal[
-    "logits", "layers", "attention", "site_outputs", "attack_outputs", "site_inputs", "ci", "vocabulary"
+    "logits", "layers", "attention", "site_outputs", "attack_outputs", "site_inputs", "ci", "vocabulary", "deltas"
 ]
 
 INTERMEDIATES: dict[Intermediate, str] = {
@@ -19,6 +19,7 @@ INTERMEDIATES: dict[Intermediate, str] = {
     "site_inputs": "what a global CI function reads on the clean pass; recomputed: from each layer's clean input",
     "ci": "everything inside the CI function's shared part but its result; recomputed block by block",
     "vocabulary": "logits over the vocabulary; recomputed: the fused KL, by blocks of tokens",
+    "deltas": "W - VU of every site, split over the devices, where layers are recomputed; of the faithfulness loss",
 }
 """What a policy saves for the backward pass, sends to the host's pinned memory until then, or recomputes."""
 
@@ -45,6 +46,20 @@ STATE_PARTS: dict[StatePart, str] = {
 """Parts of the train state that can lie in pinned host memory between updates, or be kept in fewer bits."""
 
 
+HeldGroup = Literal["components", "ci", "target", "sources"]
+
+HELD_GROUPS: dict[HeldGroup, str] = {
+    "components": "V and U",
+    "ci": "the CI function's matrices",
+    "target": "the frozen network; held for good, not for a step",
+    "sources": "sources that all rows of the batch share, of persistent and fresh attacks; held for an ascent",
+}
+"""Of what a copy can be held, so that it need not be gathered from all devices wherever it is used."""
+
+HeldBy = Literal["node", "device"]
+"""``node``: each node has a whole copy, split over its devices. ``device``: each device has one."""
+
+
 @dataclass(frozen=True)
 class MemoryPolicy:
     """Choices that may change memory and time, never a number beyond floating-point reassociation.
@@ -56,6 +71,8 @@ class MemoryPolicy:
     tokens that the fused KL works on at once; all of them counted over all devices. ``attention``: see
     `attention.py`. ``micro_batches``: parts of the batch, one after the other. ``donate``: the step reuses the buffers
     of the state it is given. ``xla_remat``: XLA may recompute more by itself where it sees a limit ahead.
+
+    ``held``: of which of `HELD_GROUPS` a copy is held for a step, in the dtype of products, and by what.
 
     ``offload_state``: which of `STATE_PARTS` lie in pinned host memory and are brought in for their update alone.
     ``state_dtypes``: in what they are kept, fp32 where nothing is said; the one choice here that rounds numbers.
@@ -72,6 +89,7 @@ class MemoryPolicy:
     micro_batches: int = 1
     donate: bool = True
     xla_remat: bool = True
+    held: tuple[tuple[HeldGroup, HeldBy], ...] = ()
     offload_state: frozenset[StatePart] = frozenset()
     state_dtypes: tuple[tuple[StatePart, Literal["float32", "bfloat16"]], ...] = ()
 
@@ -83,6 +101,10 @@ class MemoryPolicy:
     def compiler_options(self) -> dict[str, str]:
         """Options for XLA when the step is compiled."""
         return {} if self.xla_remat else {"xla_disable_hlo_passes": "rematerialization"}
+
+    def held_by(self, group: HeldGroup) -> HeldBy | None:
+        """What holds a copy of this group during a step; None: nothing does."""
+        return dict(self.held).get(group)
 
     def recomputes(self, name: Intermediate) -> bool:
         return name not in self.save and name not in self.offload
@@ -109,6 +131,15 @@ LEAN = MemoryPolicy(
     xla_remat=False,
 )
 """As little as possible is kept."""
+
+FAST = MemoryPolicy(
+    save=frozenset({"attention", "site_outputs", "attack_outputs", "deltas"}),
+    vocabulary_block=1 << 15,
+    attention="flash",
+    xla_remat=False,
+    held=(("ci", "device"), ("components", "device"), ("sources", "device"), ("target", "device")),
+)
+"""Every device has whole copies of what it multiplies by: memory for gathers. Nothing is cut into blocks but the KL."""
 
 PUBLISHED = MemoryPolicy(save=frozenset({"logits", "site_inputs", "ci", "vocabulary"}), layers="unroll", donate=False)
 """The published step: layers unrolled and recomputed, every site's tensors alive together, no donation."""

@@ -25,9 +25,10 @@ from param_decomp_jax.masks import (
     Sources,
     Stochastic,
     StochasticSources,
+    source_axes,
 )  # fmt: skip
 from param_decomp_jax.memory import Intermediate
-from param_decomp_jax.mesh import indices
+from param_decomp_jax.mesh import held, hold, indices
 from param_decomp_jax.micro_batches import sum_over_parts
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.routing import Everywhere, Routing, draw_routes
@@ -339,14 +340,22 @@ def _stream(
             sources = ConstantSources(kind)
         case PersistentAttack():
             assert bundle is not None
-            sources = GivenSources(bundle, batch)
+            sources = given_sources(clean_pass, bundle)
         case FreshAttack() as kind:
             error = attacked_error(clean_pass, components, reader, live, routes, term.error)
             start = given
             if start is None:
                 start = initial_sources(kind, draws, sites, live, clean_pass.leading, use_delta)
-            sources = GivenSources(attack(kind, error, start), batch)
+            sources = given_sources(clean_pass, attack(kind, error, start))
     return Stream(live, sources, routes)
+
+
+def given_sources(clean_pass: CleanPass, bundle: Bundle) -> GivenSources:
+    """Sources of an attack on a batch, with the copies that the policy has of those that the rows share."""
+    sites, by = clean_pass.target.sites, clean_pass.target.memory.held_by("sources")
+    of_experts = {stack.name for stack in sites.stacks if stack.experts is not None}
+    axes = {name: source_axes(own, clean_pass.batch, name in of_experts) for name, own in bundle.items()}
+    return GivenSources(held(bundle, hold(bundle, axes, by, jnp.float32), by), clean_pass.batch)
 
 
 def reconstruction(
@@ -402,7 +411,7 @@ def attacked_error(
     reader = replace(reader, outputs=jax.lax.stop_gradient(reader.outputs))
 
     def error(bundle: Bundle) -> Float[Array, ""]:
-        stream = Stream(live, GivenSources(bundle, clean_pass.batch), routes)
+        stream = Stream(live, given_sources(clean_pass, bundle), routes)
         return errors(clean_pass, components, reader, [stream], [kind], output_name="attack_outputs")[0][0]
 
     return error

@@ -50,7 +50,7 @@ def over_layers(
 def _inside(memory: MemoryPolicy) -> Any:
     """What a recomputed layer keeps nevertheless."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(memory.save & OFFLOADABLE),
+        names_which_can_be_saved=sorted(memory.save & (OFFLOADABLE | {"deltas"})),
         names_which_can_be_offloaded=sorted(memory.offload),
         offload_src="device",
         offload_dst="pinned_host",

@@ -18,15 +18,15 @@ from param_decomp_jax.adversary import (
     kept_adversary,
     warm_up,
 )
-from param_decomp_jax.ci import CIOutputs, ImportanceReader, run_ci_function, squashings
+from param_decomp_jax.ci import CIOutputs, ImportanceReader, LazyLogits, run_ci_function, squashings
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.inputs import site_inputs
 from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import Components, with_views
+from param_decomp_jax.components import Components, components_axes, with_views
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import faithfulness
 from param_decomp_jax.masks import Bundle
-from param_decomp_jax.mesh import constrain
+from param_decomp_jax.mesh import at_rest, constrain, held, hold
 from param_decomp_jax.objective import Metrics, Objective, term_keys
 from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
@@ -46,6 +46,13 @@ class Problem:
     @property
     def compute_dtype(self) -> Any:
         return jnp.dtype(self.decomposition.compute_dtype)
+
+
+class HeldCopies(NamedTuple):
+    """Copies of trained arrays as they are held for a step (`mesh.py:hold`), None where there is none."""
+
+    components: Any
+    ci: Any
 
 
 class Gradients(NamedTuple):
@@ -87,10 +94,11 @@ def step_outcome(
     """
     spec = problem.decomposition
     objective = make_objective(spec, state, draws)
+    copies = hold_trained(problem, state.components, state.ci)
 
     with jax.named_scope("clean_pass"):
         clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
-    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, objective)
+    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, objective, copies)
     memory = spec.memory
     with jax.named_scope("components_update"):
         components, components_moments, components_norm = descend(
@@ -124,6 +132,31 @@ def step_outcome(
     return StepOutcome(state, metrics, gradients)
 
 
+def hold_trained(problem: Problem, components: Components, ci: CIFunction) -> HeldCopies:
+    """What the policy says is held of V, U and the CI function."""
+    memory = problem.decomposition.memory
+    with jax.named_scope("hold"):
+        axes = components_axes(components)
+        return HeldCopies(
+            hold(components, axes, memory.held_by("components"), problem.compute_dtype),
+            hold(ci, ci.axes(), memory.held_by("ci"), problem.compute_dtype),
+        )
+
+
+def hold_for_reading(problem: Problem, components: Components, ci: CIFunction) -> tuple[Components, CIFunction]:
+    """Components of every stack and the CI function, with the copies that the policy has of them."""
+    return with_copies(problem, components, ci, hold_trained(problem, components, ci))
+
+
+def with_copies(
+    problem: Problem, components: Components, ci: CIFunction, copies: HeldCopies
+) -> tuple[Components, CIFunction]:
+    """Components of every stack and the CI function, with the copies that are used in their place."""
+    memory = problem.decomposition.memory
+    components = held(components, copies.components, memory.held_by("components"))
+    return with_views(components, problem.target.sites), held(ci, copies.ci, memory.held_by("ci"))
+
+
 def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
     """The terms of ``spec`` at the state's step, with draws of seed and step or with given ones."""
     if draws is None:
@@ -146,7 +179,8 @@ def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: A
     for segment in target.sites.segments:
         layers_of_segment(groups, segment)  # fails by assertion where one lies in two groups
     kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
-    clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(target.sites, kept, outputs)))
+    linears = PlainLinears(target.sites, kept, outputs, target.memory)
+    clean = jax.lax.stop_gradient(target.forward(weights, inputs, linears))
     records = dict(clean.records)
     at = constrain(positions(target.activation_axes(inputs.shape)), "batch")
     read = site_inputs(target.sites, records) if kept else {}
@@ -167,10 +201,18 @@ def causal_importance(problem: Problem, clean_pass: CleanPass, components: Compo
 
 
 def importance_reader(
-    problem: Problem, ci: CIFunction, ci_outputs: CIOutputs, clean_pass: CleanPass
+    problem: Problem,
+    ci: CIFunction,
+    ci_outputs: CIOutputs,
+    clean_pass: CleanPass,
+    copies: HeldCopies | None = None,
 ) -> ImportanceReader:
-    """Reads the CI function's outputs as λ, as the losses do."""
+    """Reads the CI function's outputs as λ, as the losses do. ``copies``: of the heads among the outputs, if these have
+    none yet."""
     lower, _ = squashings(problem.decomposition.squashing)
+    by = problem.decomposition.memory.held_by("ci")
+    if copies is not None and isinstance(ci_outputs, LazyLogits) and by is not None:
+        ci_outputs = LazyLogits(ci_outputs.features, held(ci_outputs.heads, copies.ci.heads, by))
     return ImportanceReader.from_ci_function(
         ci, ci_outputs, lower, clean_pass.site_inputs, clean_pass.at.ndim, problem.compute_dtype, clean_pass.chosen
     )
@@ -183,12 +225,15 @@ class DifferentiableImportance(NamedTuple):
     pullback: Callable[[CIOutputs], tuple[Components, CIFunction]]
 
 
-def differentiable_importance(problem: Problem, state: State, clean_pass: CleanPass) -> DifferentiableImportance:
+def differentiable_importance(
+    problem: Problem, state: State, clean_pass: CleanPass, copies: HeldCopies
+) -> DifferentiableImportance:
     """Runs the CI function once; its backward pass waits for the losses' gradients with respect to its outputs."""
 
     def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
-            return causal_importance(problem, clean_pass, with_views(components, problem.target.sites), ci)
+            # Copies are no outputs: nothing is differentiated by them.
+            return at_rest(causal_importance(problem, clean_pass, *with_copies(problem, components, ci, copies)))
 
     return DifferentiableImportance(*jax.vjp(importance, state.components, state.ci))
 
@@ -200,13 +245,15 @@ def loss_gradients(
     clean_pass: CleanPass,
     importance: DifferentiableImportance,
     raw: dict[str, Bundle],
+    copies: HeldCopies,
 ) -> tuple[Gradients, Metrics]:
     """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
 
     def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        reader = importance_reader(problem, state.ci, outputs, clean_pass)
+        factors, _ = with_copies(problem, components, state.ci, copies)
+        reader = importance_reader(problem, state.ci, outputs, clean_pass, copies)
         with jax.named_scope("losses"):
-            return objective.total_loss(clean_pass, with_views(components, problem.target.sites), reader, raw)
+            return objective.total_loss(clean_pass, factors, reader, raw)
 
     (_, metrics), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
         state.components, importance.outputs, raw
@@ -216,11 +263,11 @@ def loss_gradients(
 
 
 def losses_and_ascents(
-    problem: Problem, state: State, clean_pass: CleanPass, objective: Objective
+    problem: Problem, state: State, clean_pass: CleanPass, objective: Objective, copies: HeldCopies
 ) -> tuple[dict[str, Adversary], Gradients, Metrics]:
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
-    spec, sites = problem.decomposition, problem.target.sites
-    importance = differentiable_importance(problem, state, clean_pass)
+    spec = problem.decomposition
+    importance = differentiable_importance(problem, state, clean_pass, copies)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
@@ -228,8 +275,8 @@ def losses_and_ascents(
     # Fetched and stored even where nothing changes: both branches must leave it in the same memory.
     untouched = partial(update, by=lambda adversary: adversary)
 
-    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass)
-    components = with_views(state.components, sites)
+    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass, copies)
+    components, _ = with_copies(problem, state.components, state.ci, copies)
 
     def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
@@ -246,7 +293,7 @@ def losses_and_ascents(
     }
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
-    gradients, metrics = loss_gradients(problem, objective, state, clean_pass, importance, raw)
+    gradients, metrics = loss_gradients(problem, objective, state, clean_pass, importance, raw, copies)
 
     for name, (term, attack) in spec.persistent.items():
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.

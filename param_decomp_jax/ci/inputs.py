@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.grouped import Groups, group
 from param_decomp_jax.sites import PRE_IDENTITY, Segment, Sites
 from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
-from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer
+from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer, frozen_axes
 
 SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
 """Clean inputs of the sites, by stack."""
@@ -131,7 +131,8 @@ class RecomputedInputs:
         by_kind = {stack.kind: parameters[stack.name] for stack in segment.stacks}
 
         def layer_sum(residual: Array, weights: Weights, own: dict[str, Any]) -> Array:
-            layer = _SummingLayer(contribution=contribution, parameters=own)
+            frozen = frozen_axes(self.target.memory)
+            layer = _SummingLayer(frozen, contribution=contribution, parameters=own)
             layers.apply(residual, weights, layer)
             total = layer.summands[0]
             for other in layer.summands[1:]:

@@ -18,7 +18,7 @@ from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.components import Components, site_axes
 from param_decomp_jax.grouped import Groups, OverPositions, group
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, cut_tree, gather_tree, uncut, with_block
+from param_decomp_jax.mesh import Axes, at_rest, constrain, cut_tree, gather_tree, uncut, with_block
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.remat import component_blocks, over_layers
 from param_decomp_jax.sites import Sites, Stack
@@ -84,7 +84,8 @@ def run_ci_function(
         per_layer = jax.vmap(of_layer, in_axes=(0, None if x is None else 0, 0, 0))
         return per_layer(heads[name], x, V, chosen[name])
 
-    return Logits({name: constrain(stack_logits(name, f.V), None, "batch") for name, f in components.items()})
+    V = {name: at_rest(factors.V) for name, factors in components.items()}
+    return Logits({name: constrain(stack_logits(name, own), None, "batch") for name, own in V.items()})
 
 
 def _read_by_stack(features: Any, site_inputs: SiteInputs) -> dict[str, Array] | None:
@@ -157,11 +158,14 @@ class ImportanceReader:
     def slices(self, stack: Stack, first: int, stop: int) -> SiteCI:
         """For the layers ``first .. stop - 1``, with a leading layer axis."""
         rows = slice(first - stack.first, stop - stack.first)
+        return jax.tree.map(lambda x: x[rows], self.of_stack(stack))
+
+    def of_stack(self, stack: Stack) -> SiteCI:
+        """For all layers of a stack."""
         if isinstance(self.outputs, Logits):
-            return SiteCI(self.outputs.by_stack[stack.name][rows], None, None)
+            return SiteCI(self.outputs.by_stack[stack.name], None, None)
         own = _read_by_stack(self.outputs.features, self.site_inputs)
-        x = None if own is None else own[stack.name][rows]
-        return SiteCI(None, jax.tree.map(lambda a: a[rows], self.outputs.heads[stack.name]), x)
+        return SiteCI(None, self.outputs.heads[stack.name], None if own is None else own[stack.name])
 
     def axes(self, stack: Stack) -> SiteCI:
         """Logical axes of one layer's slice, in its structure."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.grouped import Groups
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
 
@@ -23,6 +24,11 @@ class LayerLinears(Protocol):
     """How one layer applies its matrices. ``records``: arrays of this layer that the pass keeps."""
 
     records: dict[str, Array]
+
+    @property
+    def frozen(self) -> Axes:
+        """Logical axes of one of its matrices where it lies."""
+        ...
 
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]

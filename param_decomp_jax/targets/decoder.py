@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.components import look_up
 from param_decomp_jax.fused_kl import Head, fused_kl
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import constrain
+from param_decomp_jax.mesh import Axes, constrain, held_axes
 from param_decomp_jax.numerics import kl_divergence, matmul_wide
 from param_decomp_jax.remat import token_blocks
 from param_decomp_jax.sites import Sites
@@ -28,6 +28,7 @@ from param_decomp_jax.targets.base import (
     run_layers,
     site_weights,
 )  # fmt: skip
+from param_decomp_jax.targets.plain_linears import frozen_axes
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,14 @@ class Decoder:
 
     # ---- what they share ----
 
+    @property
+    def frozen(self) -> Axes:
+        """Logical axes of a matrix where it lies."""
+        return frozen_axes(self.memory)
+
     def look_up(self, table: Float[Array, "n d"], rows: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         """Rows of a table that is split by column."""
-        return constrain(look_up(table, rows).astype(self.compute_dtype), "batch")
+        return constrain(look_up(table, rows, self.frozen).astype(self.compute_dtype), "batch")
 
     def forward(
         self, weights: Weights, inputs: Int[Array, "B T"], linears: Linears, start: tuple[int, Array] | None = None
@@ -126,4 +132,4 @@ class Decoder:
 
     def weight_axes(self, weights: Weights) -> Any:
         """Logical axes of every array, in the structure of the weights."""
-        return self.architecture.weight_axes()
+        return held_axes(self.architecture.weight_axes(), self.memory.held_by("target"))

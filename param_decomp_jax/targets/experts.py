@@ -10,7 +10,7 @@ from param_decomp_jax.grouped import group
 from param_decomp_jax.mesh import gather
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.targets.base import LayerLinears
-from param_decomp_jax.targets.plain_linears import EXPERT_KINDS, FROZEN
+from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import Experts
 
 
@@ -22,7 +22,7 @@ def mixture(
     The weighted sum over a position's experts is computed in the dtype of ``h``: in fp32 it would cost a copy of all
     their outputs.
     """
-    logits = matmul_wide(h, gather(w["router"], FROZEN, h.dtype))
+    logits = matmul_wide(h, gather(w["router"], linear.frozen, h.dtype))
     chosen = linear.choose(jax.lax.top_k(logits, experts.per_token)[1])
     weights = expert_weights(experts, logits, chosen)
     groups = group(chosen, experts.n)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from param_decomp_jax.draws import positions, uniform
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.mesh import held_axes
 from param_decomp_jax.numerics import mean_squared_error
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.base import Weights
@@ -67,4 +68,4 @@ class FeatureTarget:
 
     def weight_axes(self, weights: Weights) -> Any:
         """Logical axes of every array, in the structure of the weights."""
-        return self.architecture.weight_axes()
+        return held_axes(self.architecture.weight_axes(), self.memory.held_by("target"))

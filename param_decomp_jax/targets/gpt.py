@@ -25,7 +25,6 @@ from param_decomp_jax.sites import Matrix, Sites
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder
-from param_decomp_jax.targets.plain_linears import FROZEN
 
 Part = Literal["mlp", "attention", "block"]
 Product = Callable[[str, Array, Array], Array]
@@ -224,7 +223,7 @@ class GPT(Decoder):
         return frozenset({"o_proj", "mlp_out"})
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        positions = gather(weights["positions"], FROZEN, self.compute_dtype)[: tokens.shape[1]]
+        positions = gather(weights["positions"], self.frozen, self.compute_dtype)[: tokens.shape[1]]
         return self.look_up(weights["embed"], tokens) + positions
 
     def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
@@ -238,7 +237,7 @@ class GPT(Decoder):
 
     def head(self, weights: Weights, dtype: Any) -> Head:
         arrays = (weights[name] for name in ("head_bias", "norm", "norm_bias"))
-        return Head(self._logits, gather(weights["head"], FROZEN, dtype), *arrays)
+        return Head(self._logits, gather(weights["head"], self.frozen, dtype), *arrays)
 
     def _logits(
         self,

@@ -7,12 +7,16 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.components import look_up
 from param_decomp_jax.grouped import Groups, grouped_matmul
+from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather
 from param_decomp_jax.numerics import matmul
 from param_decomp_jax.sites import PRE_IDENTITY, Sites
 
-FROZEN = Axes((None, "split"), product=True)
-"""Of one layer's frozen matrix at rest: split by output."""
+
+def frozen_axes(memory: MemoryPolicy) -> Axes:
+    """Of one layer's frozen matrix where it lies: split by output, as far as the policy has it split."""
+    return Axes((None, "split"), product=True).held(memory.held_by("target"))
+
 
 RESIDUAL = "residual"
 """Record name of a layer's input."""
@@ -31,8 +35,12 @@ def output_record(kind: str) -> str:
 
 @dataclass
 class PlainLayer:
-    """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked."""
+    """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked.
 
+    ``frozen``: see `frozen_axes`.
+    """
+
+    frozen: Axes
     reads: dict[str, str] = field(default_factory=dict)
     inputs: bool = True
     outputs: bool = False
@@ -50,7 +58,7 @@ class PlainLayer:
     def grouped(
         self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
     ) -> Float[Array, "*n k d_out"]:
-        y = constrain(grouped_matmul(x, gather(W, FROZEN.under(), x.dtype), groups), "batch")
+        y = constrain(grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups), "batch")
         if kind in self.reads and self.inputs:
             self.records[self.reads[kind]] = x
         if kind in self.reads and self.outputs:
@@ -60,7 +68,7 @@ class PlainLayer:
     def look_up(
         self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
     ) -> Float[Array, "*n d"]:
-        y = constrain(look_up(table, rows).astype(dtype), "batch")
+        y = constrain(look_up(table, rows, self.frozen).astype(dtype), "batch")
         if kind in self.reads and self.inputs:
             self.records[self.reads[kind]] = y
         if kind in self.reads and self.outputs:
@@ -70,7 +78,7 @@ class PlainLayer:
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "*n d_out"]:
-        y = constrain(matmul(x, gather(W, FROZEN, x.dtype)), "batch")
+        y = constrain(matmul(x, gather(W, self.frozen, x.dtype)), "batch")
         for site, output in ((kind + PRE_IDENTITY, x), (kind, y)):
             if site in self.reads:
                 if self.inputs:
@@ -90,6 +98,7 @@ class PlainLinears:
     sites: Sites
     inputs: bool = True
     outputs: bool = False
+    memory: MemoryPolicy = PLAIN
 
     def cuts(self) -> frozenset[int]:
         return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
@@ -103,7 +112,7 @@ class PlainLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> PlainLayer:
         segments = [segment for segment in self.sites.segments if segment.first <= first < segment.stop]
         reads = {stack.kind: stack.reads for segment in segments for stack in segment.stacks}
-        return PlainLayer(reads, self.inputs, self.outputs)
+        return PlainLayer(frozen_axes(self.memory), reads, self.inputs, self.outputs)
 
 
 UNTOUCHED = PlainLinears(Sites(()))

@@ -26,7 +26,7 @@ from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, site_weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.experts import mixture
-from param_decomp_jax.targets.plain_linears import FROZEN, UNTOUCHED
+from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.transformer_config import EMBED, QKV, SLICES, TransformerConfig
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -65,7 +65,7 @@ class Transformer(Decoder):
         if self.architecture.embed_scale != 1:
             x = x * jnp.asarray(self.architecture.embed_scale, x.dtype)
         if self.architecture.learned_positions is not None:
-            x = x + gather(w["positions"], FROZEN, self.compute_dtype)[: x.shape[1]]
+            x = x + gather(w["positions"], self.frozen, self.compute_dtype)[: x.shape[1]]
         return x
 
     def _embedding(self, x: Int[Array, "B T"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
@@ -203,9 +203,9 @@ class Transformer(Decoder):
 
     def head(self, weights: Weights, dtype: Any) -> Head:
         matrix = (
-            gather(weights["embed"], FROZEN, dtype).T
+            gather(weights["embed"], self.frozen, dtype).T
             if self.architecture.tied
-            else gather(weights["head"], FROZEN, dtype)
+            else gather(weights["head"], self.frozen, dtype)
         )
         norm = [weights[name] for name in ("norm", "norm_bias") if name in weights]
         return Head(self._logits, matrix, *norm)

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from param_decomp_jax.memory import (
     BALANCED,
+    FAST,
     INTERMEDIATES,
     LEAN,
     OFFLOADABLE,
@@ -14,17 +15,20 @@ from param_decomp_jax.memory import (
     PUBLISHED,
     STATE_PARTS,
     Attention,
+    HeldBy,
+    HeldGroup,
     Intermediate,
     MemoryPolicy,
     StatePart,
 )
 from param_decomp_lab.config.strict import Count, ListOf, Strict, nearest, rule_error
 
-Preset = Literal["plain", "balanced", "lean", "published"]
+Preset = Literal["plain", "balanced", "lean", "fast", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {
     "plain": PLAIN,
     "balanced": BALANCED,
     "lean": LEAN,
+    "fast": FAST,
     "published": PUBLISHED,
 }
 Names = ListOf[Annotated[str, "an intermediate"]]
@@ -54,6 +58,7 @@ class Memory(Strict):
     micro_batches: Count = 1
     donate: bool = True
     xla_remat: bool = True
+    held: dict[HeldGroup, HeldBy] = Field(default_factory=dict)
     state_dtypes: dict[StatePart, Literal["float32", "bfloat16"]] = Field(default_factory=dict)
     optimizers: Optimizers = Optimizers()
 
@@ -88,6 +93,7 @@ class Memory(Strict):
             save=tuple(name for name in INTERMEDIATES if name in policy.save),
             offload=tuple(name for name in (*INTERMEDIATES, *STATE_PARTS) if name in self._offloaded(policy)),
             recompute=tuple(name for name in INTERMEDIATES if policy.recomputes(name)),
+            held=dict(policy.held),
             state_dtypes=dict(policy.state_dtypes),
             optimizers=self.optimizers,
             **chosen,
@@ -105,6 +111,8 @@ class Memory(Strict):
         save: frozenset[Intermediate] = (base.save - moved) | frozenset(_names(self.save))
         offload: frozenset[Intermediate] = (base.offload - moved) | frozenset(_names(self.offload))
         on_host: frozenset[StatePart] = frozenset(part for part in STATE_PARTS if part in self.offload)
+        if "held" in self.model_fields_set:
+            given["held"] = tuple(sorted(self.held.items()))
         if self.state_dtypes:
             given["state_dtypes"] = tuple(sorted(self.state_dtypes.items()))
         return replace(base, save=save, offload=offload, offload_state=base.offload_state | on_host, **given)

@@ -17,11 +17,21 @@ Experiment = Literal["tms", "resid_mlp"]
 
 
 class Mesh(Strict):
-    """Device mesh, replica × fsdp × tensor: shards the batch over the first two axes, the state over the last two."""
+    """Device mesh, replica × fsdp × tensor: shards the batch over the first two axes, the state over the last two.
+
+    ``nodes``: over how many nodes the fsdp axis extends; what is held is held by these (`memory.held`).
+    """
 
     replica: Count = 1
     fsdp: Count = 1
     tensor: Count = 1
+    nodes: Count = 1
+
+    @model_validator(mode="after")
+    def _nodes_divide(self) -> "Mesh":
+        if self.fsdp % self.nodes:
+            raise rule_error(("nodes", f"{self.nodes} does not divide fsdp {self.fsdp}"))
+        return self
 
     @property
     def batch_devices(self) -> int:

@@ -13,7 +13,6 @@ from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
 from param_decomp_jax.adversary import PersistentAttack
-from param_decomp_jax.components import with_views
 from param_decomp_jax.importances import read_batch
 from param_decomp_jax.masks import Stochastic
 from param_decomp_jax.mesh import replace_fields
@@ -21,7 +20,7 @@ from param_decomp_jax.mesh import whole as whole_on
 from param_decomp_jax.objective import Objective, term_keys
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, keeps_outputs
+from param_decomp_jax.step import Problem, hold_for_reading, keeps_outputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.features import FeatureTarget
@@ -107,7 +106,7 @@ class Evaluation:
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
 
         def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
-            components = with_views(components, target.sites)
+            components, ci = hold_for_reading(problem, components, ci)
             clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
             return batch_statistics(problem, components, reader, threshold, clean_pass.at.size)
 
@@ -118,8 +117,8 @@ class Evaluation:
     ) -> tuple[Adversaries, dict[str, Any]]:
         problem, metrics = self._problem, self._metrics
         spec = problem.decomposition
-        components = with_views(state.components, problem.target.sites)
-        clean_pass, reader = read_batch(problem, components, state.ci, weights, inputs, outputs=keeps_outputs(problem))
+        components, ci = hold_for_reading(problem, state.components, state.ci)
+        clean_pass, reader = read_batch(problem, components, ci, weights, inputs, outputs=keeps_outputs(problem))
         losses_key, ce_kl_key = jax.random.split(key)
         objective = Objective(spec, state.step, term_keys(spec, losses_key))
         _, losses = objective.total_loss(clean_pass, components, reader, {})

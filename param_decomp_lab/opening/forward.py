@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.components import with_views
 from param_decomp_jax.importances import read_batch, read_sites, site_logits, squash_existing
 from param_decomp_jax.masked import Stream
 from param_decomp_jax.masks import Bundle, GivenSources
 from param_decomp_jax.recon import run_masked
-from param_decomp_jax.step import Problem
+from param_decomp_jax.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 
@@ -48,7 +47,7 @@ def masked(
     pinned: bool,
 ) -> Array:
     """The target's output with the ``live`` sites masked: by λ if ``pinned`` (sources are 0, M1), else by sources."""
-    components = with_views(components, problem.target.sites)
+    components, ci = hold_for_reading(problem, components, ci)
     clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
     if not pinned:
         reader = replace(reader, squash=jnp.zeros_like)
@@ -58,7 +57,8 @@ def masked(
 
 def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
     """The output of the original target."""
-    return _predictions(problem, weights, problem.target.forward(weights, inputs, UNTOUCHED).output)
+    as_it_is = replace(UNTOUCHED, memory=problem.target.memory)
+    return _predictions(problem, weights, problem.target.forward(weights, inputs, as_it_is).output)
 
 
 def _predictions(problem: Problem, weights: Weights, output: Array) -> Array:

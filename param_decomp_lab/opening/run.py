@@ -101,7 +101,7 @@ class Run:
     @cached_property
     def weights(self) -> Weights:
         """The target's weights. Raises UserError if they are missing or belong to another target."""
-        return load_weights(self.config, self.architecture, self.mesh)
+        return load_weights(self.config, self.problem.target, self.mesh)
 
     @property
     def target(self) -> Any:

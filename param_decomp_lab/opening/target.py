@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.targets.architecture import Architecture, is_shape
+from param_decomp_jax.targets.base import Target
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
@@ -69,13 +70,13 @@ def weights_folder(config: RunConfig) -> Path:
     return folder
 
 
-def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> Any:
+def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
     """The target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or belong to
     another target; CannotFetch."""
     if config.wrapper.target is None or config.wrapper.target.pretrain is None:
         fetch_target(config, PlainConsole(stderr=True))
     folder = weights_folder(config)
-    found = read_architecture(folder)
+    found, architecture = read_architecture(folder), target.architecture
     if found != architecture:
         here, then = describe(found), describe(architecture)
         changes = ", ".join(
@@ -83,4 +84,4 @@ def load_weights(config: RunConfig, architecture: Architecture, mesh: Mesh) -> A
         )
         raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
-    return load_target(folder, dtype, weight_shardings(mesh, architecture))[1]
+    return load_target(folder, dtype, weight_shardings(mesh, target))[1]

@@ -26,7 +26,7 @@ def known_target(config: RunConfig) -> KnownTarget:
 
 def mesh_shape(config: RunConfig) -> MeshShape:
     m = config.wrapper.mesh
-    return MeshShape(m.replica, m.fsdp, m.tensor)
+    return MeshShape(m.replica, m.fsdp, m.tensor, m.nodes)
 
 
 def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
@@ -39,7 +39,7 @@ def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
     return Outline(
         problem=target.problem,
         mesh=mesh,
-        weights=with_shardings(shapes, weight_shardings(mesh, target.architecture)),
+        weights=with_shardings(shapes, weight_shardings(mesh, target.problem.target)),
         leading=target.leading,
         train=_batches(config, target, method.pd.batch_size, TRAIN, mesh),
         eval=held_out,

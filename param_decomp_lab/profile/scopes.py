@@ -11,7 +11,7 @@ from param_decomp_aot.instructions import Instructions
 from param_decomp_aot.scopes import scopes_and_pass
 
 PHASES = (
-    *("clean_pass", "causal_importance", "warm_up_ascents", "losses", "last_ascents"),
+    *("hold", "clean_pass", "causal_importance", "warm_up_ascents", "losses", "last_ascents"),
     *("components_update", "ci_update"),
 )
 """The scopes that a step consists of, in order; whatever is in none of them is small (keys, metrics, copies)."""

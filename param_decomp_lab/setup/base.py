@@ -71,7 +71,7 @@ class Setup:
 def build_mesh(config: RunConfig) -> Mesh:
     """The configured mesh. UserError when there are too few devices, or a process would have none of them."""
     m = config.wrapper.mesh
-    shape = MeshShape(m.replica, m.fsdp, m.tensor)
+    shape = MeshShape(m.replica, m.fsdp, m.tensor, m.nodes)
     if shape.n_devices > jax.device_count():
         raise UserError(
             f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "

@@ -46,7 +46,7 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
         check_rows(config, architecture.inputs, data)
     mesh = build_mesh(config)
     evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
-    _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, architecture))
+    _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, problem.target))
     leading = method.pd.batch_size, train.seq_len
     return Setup(
         problem=problem,

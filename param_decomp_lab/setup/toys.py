@@ -30,7 +30,7 @@ def set_up_toy(config: RunConfig, console: Console, processes: Processes = ALONE
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
     assert isinstance(architecture.inputs, FeatureInputs)
-    _, weights = load_target(folder, "float32", weight_shardings(mesh, architecture))
+    _, weights = load_target(folder, "float32", weight_shardings(mesh, problem.target))
     size = method.pd.batch_size
     evaluated = None
     if method.eval is not None:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from param_decomp_jax.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
+from param_decomp_jax.targets.base import Target
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import read_json
@@ -55,12 +56,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_json(file, "the target's configuration", dict)
 
 
-def weight_shardings(mesh: Mesh, architecture: Architecture) -> Any:
+def weight_shardings(mesh: Mesh, target: Target) -> Any:
     """Where every array of a target's weights lies, in their structure."""
     shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), architecture.weight_shapes(), is_leaf=is_shape
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), target.architecture.weight_shapes(), is_leaf=is_shape
     )
-    return shardings(mesh, architecture.weight_axes(), shapes)
+    return shardings(mesh, target.weight_axes(shapes), shapes)
 
 
 def load_target(

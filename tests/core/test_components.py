@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import Factors, delta, init_components, past_components, through_components
+from param_decomp_jax.components import (
+    Factors,
+    component_gate,
+    delta,
+    init_components,
+    past_components,
+    through_components,
+)
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
 
@@ -35,7 +42,7 @@ def masked_site_with_delta(x: Any, W: Any, V: Any, U: Any, mask: Any, delta_mask
 
 def masked_site(x: Any, W: Any, V: Any, U: Any, mask: Any, delta_mask: Any, route: Any) -> jax.Array:
     """F2, the sum of its two parts."""
-    y = through_components(x, V, U, mask, delta_mask, route)
+    y = through_components(x, V, U, component_gate(mask, delta_mask, route))
     rest = past_components(x, W, delta_mask, route)
     return (y if rest is None else y + rest).astype(x.dtype)
 

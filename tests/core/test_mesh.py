@@ -53,7 +53,7 @@ def emitted(function: Any, *args: Any) -> int:
 def test_mesh() -> None:
     shape = MeshShape(replica=2, fsdp=2, tensor=2)
     assert shape.n_devices == 8
-    assert dict(make_mesh(shape).shape) == {"replica": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(shape).shape) == {"replica": 2, "nodes": 1, "fsdp": 2, "tensor": 2}
     assert list(make_mesh(MeshShape(fsdp=4)).devices.ravel()) == jax.devices()[:4]
     with pytest.raises(AssertionError, match="needs 16 devices, there are 8"):
         make_mesh(MeshShape(fsdp=16))

@@ -20,7 +20,6 @@ from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenIn
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.gpt import GPTConfig
-from param_decomp_jax.targets.plain_linears import FROZEN
 from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.weights.target_folder import save_target
 from tests.lab.tiny_run import SEQ_LEN, Tiny, pd_here
@@ -80,7 +79,7 @@ class Averages(Decoder):
         return x + linear("outward", jax.nn.relu(linear("inward", mean, w["inward"])), w["outward"])
 
     def head(self, weights: Weights, dtype: Any) -> Head:
-        return Head(_product, gather(weights["embed"], FROZEN, dtype).T)
+        return Head(_product, gather(weights["embed"], self.frozen, dtype).T)
 
 
 def _product(table: Float[Array, "d vocab"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
