@@ -121,9 +121,11 @@ class ChunkwiseCI(GlobalCI):
 
         The stacks of a segment share an array.
         """
-        found: dict[str, list[Array]] = {}
+        axes, found = self.axes(), dict[str, list[Array]]()
+        # Cast where they lie: what the scan slices, and what it adds up in its backward, is half as large.
+        project, blocks = cast_tree((self.project, self.blocks), (axes.project, axes.blocks), compute_dtype)
         for run in self.runs:
-            of_groups = self._run_features(run, inputs, leading, compute_dtype, memory)
+            of_groups = self._run_features(run, project, blocks, inputs, leading, compute_dtype, memory)
             for segment, first, stop in run.layers:
                 n = run.layers_per_group(first, stop)
                 of_layers = of_groups if n == 1 else jnp.repeat(of_groups, n, axis=0)
@@ -135,12 +137,15 @@ class ChunkwiseCI(GlobalCI):
         )
 
     def _run_features(
-        self, run: Run, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self,
+        run: Run,
+        project: JointAffine,
+        blocks: Block,
+        inputs: CIInputs,
+        leading: tuple[int, ...],
+        compute_dtype: Any,
+        memory: MemoryPolicy,
     ) -> Float[Array, "groups *n d"]:
-        # Cast where they lie: what the scan slices, and what it adds up in its backward, is half as large.
-        project, blocks = cast_tree(
-            (self.project, self.blocks), (self.axes().project, self.axes().blocks), compute_dtype
-        )
         arrays, of_arrays = inputs.of_layers(run.layers)
         rows = {}
         for segment, first, stop in run.layers:
@@ -150,15 +155,14 @@ class ChunkwiseCI(GlobalCI):
                     rows[stack.name] = jax.tree.map(lambda x, own=own: x[own], project.rows[stack.name])
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
         by_group = jax.tree.map(lambda x: x[run.groups], (project.b, blocks))
-        axes = jax.tree.map(Axes.under, self.blocks.axes())
+        block_axes = jax.tree.map(Axes.under, blocks.axes())
 
-        def group(_: None, xs: Any) -> tuple[None, Array]:
-            (arrays, rows), (b, blocks) = xs
+        def group(_: None, own: Any) -> tuple[None, Array]:
+            (arrays, rows), (b, blocks) = own
             # Of a whole group at once: few gathers, and large ones.
-            blocks = gather_tree(blocks, axes, compute_dtype)
-            h = JointAffine(rows, b)(
-                of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory
-            )
+            blocks = gather_tree(blocks, block_axes, compute_dtype)
+            into = replace_fields(project, rows=rows, b=b)
+            h = into(of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
             h = through_blocks(self.config.transformer, blocks, h.astype(compute_dtype), memory)
             return None, constrain(h, "batch")
 
@@ -178,11 +182,8 @@ class ChunkwiseCI(GlobalCI):
 def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites) -> ChunkwiseCI:
     """Fresh weights (C6). Raises UnfitGroups."""
     to_input, to_blocks, to_heads = jax.random.split(key, 3)
-    d, runs, read = (
-        config.transformer.d_model,
-        runs_of_groups(sites, config.layers_per_chunk),
-        stacks_read(config, sites),
-    )
+    d, runs = config.transformer.d_model, runs_of_groups(sites, config.layers_per_chunk)
+    read = stacks_read(config, sites)
     widths = widths_of_layers(runs, read)
     n_groups = sum(run.n for run in runs)
 
