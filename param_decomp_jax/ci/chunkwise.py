@@ -18,7 +18,7 @@ from param_decomp_jax.ci.reverse_residual import SiteGroup, UnfitGroups
 from param_decomp_jax.ci.transformer import EPS, Block, GlobalTransformer, init_blocks, through_blocks
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, cast_tree, constrain, gather_tree, replace_fields
+from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
 from param_decomp_jax.numerics import rms_norm
 from param_decomp_jax.remat import over_layers
 from param_decomp_jax.sites import Segment, Sites, Stack
@@ -121,11 +121,9 @@ class ChunkwiseCI(GlobalCI):
 
         The stacks of a segment share an array.
         """
-        axes, found = self.axes(), dict[str, list[Array]]()
-        # Cast where they lie: what the scan slices, and what it adds up in its backward, is half as large.
-        project, blocks = cast_tree((self.project, self.blocks), (axes.project, axes.blocks), compute_dtype)
+        found: dict[str, list[Array]] = {}
         for run in self.runs:
-            of_groups = self._run_features(run, project, blocks, inputs, leading, compute_dtype, memory)
+            of_groups = self._run_features(run, inputs, leading, compute_dtype, memory)
             for segment, first, stop in run.layers:
                 n = run.layers_per_group(first, stop)
                 of_layers = of_groups if n == 1 else jnp.repeat(of_groups, n, axis=0)
@@ -137,31 +135,24 @@ class ChunkwiseCI(GlobalCI):
         )
 
     def _run_features(
-        self,
-        run: Run,
-        project: JointAffine,
-        blocks: Block,
-        inputs: CIInputs,
-        leading: tuple[int, ...],
-        compute_dtype: Any,
-        memory: MemoryPolicy,
+        self, run: Run, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "groups *n d"]:
         arrays, of_arrays = inputs.of_layers(run.layers)
         rows = {}
         for segment, first, stop in run.layers:
             for stack in segment.stacks:
-                if stack.name in project.rows:
+                if stack.name in self.project.rows:
                     own = slice(first - stack.first, stop - stack.first)
-                    rows[stack.name] = jax.tree.map(lambda x, own=own: x[own], project.rows[stack.name])
+                    rows[stack.name] = jax.tree.map(lambda x, own=own: x[own], self.project.rows[stack.name])
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
-        by_group = jax.tree.map(lambda x: x[run.groups], (project.b, blocks))
-        block_axes = jax.tree.map(Axes.under, blocks.axes())
+        by_group = jax.tree.map(lambda x: x[run.groups], (self.project.b, self.blocks))
+        block_axes = jax.tree.map(Axes.under, self.blocks.axes())
 
         def group(_: None, own: Any) -> tuple[None, Array]:
             (arrays, rows), (b, blocks) = own
             # Of a whole group at once: few gathers, and large ones.
             blocks = gather_tree(blocks, block_axes, compute_dtype)
-            into = replace_fields(project, rows=rows, b=b)
+            into = replace_fields(self.project, rows=rows, b=b)
             h = into(of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
             h = through_blocks(self.config.transformer, blocks, h.astype(compute_dtype), memory)
             return None, constrain(h, "batch")
