@@ -63,10 +63,8 @@ CONFIGS: dict[str, CIConfig] = {
         TransitionAttention(2, max_len=8, rope_base=50.0),
         transition_hidden=7,
     ),
-    # Two alike groups of one layer, then two that are like no other.
-    "chunkwise_transformer": ChunkwiseTransformer(SMALL),
-    # The second group has layers of two segments; what is read of it is of one.
-    "chunkwise_transformer, two layers": ChunkwiseTransformer(SMALL, 2, SiteGroup("inputs", ("*.b", "*.c"))),
+    # Two alike groups of one layer, whose `a` is not read, then two that are like no other.
+    "chunkwise_transformer": ChunkwiseTransformer(SMALL, 1, SiteGroup("inputs", ("*.[bc]", "layers.2.a"))),
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
 LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_block=2)

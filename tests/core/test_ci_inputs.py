@@ -32,7 +32,6 @@ CASES: dict[str, tuple[Any, Any, Any, CIConfig]] = {
     "Llama with gaps, MLP": (
         tiny.target(FIVE_LAYERS, WITH_GAPS), tiny.weights(FIVE_LAYERS), tiny.TOKENS, GlobalMLP((6, 5)),
     ),
-    "Llama, a transformer for each layer": (tiny.target(), tiny.weights(), tiny.TOKENS, tiny.CHUNKWISE),
     "Llama with gaps, a transformer for both layers": (
         tiny.target(FIVE_LAYERS, WITH_GAPS), tiny.weights(FIVE_LAYERS), tiny.TOKENS,
         dataclasses.replace(tiny.CHUNKWISE, layers_per_chunk=2),
