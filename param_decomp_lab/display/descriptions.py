@@ -151,7 +151,7 @@ def describe_ci(ci: CIConfig) -> str:
         case ChunkwiseTransformer(transformer, n, inputs):
             layers = "a layer" if n == 1 else f"{n} layers"
             reads = "" if inputs is None else f", reads the inputs of {_listed(inputs.patterns)}"
-            return f"chunkwise_transformer, for each group of {layers} {describe_transformer(transformer)}{reads}"
+            return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}"
         case GlobalReverseResidual():
             between = [] if ci.attention is None else [f"attention of {ci.attention.n_heads} heads"]
             between += [] if ci.transition_hidden is None else [f"MLP [{ci.transition_hidden:,}]"]
