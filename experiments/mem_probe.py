@@ -29,7 +29,7 @@ from experiments.step_bench import GIB, ROOT, planned_bytes, random_weights
 from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
-from param_decomp_lab.config.method_schema import GlobalCI, LanguageModelFile
+from param_decomp_lab.config.method_schema import ChunkwiseCI, GlobalCI, LanguageModelFile
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.processes.group import Processes
@@ -68,7 +68,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
     if options.seq is not None:
         yield f"data.max_seq_len={options.seq}"
         ci = method.pd.ci_config
-        transformer = ci.simple_transformer_ci_cfg if isinstance(ci, GlobalCI) else None
+        transformer = ci.simple_transformer_ci_cfg if isinstance(ci, GlobalCI | ChunkwiseCI) else None
         if transformer is not None and transformer.attn_config.max_len < options.seq:
             yield f"pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len={options.seq}"
     if options.no_remat:

@@ -107,7 +107,9 @@ def _logits_by_name(
         axes = reader.axes(stack), site_axes(stack)[0]
         head, V = gather_tree(jax.tree.map(lambda x: x[0], own), axes, problem.compute_dtype)
         chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
-        return reader.logits(head, V, reader.groups(stack, chosen))
+        number = stack.first + layer
+        features = {name: x[0] for name, x in reader.layer_features([stack], number, number + 1).items()}
+        return reader.at_layer(stack, features).logits(head, V, reader.groups(stack, chosen))
 
     return _by_name(problem, names, of_layer, reader.chosen, -jnp.inf)
 
@@ -191,17 +193,18 @@ def chosen_logits(
             return jax.vmap(lambda own, of_expert: jnp.take(own, of_expert, axis=axis - 1))(x, numbers)
 
         def logits_of_one(site: Any) -> Array:
-            *of_layer, numbers, experts = site
+            *of_layer, numbers, features, experts = site
             few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
             head, V = gather_tree(few, axes, problem.compute_dtype)
-            logits = reader.logits(head, V, reader.groups(stack, experts))
+            logits = reader.at_layer(stack, features).logits(head, V, reader.groups(stack, experts))
             if stack.experts is None:
                 return logits
             of_each = jax.vmap(lambda e: _of_expert(logits, experts, e, -jnp.inf))
             return of_each(jnp.arange(stack.experts))
 
         numbers = jnp.asarray(chosen[stack.name])
-        of_stack = (of_sites, components[stack.name].V, numbers, reader.chosen.get(stack.name))
+        features = reader.layer_features([stack], stack.first, stack.first + stack.n_layers)
+        of_stack = (of_sites, components[stack.name].V, numbers, features, reader.chosen.get(stack.name))
         return jax.lax.map(logits_of_one, of_stack)
 
     return {stack.name: stack_logits(stack) for stack in target.sites.stacks}

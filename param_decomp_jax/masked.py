@@ -75,7 +75,8 @@ class LiveSite(NamedTuple):
 
 class Positions(NamedTuple):
     """A live site and its inputs at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: the positions'
-    global numbers. ``features``: of the `ImportanceReader`. ``chosen``: of experts' sites, the positions' experts."""
+    global numbers. ``features``: of the `ImportanceReader` at the layer. ``chosen``: of experts' sites, the positions'
+    experts."""
 
     site: LiveSite
     xs: list[Any]
@@ -111,6 +112,8 @@ class MaskedLayer:
     records_outputs: frozenset[str]
     chosen: Int[Array, "B *n k"] | None = None
     """Of the clean pass, in a layer with sites among its experts."""
+    features: dict[str, Array] = field(default_factory=dict)
+    """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
     records: dict[str, Array] = field(default_factory=dict)
 
     @property
@@ -162,7 +165,8 @@ class MaskedLayer:
         axes = forward.site_axes(stack, tuple(site.sources))
         n_blocks = forward.token_blocks
         chosen = None if stack.experts is None else self.chosen
-        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, forward.reader.features, chosen)
+        features = forward.reader.at_layer(stack, self.features).features
+        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, features, chosen)
 
         def apply_block(block: Positions) -> tuple[Any, list[Array]]:
             return self._at_positions(stack, with_block(everywhere, block), axes, W)
@@ -331,10 +335,11 @@ class MaskedLinears:
 
         of_experts = any(stack.experts is not None and first in stack.layers for stack in self.sites.stacks)
         chosen = self.chosen_experts(first, stop) if of_experts else None
-        live = {stack.kind: stack_slice(stack, streams) for stack, streams in self._live(first).items()}
+        found = self._live(first)
+        live = {stack.kind: stack_slice(stack, streams) for stack, streams in found.items()}
         # Of what is held each layer takes its row.
         layers = jnp.arange(first, stop) if {"components", "ci"} & dict(self.memory.held).keys() else None
-        return live, chosen, layers
+        return live, chosen, self.reader.layer_features(found, first, stop), layers
 
     def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
         """The experts that the clean pass's positions take in some layers (X3)."""
@@ -356,7 +361,8 @@ class MaskedLinears:
     def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
         """Logical axes of ``positions``; ``site``: those of its site."""
         chosen = None if positions.chosen is None else self._rows
-        return Positions(site, [self._rows] * len(positions.xs), self._rows, self.reader.features_axes, chosen)
+        features = jax.tree.map(lambda _: self._rows, positions.features)
+        return Positions(site, [self._rows] * len(positions.xs), self._rows, features, chosen)
 
     def _route_axes(self, stack: Stack) -> Axes:
         return self._rows if stack.experts is None else self._rows.under()
@@ -394,14 +400,14 @@ class MaskedLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
-        live, chosen, layer = slice_
+        live, chosen, features, layer = slice_
         if layer is not None:
             for kind, site in live.items():
                 factors, row = self.components[here[kind].name], layer - here[kind].first
                 own = (site.V, site.U, site.ci)
                 V, U, ci = with_row(own, (factors.V, factors.U, self.reader.of_stack(here[kind])), row)
                 live[kind] = site._replace(V=V, U=U, ci=ci)
-        return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen)
+        return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen, features)
 
 
 def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:

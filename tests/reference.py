@@ -482,10 +482,34 @@ def reverse_residual_ci(ci_config: dict, params: dict, inputs: dict[str, Num], n
     return {s: logits[s] for s in inputs}
 
 
+def chunks_of_layers(layers: Mapping[str, int], layers_per_chunk: int) -> list[list[str]]:
+    """C6: the groups of sites, from every site's layer in canonical order."""
+    with_sites = sorted(set(layers.values()))
+    starts = range(0, len(with_sites), layers_per_chunk)
+    chunks = [with_sites[start : start + layers_per_chunk] for start in starts]
+    return [[s for s, layer in layers.items() if layer in chunk] for chunk in chunks]
+
+
+def chunkwise_ci(ci_config: dict, params: list, inputs: dict[str, Num], n_components: dict[str, int]) -> dict:
+    """C6 `chunkwise_transformer`: logits `[..., C_s]` per site. `groups` of the configuration: the sites of each group.
+    params: of every group, those of `transformer_ci`."""
+    attn = ci_config["simple_transformer_ci_cfg"]["attn_config"]
+    patterns = ci_config.get("input_patterns") or ["*"]
+    logits: dict[str, Num] = {}
+    for group, own in zip(ci_config["groups"], params, strict=True):
+        read = [inputs[s] for s in group if any(fnmatch(s, p) for p in patterns)]
+        assert read, f"nothing of {group} is read"
+        joint = transformer_ci(own, read, attn["n_heads"], attn.get("rope_base", 10000.0))
+        ends = np.cumsum([0] + [n_components[s] for s in group])
+        logits |= {s: joint[..., lo:hi] for s, lo, hi in zip(group, ends[:-1], ends[1:], strict=True)}
+    return {s: logits[s] for s in inputs}
+
+
 def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
     """C4: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a site does
     not exist (X5); so the logits of a layerwise function mean nothing there.
-    Layerwise `params`: {site: layers}; global: a layer list, the transformer's dict or that of the blocks."""
+    Layerwise `params`: {site: layers}; global: a layer list, the transformer's dict or that of the blocks; chunkwise: a
+    transformer's dict for each group."""
     match ci_config["fn_type"]:
         case "mlp":
             return {s: scalar_mlp_ci(params[s], x, components[s]["V"]) for s, x in inputs.items()}
@@ -502,6 +526,9 @@ def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components:
         case "global_reverse_residual":
             n_components = {s: components[s]["V"].shape[1] for s in inputs}
             return reverse_residual_ci(ci_config, params, inputs, n_components)
+        case "chunkwise_transformer":
+            n_components = {s: components[s]["V"].shape[1] for s in inputs}
+            return chunkwise_ci(ci_config, params, inputs, n_components)
     ends = np.cumsum([0] + [components[s]["V"].shape[1] for s in inputs])
     return {s: joint[..., lo:hi] for s, lo, hi in zip(inputs, ends[:-1], ends[1:], strict=True)}
 

@@ -217,16 +217,27 @@ def ci_parameters(fn_type: str, widths: dict[str, int], C: dict[str, int]) -> Tr
                 ],
                 "transitions": [{**square, "mlp": layers([D_MODEL, 5, D_MODEL])} for _ in list(widths)[1:]],
             }
+        case "chunkwise_transformer":
+            return [ci_parameters("global_shared_transformer", {s: widths[s]}, {s: C[s]}) for s in widths]
     raise ValueError(fn_type)
 
 
+BY_GROUP = {
+    "fn_type": "chunkwise_transformer",
+    "simple_transformer_ci_cfg": TRANSFORMER["simple_transformer_ci_cfg"],
+    "groups": [["a"], ["b"]],
+}
 REVERSE = {
     "fn_type": "global_reverse_residual",
     "block_groups": [{"name": "first", "patterns": ["a"]}, {"name": "last", "patterns": ["[bc]"]}],
     "transition_attn_config": {"n_heads": 2, "rope_base": 100.0},
     "transition_hidden_dim": 5,
 }
-CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [TRANSFORMER, REVERSE]
+CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [
+    TRANSFORMER,
+    REVERSE,
+    BY_GROUP,
+]
 
 
 @pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
@@ -275,6 +286,24 @@ def test_blocks_are_read_from_the_last_to_the_first() -> None:
     np.testing.assert_allclose(ref.reverse_residual_ci(bare, params, inputs, C)["a"], want, rtol=1e-12)
     with pytest.raises(AssertionError, match="exactly one block"):
         ref.block_sites(REVERSE["block_groups"], ["a", "d"])
+
+
+def test_groups_have_transformers_of_their_own() -> None:
+    """C6: a group's logits are those of its transformer on its own inputs, of these on what the patterns match."""
+    widths, C = {"a": 4, "b": 3, "c": 5}, {"a": 5, "b": 2, "c": 4}
+    inputs = {s: normal(2, 3, d) for s, d in widths.items()}
+    assert ref.chunks_of_layers({"a": 0, "b": 0, "c": 3}, 1) == [["a", "b"], ["c"]]
+    assert ref.chunks_of_layers({"a": 0, "b": 1, "c": 3}, 2) == [["a", "b"], ["c"]]
+    config = BY_GROUP | {"groups": [["a", "b"], ["c"]], "input_patterns": ["[bc]"]}
+    reads = {"b": 3}, {"c": 5}
+    of_sites = {"a": 5, "b": 2}, {"c": 4}
+    params = [ci_parameters("global_shared_transformer", *of) for of in zip(reads, of_sites, strict=True)]
+    found = ref.chunkwise_ci(config, params, inputs, C)
+    first = ref.transformer_ci(params[0], [inputs["b"]], HEADS, 10000.0)
+    np.testing.assert_array_equal(np.concatenate([found["a"], found["b"]], axis=-1), first)
+    np.testing.assert_array_equal(found["c"], ref.transformer_ci(params[1], [inputs["c"]], HEADS, 10000.0))
+    with pytest.raises(AssertionError, match="nothing of"):
+        ref.chunkwise_ci(config | {"input_patterns": ["b"]}, params, inputs, C)
 
 
 def test_layerwise_mlps_are_one_per_component() -> None:
@@ -729,6 +758,8 @@ def test_step_gradients_by_ci_function(ci_config: dict) -> None:
     losses = [CHUNKWISE, PERSISTENT, MINIMALITY, FAITHFUL, stochastic]
     if "block_groups" in ci_config:
         ci_config = ci_config | {"block_groups": [{"name": site, "patterns": [site]} for site in SITES]}
+    if "groups" in ci_config:
+        ci_config = ci_config | {"groups": [[site] for site in SITES]}
     assert_step_gradients(make_config(losses, ci_config=ci_config))
 
 
@@ -1230,6 +1261,7 @@ def test_masks_that_change_nothing(case: Case) -> None:
 @pytest.mark.parametrize("config", [c for c in CI_CONFIGS if c is not REVERSE], ids=lambda c: c["fn_type"])
 def test_importances_of_experts(config: dict) -> None:
     """X4, X5: zeros in where a site does not exist, zeros out there."""
+    config = config | ({"groups": [[site] for site in MOE.sites]} if "groups" in config else {})
     clean, out = ref.clean_pass(MOE.target(), MOE.sites), write_out(MOE, lambda site, at, x, W: x @ W)
     state = make_state(make_config([], ci_config=config), MOE.sites)
     kinds = make_config([], ci_config=config, sigmoid_type="leaky_hard")

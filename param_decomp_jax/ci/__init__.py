@@ -1,11 +1,12 @@
 """Causal importance: from clean activations to one logit per component and position, and to λ and υ (section 3).
 
-A CI function has two parts. ``features`` sees the clean inputs of all sites at once (None for a layerwise function);
+A CI function has two parts. ``features`` sees the clean inputs of many sites at once (None for a layerwise function);
 ``logits`` is one site's head on them. Cutting it there lets a head be run where its mask is used, or all at once.
 """
 
 from jaxtyping import PRNGKeyArray
 
+from param_decomp_jax.ci.chunkwise import ChunkwiseTransformer, init_chunkwise, stacks_read
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
@@ -32,19 +33,19 @@ from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.sites import Sites
 
 __all__ = [
-    "CIConfig", "CIFunction", "CIOutputs", "GlobalMLP", "GlobalReverseResidual", "GlobalTransformer",
-    "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits", "SiteGroup", "Squashing", "StackFeatures", "Summarise",
-    "TransitionAttention", "UnfitGroups", "blocks_of_layers", "init_ci", "longest_row", "per_component",
-    "run_ci_function", "squashings",
+    "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "GlobalMLP", "GlobalReverseResidual",
+    "GlobalTransformer", "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits", "SiteGroup", "Squashing",
+    "StackFeatures", "Summarise", "TransitionAttention", "UnfitGroups", "blocks_of_layers", "init_ci", "longest_row",
+    "per_component", "run_ci_function", "squashings", "stacks_read",
 ]  # fmt: skip
 
-CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual
+CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer
 
 
 def longest_row(config: CIConfig) -> int | None:
     """Most tokens that a CI function takes in a row; None without a limit."""
     match config:
-        case GlobalTransformer(max_len=longest):
+        case GlobalTransformer(max_len=longest) | ChunkwiseTransformer(GlobalTransformer(max_len=longest)):
             return longest
         case GlobalReverseResidual(attention=attention):
             return None if attention is None else attention.max_len
@@ -63,3 +64,5 @@ def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
             return init_transformer(config, key, sites)
         case GlobalReverseResidual():
             return init_reverse_residual(config, key, sites)
+        case ChunkwiseTransformer():
+            return init_chunkwise(config, key, sites)

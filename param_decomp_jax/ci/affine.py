@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.ci.inputs import SummableInputs
 from param_decomp_jax.components import with_lead
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, grouped_matmul_wide
@@ -49,15 +49,16 @@ def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int
 class JointAffine(eqx.Module):
     """An affine map of the concatenation of all sites' inputs, its rows kept by stack.
 
-    The concatenation is never built: the map is a sum over sites of each site's rows.
+    The concatenation is never built: the map is a sum over sites of each site's rows. ``rows``: of the stacks that are
+    read. ``b``: with a leading axis, if any, of maps that a scan takes apart.
     """
 
     rows: dict[str, Float[Array, "*lead d_in d_out"]]
-    b: Float[Array, " d_out"]
+    b: Float[Array, "*maps d_out"]
 
     def __call__(
         self,
-        inputs: CIInputs,
+        inputs: SummableInputs,
         leading: tuple[int, ...],
         prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]],
         memory: MemoryPolicy,
@@ -78,7 +79,7 @@ class JointAffine(eqx.Module):
     def axes(self) -> Any:
         """The rows of every site are split by output."""
         rows = {name: with_lead(_ROWS, own.ndim) for name, own in self.rows.items()}
-        return replace_fields(self, rows=rows, b=Axes((None,)))
+        return replace_fields(self, rows=rows, b=Axes((None,) * self.b.ndim))
 
 
 _ROWS = Axes((None, "split"), product=True)
@@ -87,16 +88,18 @@ _ROWS = Axes((None, "split"), product=True)
 def init_joint_affine(key: PRNGKeyArray, stacks: Sequence[Stack], d_out: int) -> JointAffine:
     """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number."""
     scale = HIDDEN_GAIN / sum(stack.read_width * len(stack.sites) for stack in stacks) ** 0.5
+    return JointAffine({s.name: scale * draw_rows(key, s, d_out) for s in stacks}, jnp.zeros((d_out,), jnp.float32))
 
-    def rows(stack: Stack) -> Array:
-        drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.read_width, d_out), jnp.float32), key, stack.sites)
-        return stack.lay_out(drawn)
 
-    return JointAffine({s.name: scale * rows(s) for s in stacks}, jnp.zeros((d_out,), jnp.float32))
+def draw_rows(key: PRNGKeyArray, stack: Stack, d_out: int) -> Float[Array, "*lead d_in d_out"]:
+    """N(0, 1), for the rows of a stack's sites."""
+    drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.read_width, d_out), jnp.float32), key, stack.sites)
+    found: Array = stack.lay_out(drawn)
+    return found
 
 
 class GlobalCI(eqx.Module):
-    """What CI functions that read all sites at once share: an affine head for every site, on common features."""
+    """What CI functions that read many sites at once share: an affine head for every site, on features."""
 
     jointly: ClassVar[bool] = True
     heads: eqx.AbstractVar[dict[str, Affine]]

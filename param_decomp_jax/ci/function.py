@@ -15,10 +15,11 @@ class CIFunction(Protocol):
 
     heads: dict[str, Any]
     jointly: ClassVar[bool]
-    """Whether it reads the inputs of all sites in one sum, so that they can be recomputed; others need them kept."""
+    """Whether it reads the inputs of sites in sums over them, so that they can be recomputed; others need them kept."""
 
     def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
-        """The features that all heads share, from every site's clean input; None for a layerwise function.
+        """The features that heads share, from every site's clean input: of all sites, or `StackFeatures`; None for a
+        layerwise function.
 
         ``leading``: axes of an activation before its last one.
         """
@@ -32,8 +33,9 @@ class CIFunction(Protocol):
         V: Float[Array, "*experts d_in C"],
         groups: Groups | None = None,
     ) -> Float[Array, "*slots C"]:
-        """Logits of one site in fp32 (N1), from its head, the shared features, its clean input (None where features are
-        shared) and its V. ``groups``: of experts' sites, whose arrays have an axis of experts; then of every slot.
+        """Logits of one site in fp32 (N1), from its head, the features that it reads, its clean input (None where there
+        are features) and its V. ``groups``: of experts' sites, whose arrays have an axis of experts; then of every
+        slot.
         """
         ...
 

@@ -5,7 +5,7 @@ arrays of the clean pass. They can instead be recomputed, layer by layer, from t
 which masked forwards need anyway (F6).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,20 +28,35 @@ Contribution = Callable[[Float[Array, "*n d_in"], Any, Groups | None], Array]
 """From a site's clean input and the site's own parameters to its summand. Groups: of experts, all at once."""
 
 
+LayerRange = tuple[Segment, int, int]
+"""Some layers of a segment: the first, and the one after the last."""
+
+
 @runtime_checkable
-class CIInputs(Protocol):
+class SummableInputs(Protocol):
+    """Clean inputs of some layers' sites."""
+
+    def sum_over_sites(
+        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
+    ) -> Array:
+        """``start + Σ contribution(input, parameters)`` over the sites; ``parameters`` by stack, with a layer axis, of
+        the stacks that are read.
+
+        ``recompute``: a site's summand is recomputed in the backward pass.
+        """
+        ...
+
+
+@runtime_checkable
+class CIInputs(SummableInputs, Protocol):
     """Clean inputs of all sites. ``by_stack``: the arrays themselves; empty where they are recomputed."""
 
     @property
     def by_stack(self) -> SiteInputs: ...
 
-    def sum_over_sites(
-        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
-    ) -> Array:
-        """``start + Σ contribution(input, parameters)`` over all sites; ``parameters`` by stack, with a layer axis.
-
-        ``recompute``: a site's summand is recomputed in the backward pass.
-        """
+    def of_layers(self, layers: Sequence[LayerRange]) -> tuple[Any, Callable[[Any], SummableInputs]]:
+        """What the inputs of some layers' sites are made of, arrays with an axis of layers in front; and what makes
+        inputs of such arrays, or of their slices of some of these layers."""
         ...
 
 
@@ -52,11 +67,22 @@ class KeptInputs:
     by_stack: SiteInputs
     chosen: ChosenExperts = field(default_factory=dict)
 
+    def of_layers(self, layers: Sequence[LayerRange]) -> tuple[Any, Callable[[Any], SummableInputs]]:
+        rows = {
+            stack.name: slice(first - stack.first, stop - stack.first)
+            for segment, first, stop in layers
+            for stack in segment.stacks
+        }
+        own = ({n: x[rows[n]] for n, x in arrays.items() if n in rows} for arrays in (self.by_stack, self.chosen))
+        return tuple(own), lambda arrays: KeptInputs(*arrays)
+
     def sum_over_sites(
         self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
     ) -> Array:
         summand = jax.checkpoint(contribution, prevent_cse=False) if recompute else contribution
         for name, x in self.by_stack.items():
+            if name not in parameters:
+                continue
             experts = parameters[name].shape[1] if name in self.chosen else 0
 
             def add(total: Array, layer: Any, experts: int = experts) -> tuple[Array, None]:
@@ -115,20 +141,32 @@ class RecomputedInputs:
     def sum_over_sites(
         self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
     ) -> Array:
-        groups = self.target.uniform_layers(self.weights)
-        for segment in self.target.sites.segments:
-            start = self._add_segment(start, layers_of_segment(groups, segment), segment, contribution, parameters)
-        return start
+        arrays, of_arrays = self.of_layers([(s, s.first, s.stop) for s in self.target.sites.segments])
+        return of_arrays(arrays).sum_over_sites(start, contribution, parameters, recompute)
 
-    def _add_segment(
+    def of_layers(self, layers: Sequence[LayerRange]) -> tuple[Any, Callable[[Any], SummableInputs]]:
+        groups = self.target.uniform_layers(self.weights)
+        alike = [(segment, layers_of_segment(groups, segment)) for segment, _, _ in layers]
+        arrays = [
+            (self.records[segment.first][RESIDUAL][first - segment.first : stop - segment.first],
+             of_segment.slice_weights(first, stop))
+            for (segment, first, stop), (_, of_segment) in zip(layers, alike, strict=True)
+        ]  # fmt: skip
+        return arrays, lambda arrays: _RecomputedLayers(self, alike, arrays)
+
+    def add_segment(
         self,
         start: Array,
         layers: UniformLayers,
         segment: Segment,
+        arrays: tuple[Array, Weights],
         contribution: Contribution,
         parameters: dict[str, Any],
     ) -> Array:
-        by_kind = {stack.kind: parameters[stack.name] for stack in segment.stacks}
+        """The summands of some layers of a segment; ``arrays``: their residuals and weights."""
+        by_kind = {stack.kind: parameters[stack.name] for stack in segment.stacks if stack.name in parameters}
+        if not by_kind:
+            return start
 
         def layer_sum(residual: Array, weights: Weights, own: dict[str, Any]) -> Array:
             frozen = frozen_axes(self.target.memory)
@@ -141,8 +179,23 @@ class RecomputedInputs:
 
         # The layer is always recomputed: keeping what it computes would mean keeping the inputs.
         recomputed = jax.checkpoint(layer_sum, prevent_cse=False)
-        xs = (self.records[segment.first][RESIDUAL], layers.slice_weights(segment.first, segment.stop), by_kind)
-        return lax.scan(lambda total, layer: (total + recomputed(*layer), None), start, xs)[0]
+        return lax.scan(lambda total, layer: (total + recomputed(*layer), None), start, (*arrays, by_kind))[0]
+
+
+@dataclass(frozen=True)
+class _RecomputedLayers:
+    """Inputs of some layers' sites, recomputed from ``arrays``: by segment, residuals and weights."""
+
+    inputs: RecomputedInputs
+    segments: Sequence[tuple[Segment, UniformLayers]]
+    arrays: Sequence[tuple[Array, Weights]]
+
+    def sum_over_sites(
+        self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
+    ) -> Array:
+        for (segment, layers), arrays in zip(self.segments, self.arrays, strict=True):
+            start = self.inputs.add_segment(start, layers, segment, arrays, contribution, parameters)
+        return start
 
 
 def site_inputs(sites: Sites, records: dict[int, dict[str, Array]]) -> SiteInputs:

@@ -4,7 +4,7 @@
 site's head: then a site's logits exist only where they are used, for one block of its components at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,9 +34,15 @@ class Logits(eqx.Module):
 
 
 class StackFeatures(eqx.Module):
-    """What heads read where it is not the same for all sites, by stack."""
+    """What heads read where it is not the same for all sites. An array may be that of several stacks; ``of_stack`` says
+    of every stack which one its heads read."""
 
-    by_stack: dict[str, Float[Array, "layers *n d"]]
+    shared: dict[str, Float[Array, "layers *n d"]]
+    of_stack: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    @property
+    def by_stack(self) -> dict[str, Float[Array, "layers *n d"]]:
+        return {stack: self.shared[name] for stack, name in self.of_stack}
 
 
 class LazyLogits(eqx.Module):
@@ -69,34 +75,24 @@ def run_ci_function(
         # Wide, so that the gradients of all sites are added up in fp32.
         return LazyLogits(jax.tree.map(wide, features), ci.heads)
     heads = gather_tree(ci.heads, ci.axes().heads, compute_dtype)
-    own = _read_by_stack(features, inputs.by_stack)
-    features = features if own is None else None
+    by_stack = features.by_stack if isinstance(features, StackFeatures) else None
+
+    def of_layer(head: Any, features: Any, x: Array | None, V: Array, chosen: Array | None) -> Array:
+        return ci.logits(head, features, x, V, None if chosen is None else group(chosen, V.shape[0]))
 
     def stack_logits(name: str, V: Array) -> Array:
-        x = own[name].astype(compute_dtype) if own is not None else None
-        if chosen is None or name not in chosen:
-            of_layers = jax.vmap(ci.logits, in_axes=(0, None, None if x is None else 0, 0))
-            return of_layers(heads[name], features, x, V)
-
-        def of_layer(head: Any, x: Array | None, V: Array, chosen: Array) -> Array:
-            return ci.logits(head, features, x, V, group(chosen, V.shape[0]))
-
-        per_layer = jax.vmap(of_layer, in_axes=(0, None if x is None else 0, 0, 0))
-        return per_layer(heads[name], x, V, chosen[name])
+        x = inputs.by_stack[name].astype(compute_dtype) if features is None else None
+        read = features if by_stack is None else by_stack[name]
+        per_layer = jax.vmap(of_layer, in_axes=(0, None if by_stack is None else 0, 0, 0, 0))
+        return per_layer(heads[name], read, x, V, chosen.get(name) if chosen else None)
 
     V = {name: at_rest(factors.V) for name, factors in components.items()}
     return Logits({name: constrain(stack_logits(name, own), None, "batch") for name, own in V.items()})
 
 
-def _read_by_stack(features: Any, site_inputs: SiteInputs) -> dict[str, Array] | None:
-    """What each site's head reads of its own; None where it reads features that are common to all sites."""
-    if isinstance(features, StackFeatures):
-        return features.by_stack
-    return site_inputs if features is None else None
-
-
 class SiteCI(NamedTuple):
-    """What one site's logits are read from: the logits themselves, or the site's head and what it alone reads."""
+    """What one site's logits are read from: the logits themselves, or the site's head and, where there are no features,
+    its input."""
 
     logits: Any
     head: Any
@@ -139,21 +135,34 @@ class ImportanceReader:
 
     @property
     def features(self) -> Any:
-        """What all sites' logits are computed from; None where every site has its own logits or reads its own."""
+        """What all sites' logits are computed from; None where there is no such thing."""
         if isinstance(self.outputs, Logits) or isinstance(self.outputs.features, StackFeatures):
             return None
         return self.outputs.features
-
-    @property
-    def features_axes(self) -> Any:
-        """Logical axes of `features`, in its structure."""
-        return jax.tree.map(lambda _: Axes(("batch", "seq")[: self.n_leading]), self.features)
 
     def at(self, features: Any) -> "ImportanceReader":
         """The same for some of the positions: those of ``features``."""
         if isinstance(self.outputs, Logits) or features is None:
             return self
         return replace(self, outputs=LazyLogits(features, self.outputs.heads))
+
+    def layer_features(self, stacks: Iterable[Stack], first: int, stop: int) -> dict[str, Array]:
+        """What these stacks' heads read in the layers ``first .. stop - 1``, with a leading layer axis, where that is
+        not the same for all sites; empty elsewhere. What several stacks read is there once."""
+        features = self.outputs.features if isinstance(self.outputs, LazyLogits) else None
+        if not isinstance(features, StackFeatures):
+            return {}
+        of_stack = dict(features.of_stack)
+        return {
+            of_stack[stack.name]: features.shared[of_stack[stack.name]][first - stack.first : stop - stack.first]
+            for stack in stacks
+        }
+
+    def at_layer(self, stack: Stack, features: dict[str, Array]) -> "ImportanceReader":
+        """The same for the site of a stack in one layer; ``features``: of that layer, of `layer_features`."""
+        if isinstance(self.outputs, Logits) or not isinstance(self.outputs.features, StackFeatures):
+            return self
+        return self.at(features[dict(self.outputs.features.of_stack)[stack.name]])
 
     def slices(self, stack: Stack, first: int, stop: int) -> SiteCI:
         """For the layers ``first .. stop - 1``, with a leading layer axis."""
@@ -164,15 +173,15 @@ class ImportanceReader:
         """For all layers of a stack."""
         if isinstance(self.outputs, Logits):
             return SiteCI(self.outputs.by_stack[stack.name], None, None)
-        own = _read_by_stack(self.outputs.features, self.site_inputs)
-        return SiteCI(None, self.outputs.heads[stack.name], None if own is None else own[stack.name])
+        x = self.site_inputs[stack.name] if self.outputs.features is None else None
+        return SiteCI(None, self.outputs.heads[stack.name], x)
 
     def axes(self, stack: Stack) -> SiteCI:
         """Logical axes of one layer's slice, in its structure."""
         rows = ("batch", "seq")[: self.n_leading]
         if isinstance(self.outputs, Logits):
             return SiteCI(Axes((*rows, "component_in_use")), None, None)
-        x = Axes(rows) if self.features is None else None
+        x = Axes(rows) if self.outputs.features is None else None
         return SiteCI(None, self.head_axes[stack.name], x)
 
     def logits(
@@ -203,6 +212,7 @@ def per_component(
 
     def reduce_stack(stack: Stack) -> Any:
         slices = reader.slices(stack, stack.first, stack.first + stack.n_layers)
+        features = reader.layer_features([stack], stack.first, stack.first + stack.n_layers)
         chosen = reader.chosen.get(stack.name)
 
         def reduce(logits: Array, groups: Groups | None) -> Any:
@@ -213,20 +223,20 @@ def per_component(
             return jax.vmap(of_layer, in_axes=(0, None if chosen is None else 0))(slices.logits, chosen)
         axes, n_blocks = (reader.axes(stack), site_axes(stack)[0]), component_blocks(memory, stack.C)
 
-        def reduce_block(site: Any, block: Any, groups: Groups | None) -> Any:
+        def reduce_block(site: Any, block: Any, features: dict[str, Array], groups: Groups | None) -> Any:
             site_ci, V = gather_tree(with_block(site, block), axes, reader.compute_dtype)
-            return reduce(reader.logits(site_ci, V, groups), groups)
+            return reduce(reader.at_layer(stack, features).logits(site_ci, V, groups), groups)
 
         def reduce_site(_: None, layer: Any) -> tuple[None, Any]:
-            site, chosen = layer
+            site, features, chosen = layer
             groups = reader.groups(stack, chosen)
             blocks = cut_tree(site, axes, n_blocks, "component")
             if n_blocks == 1:
-                return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks), groups)
+                return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks), features, groups)
             recomputed = jax.checkpoint(reduce_block, prevent_cse=False)
-            found = jax.lax.map(lambda block: recomputed(site, block, groups), blocks)
+            found = jax.lax.map(lambda block: recomputed(site, block, features, groups), blocks)
             return None, jax.tree.map(lambda x: uncut(x, 0 if groups is None else 1, "component"), found)
 
-        return over_layers(memory, reduce_site, None, ((slices, components[stack.name].V), chosen))[1]
+        return over_layers(memory, reduce_site, None, ((slices, components[stack.name].V), features, chosen))[1]
 
     return {stack.name: reduce_stack(stack) for stack in sites.stacks}

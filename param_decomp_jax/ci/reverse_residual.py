@@ -27,7 +27,6 @@ from param_decomp_jax.ci.affine import (
 from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs, KeptInputs, SiteInputs
 from param_decomp_jax.ci.outputs import StackFeatures
 from param_decomp_jax.ci.transformer import EPS, attended
-from param_decomp_jax.grouped import Groups
 from param_decomp_jax.memory import Attention, MemoryPolicy
 from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
 from param_decomp_jax.numerics import rms_norm
@@ -120,7 +119,7 @@ class Transition(eqx.Module):
         )
 
 
-class ReverseResidualCI(eqx.Module):
+class ReverseResidualCI(GlobalCI):
     """``blocks`` in network order; ``transitions[n]`` leads from block n + 1 to block n. A site's head is its part of
     the last layer of its block's reader. ``places``: of every stack, the blocks of its layers."""
 
@@ -164,7 +163,12 @@ class ReverseResidualCI(eqx.Module):
             residual, hidden[n] = read(residual, self.blocks[n], by_stack, chosen)
             if n > 0:
                 residual = move(residual, self.transitions[n - 1])
-        return StackFeatures({name: jnp.stack([hidden[n] for n in blocks]) for name, blocks in self.places})
+        # One array for all stacks whose layers are in the same blocks, under the first one's name.
+        names: dict[tuple[int, ...], str] = {}
+        for name, blocks in self.places:
+            names.setdefault(blocks, name)
+        shared = {name: jnp.stack([hidden[n] for n in blocks]) for blocks, name in names.items()}
+        return StackFeatures(shared, tuple((name, names[blocks]) for name, blocks in self.places))
 
     def _of_block(self, by_stack: dict[str, Array], number: int) -> dict[str, Array]:
         """Of arrays by stack, the layers that are in a block."""
@@ -186,24 +190,13 @@ class ReverseResidualCI(eqx.Module):
             h = attended(rows, w.attention, config.n_heads, config.rope_base, attention).reshape(shape)
         return h if w.mlp is None else h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
 
-    @staticmethod
-    def logits(
-        head: Affine,
-        features: None,
-        x: Float[Array, "*n d"],
-        V: Float[Array, "*experts d_in C"],
-        groups: Groups | None = None,
-    ) -> Float[Array, "*slots C"]:
-        """``x``: of the site's block."""
-        return GlobalCI.logits(head, x, None, V, groups)
-
     def axes(self) -> Any:
         """Every matrix is split by output, the heads by component."""
         return replace_fields(
             self,
             blocks=tuple(block.axes() for block in self.blocks),
             transitions=tuple(transition.axes() for transition in self.transitions),
-            heads={n: h.axes(*(None,) * (h.b.ndim - 1), columns="component") for n, h in self.heads.items()},
+            heads=self.heads_axes(),
         )
 
 

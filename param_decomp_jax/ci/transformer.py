@@ -1,5 +1,6 @@
 """The global CI transformer (C4): one small bidirectional transformer reads every site's clean input at once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class GlobalTransformer:
 
 
 class Block(eqx.Module):
-    """Weights of all blocks, stacked on a leading axis."""
+    """Weights of all blocks, stacked on a leading axis, or on two (C6)."""
 
     q: Float[Array, "*blocks d d"]
     k: Float[Array, "*blocks d d"]
@@ -55,8 +56,8 @@ class Block(eqx.Module):
     def axes(self) -> Any:
         """Of one block: every matrix is split by output."""
         matrix = Axes((None, "split"), product=True)
-        mlp = tuple(layer.axes(None, columns="split") for layer in self.mlp)
-        return replace_fields(self, q=matrix, k=matrix, v=matrix, o=matrix, mlp=jax.tree.map(Axes.below, mlp))
+        mlp = tuple(replace_fields(layer, W=matrix, b=Axes(("split",))) for layer in self.mlp)
+        return replace_fields(self, q=matrix, k=matrix, v=matrix, o=matrix, mlp=mlp)
 
 
 class TransformerCI(GlobalCI):
@@ -72,20 +73,10 @@ class TransformerCI(GlobalCI):
     ) -> Float[Array, "*n d"]:
         """The last hidden state, from the clean inputs; ``leading`` is ``(B, T)``, or ``(B,)``."""
         h = self.project(inputs, leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
-        no_sequence = h.ndim == 2
-        h = h[:, None] if no_sequence else h
-        assert h.shape[1] <= self.config.max_len, f"sequence of {h.shape[1]} beyond max_len {self.config.max_len}"
-
-        def block(h: Array, w: Block) -> tuple[Array, None]:
-            return constrain(self._block(h, w, memory.attention), "batch"), None
-
-        h, _ = over_layers(memory, block, constrain(h.astype(compute_dtype), "batch"), self.blocks, "ci")
-        return h[:, 0] if no_sequence else h
-
-    def _block(self, h: Float[Array, "B T d"], w: Block, attention: Attention) -> Float[Array, "B T d"]:
-        w = gather_tree(w, self.blocks.axes(), h.dtype)
-        h = attended(h, (w.q, w.k, w.v, w.o), self.config.n_heads, self.config.rope_base, attention)
-        return h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype)
+        axes = self.blocks.axes()
+        return through_blocks(
+            self.config, self.blocks, h.astype(compute_dtype), memory, lambda w: gather_tree(w, axes, compute_dtype)
+        )
 
     def axes(self) -> Any:
         """Every matrix is split by output, the heads by component."""
@@ -95,6 +86,27 @@ class TransformerCI(GlobalCI):
             blocks=jax.tree.map(Axes.under, self.blocks.axes()),
             heads=self.heads_axes(),
         )
+
+
+def through_blocks(
+    config: GlobalTransformer,
+    blocks: Block,
+    h: Float[Array, "*n d"],
+    memory: MemoryPolicy,
+    ready: Callable[[Block], Block] = lambda w: w,
+) -> Float[Array, "*n d"]:
+    """``h`` after all blocks. ``ready``: from one block's weights as they come to what is multiplied."""
+    no_sequence = h.ndim == 2
+    h = h[:, None] if no_sequence else h
+    assert h.shape[1] <= config.max_len, f"sequence of {h.shape[1]} beyond max_len {config.max_len}"
+
+    def block(h: Array, w: Block) -> tuple[Array, None]:
+        w = ready(w)
+        h = attended(h, (w.q, w.k, w.v, w.o), config.n_heads, config.rope_base, memory.attention)
+        return constrain(h + apply_mlp(w.mlp, rms_norm(h, EPS)).astype(h.dtype), "batch"), None
+
+    h, _ = over_layers(memory, block, constrain(h, "batch"), blocks, "ci")
+    return h[:, 0] if no_sequence else h
 
 
 def attended(
@@ -116,15 +128,19 @@ def attended(
 def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites) -> TransformerCI:
     """Fresh weights (C4): projection gain √2 over the width of the concatenation, attention U(±1/√d_model)."""
     to_input, to_attention, to_mlp, to_heads = jax.random.split(key, 4)
+    return TransformerCI(
+        project=init_joint_affine(to_input, sites.stacks, config.d_model),
+        blocks=init_blocks(config, to_attention, to_mlp),
+        heads=init_heads(to_heads, sites, config.d_model),
+        config=config,
+    )
+
+
+def init_blocks(config: GlobalTransformer, to_attention: PRNGKeyArray, to_mlp: PRNGKeyArray) -> Block:
+    """Fresh weights of a transformer's blocks."""
     d, n = config.d_model, config.n_blocks
     bound = d**-0.5
     q, k, v, o = (
         jax.random.uniform(k, (n, d, d), jnp.float32, -bound, bound) for k in jax.random.split(to_attention, 4)
     )
-
-    return TransformerCI(
-        project=init_joint_affine(to_input, sites.stacks, d),
-        blocks=Block(q, k, v, o, init_mlp(to_mlp, (n,), (d, *config.mlp_hidden, d))),
-        heads=init_heads(to_heads, sites, d),
-        config=config,
-    )
+    return Block(q, k, v, o, init_mlp(to_mlp, (n,), (d, *config.mlp_hidden, d)))

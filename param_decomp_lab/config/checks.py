@@ -10,12 +10,13 @@ from param_decomp_lab.config.loss_schema import (
     RepeatAcrossBatchScope,
 )
 from param_decomp_lab.config.method_schema import (
+    AnyCI,
     AttentionConfig,
+    ChunkwiseCI,
     GlobalCI,
     HubSpec,
     LanguageModelData,
     LanguageModelFile,
-    LayerwiseCI,
     MethodFile,
     ToyFile,
 )
@@ -197,14 +198,13 @@ def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mist
             yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {longest}")
 
 
-def _attention(ci: LayerwiseCI | GlobalCI) -> dict[str, AttentionConfig]:
+def _attention(ci: AnyCI) -> dict[str, AttentionConfig]:
     """The attention of an importance function, by the key of its configuration."""
     found = {}
-    if isinstance(ci, GlobalCI):
-        if ci.simple_transformer_ci_cfg is not None:
-            found["simple_transformer_ci_cfg.attn_config"] = ci.simple_transformer_ci_cfg.attn_config
-        if ci.transition_attn_config is not None:
-            found["transition_attn_config"] = ci.transition_attn_config
+    if isinstance(ci, GlobalCI | ChunkwiseCI) and ci.simple_transformer_ci_cfg is not None:
+        found["simple_transformer_ci_cfg.attn_config"] = ci.simple_transformer_ci_cfg.attn_config
+    if isinstance(ci, GlobalCI) and ci.transition_attn_config is not None:
+        found["transition_attn_config"] = ci.transition_attn_config
     return found
 
 

@@ -7,7 +7,15 @@ from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_lab.config import loss_schema as schema
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.memory import OptimizerName
-from param_decomp_lab.config.method_schema import GlobalCI, LayerwiseCI, OptimizerConfig, PDConfig
+from param_decomp_lab.config.method_schema import (
+    AnyCI,
+    ChunkwiseCI,
+    GlobalCI,
+    LayerwiseCI,
+    OptimizerConfig,
+    PDConfig,
+    TransformerCIConfig,
+)
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
 from param_decomp_lab.config.site_patterns import PREFIXES
@@ -182,7 +190,19 @@ def _optimizer(config: OptimizerConfig, name: OptimizerName) -> optim.Optimizer:
             return optim.Adafactor(*settings)
 
 
-def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
+def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
+    attention = config.attn_config
+    return ci.GlobalTransformer(
+        d_model=config.d_model,
+        n_blocks=config.n_blocks,
+        mlp_hidden=config.mlp_hidden,
+        n_heads=attention.n_heads,
+        max_len=attention.max_len,
+        rope_base=attention.rope_base,
+    )
+
+
+def _ci(config: AnyCI) -> ci.CIConfig:
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)
@@ -191,15 +211,7 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
             return ci.GlobalMLP(hidden)
         case GlobalCI(fn_type="global_shared_transformer", simple_transformer_ci_cfg=transformer):
             assert transformer is not None
-            attention = transformer.attn_config
-            return ci.GlobalTransformer(
-                d_model=transformer.d_model,
-                n_blocks=transformer.n_blocks,
-                mlp_hidden=transformer.mlp_hidden,
-                n_heads=attention.n_heads,
-                max_len=attention.max_len,
-                rope_base=attention.rope_base,
-            )
+            return _transformer(transformer)
         case GlobalCI(fn_type="global_reverse_residual", transition_attn_config=between):
             groups, width, hidden = config.block_groups, config.d_resid_ci_fn, config.reader_hidden_dims
             assert groups is not None
@@ -213,6 +225,12 @@ def _ci(config: LayerwiseCI | GlobalCI) -> ci.CIConfig:
                 if between is None
                 else ci.TransitionAttention(between.n_heads, between.max_len, between.rope_base),
                 transition_hidden=config.transition_hidden_dim,
+            )
+        case ChunkwiseCI(input_patterns=patterns):
+            return ci.ChunkwiseTransformer(
+                _transformer(config.simple_transformer_ci_cfg),
+                config.layers_per_chunk,
+                None if patterns is None else ci.SiteGroup("inputs", patterns, PREFIXES),
             )
         case _:
             raise AssertionError(f"not a CI function: {config}")

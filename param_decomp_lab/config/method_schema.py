@@ -128,6 +128,19 @@ _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Of each global importance function: the keys that it requires, and those that it takes."""
 
 
+class ChunkwiseCI(Strict):
+    """A transformer for each group of sites (C6)."""
+
+    mode: Literal["chunkwise"]
+    fn_type: Literal["chunkwise_transformer"]
+    layers_per_chunk: Count = 1
+    input_patterns: Annotated[ListOf[Text], Field(min_length=1)] | None = None
+    simple_transformer_ci_cfg: TransformerCIConfig
+
+
+AnyCI = LayerwiseCI | GlobalCI | ChunkwiseCI
+
+
 class OptimizerConfig(Strict):
     """AdamW (T1)."""
 
@@ -148,7 +161,7 @@ class PDConfig(Strict):
     tied_weights: ListOf[Annotated[tuple[Text, Text], Strictness(False)]] | None = None
     decomposition_targets: ListOf[DecompositionTarget]
     identity_decomposition_targets: ListOf[DecompositionTarget] | None = None
-    ci_config: Annotated[LayerwiseCI | GlobalCI, Field(discriminator="mode")]
+    ci_config: Annotated[AnyCI, Field(discriminator="mode")]
     components_optimizer: OptimizerConfig
     ci_fn_optimizer: OptimizerConfig
     steps: Count

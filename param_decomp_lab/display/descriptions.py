@@ -16,7 +16,14 @@ from param_decomp_jax.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalReverseResidual, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
+    CIConfig,
+    GlobalMLP,
+    GlobalReverseResidual,
+    GlobalTransformer,
+    LayerwiseMLP,
+)
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Constant, Stochastic
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
@@ -140,8 +147,11 @@ def describe_ci(ci: CIConfig) -> str:
         case GlobalMLP(hidden):
             return f"global_shared_mlp, hidden {list(hidden)}"
         case GlobalTransformer():
-            blocks = f"{ci.n_blocks} block{'s'[: ci.n_blocks > 1]} of width {ci.d_model:,}"
-            return f"global_shared_transformer, {blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
+            return f"global_shared_transformer, {describe_transformer(ci)}"
+        case ChunkwiseTransformer(transformer, n, inputs):
+            layers = "a layer" if n == 1 else f"{n} layers"
+            reads = "" if inputs is None else f", reads the inputs of {_listed(inputs.patterns)}"
+            return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}"
         case GlobalReverseResidual():
             between = [] if ci.attention is None else [f"attention of {ci.attention.n_heads} heads"]
             between += [] if ci.transition_hidden is None else [f"MLP [{ci.transition_hidden:,}]"]
@@ -150,6 +160,11 @@ def describe_ci(ci: CIConfig) -> str:
             return f"global_reverse_residual, {groups}, {width}, between them {' and '.join(between) or 'nothing'}"
         case _:
             assert_never(ci)
+
+
+def describe_transformer(ci: GlobalTransformer) -> str:
+    blocks = f"{ci.n_blocks} block{'s'[: ci.n_blocks > 1]} of width {ci.d_model:,}"
+    return f"{blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
 
 
 def shown_path(path: Path) -> str:

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from param_decomp_jax.ci import GlobalReverseResidual, LayerwiseMLP, UnfitGroups, blocks_of_layers
+from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
+    GlobalReverseResidual,
+    LayerwiseMLP,
+    UnfitGroups,
+    blocks_of_layers,
+    stacks_read,
+)
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
@@ -43,6 +50,11 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
             blocks_of_layers(spec.ci.groups, sites)
         except UnfitGroups as error:
             raise UserError(f"pd.ci_config.block_groups: {error}") from error
+    if isinstance(spec.ci, ChunkwiseTransformer):
+        try:
+            stacks_read(spec.ci, sites)
+        except UnfitGroups as error:
+            raise UserError(f"pd.ci_config.input_patterns: {error}") from error
     if method.eval is not None:
         check_site_patterns(method.eval, sites)
         if isinstance(architecture.inputs, FeatureInputs):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
     CIConfig,
     GlobalMLP,
     GlobalReverseResidual,
@@ -43,12 +44,13 @@ LAYERS: dict[int, list[tuple[str, int, int, int]]] = {
 SITES = Sites(
     tuple(Site(f"layers.{n}.{kind}", n, kind, kind, *sizes) for n, layer in LAYERS.items() for kind, *sizes in layer)
 )
+SMALL = GlobalTransformer(8, 2, (6,), n_heads=2, max_len=8, rope_base=50.0)
 CONFIGS: dict[str, CIConfig] = {
     "mlp": LayerwiseMLP("mlp", (3,)),
     "vector_mlp": LayerwiseMLP("vector_mlp", (3, 4)),
     "shared_mlp": LayerwiseMLP("shared_mlp", (6, 5)),
     "global_shared_mlp": GlobalMLP((6, 5)),
-    "global_shared_transformer": GlobalTransformer(8, 2, (6,), n_heads=2, max_len=8, rope_base=50.0),
+    "global_shared_transformer": SMALL,
     "global_reverse_residual": GlobalReverseResidual(
         8,
         # The first cuts a stack, the second takes parts of three, the third has one site.
@@ -61,6 +63,8 @@ CONFIGS: dict[str, CIConfig] = {
         TransitionAttention(2, max_len=8, rope_base=50.0),
         transition_hidden=7,
     ),
+    # Two alike groups of one layer, whose `a` is not read, then two that are like no other.
+    "chunkwise_transformer": ChunkwiseTransformer(SMALL, 1, SiteGroup("inputs", ("*.[bc]", "layers.2.a"))),
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
 LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_block=2)
@@ -132,14 +136,13 @@ def assert_like_reference(
     trained = ref.tree_map(
         ref.Var, {"ci": tiny.ref_ci(ci, SITES), "components": tiny.ref_components(components, SITES)}
     )
-    want = ref.ci_logits(tiny.schema_ci(config), trained["ci"], by_site(inputs), trained["components"])
+    schema = tiny.schema_ci(config, SITES)
+    want = ref.ci_logits(schema, trained["ci"], by_site(inputs), trained["components"])
     weights = by_site(cotangents)
     gradients = ref.gradients(sum((z * weights[site]).sum() for site, z in want.items()), trained)
     tiny.assert_alike(ref.tree_map(ref.value, want), by_site(got), tolerance)
     # C5: of the components it is V that `mlp` reads, and no other function reads any.
-    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (
-        tiny.schema_ci(config)["fn_type"] == "mlp"
-    )
+    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (schema["fn_type"] == "mlp")
     tiny.assert_alike(gradients["components"], tiny.ref_components(of_components, SITES), tolerance)
     tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
 
@@ -151,7 +154,7 @@ def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
     if len(lead) == 2:
         assert_like_reference(config, *args, 1e-5)
     # To a layerwise function a sequence is only a larger batch: once in float64 is enough.
-    if len(lead) == 1 or isinstance(config, GlobalTransformer | GlobalReverseResidual):
+    if len(lead) == 1 or isinstance(config, GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer):
         with jax.enable_x64(True):
             assert_like_reference(config, *tiny.to_float64(args), 1e-9)
 
@@ -221,6 +224,13 @@ def test_blocks_look_at_those_behind_them() -> None:
         assert (np.count_nonzero(change[0]) == 1) if site.endswith(".c") else np.all(change[0] > 1e-6), site
 
 
+def test_groups_do_not_look_at_each_other() -> None:
+    """C6: the last site is its layer's only one."""
+    for site, change in changes_by_the_last_site(CONFIGS["chunkwise_transformer"]).items():
+        assert np.all(change[1] == 0), site
+        assert np.all(change[0] > 1e-6) if site.endswith(".c") else np.all(change[0] == 0), site
+
+
 def test_the_global_mlp_looks_at_all_sites_and_one_position() -> None:
     """C4."""
     for site, change in changes_by_the_last_site(CONFIGS["global_shared_mlp"]).items():
@@ -250,8 +260,9 @@ def test_rotary_frequencies_are_no_parameters() -> None:
     assert ends == {"W", "b", "q", "k", "v", "o"}
 
 
-def test_sequences_beyond_max_len_are_refused() -> None:
-    ci = ci_of(CONFIGS["global_shared_transformer"])
+@pytest.mark.parametrize("name", ["global_shared_transformer", "chunkwise_transformer"])
+def test_sequences_beyond_max_len_are_refused(name: str) -> None:
+    ci = ci_of(CONFIGS[name])
     with pytest.raises(AssertionError, match="max_len"):
         jax.eval_shape(lambda *args: logits_of(*args, jnp.float32), ci, components(), inputs_of((1, 9)))
 

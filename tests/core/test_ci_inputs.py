@@ -26,11 +26,15 @@ RECOMPUTED = MemoryPolicy(save=EVERYTHING - {"logits", "site_inputs", "ci"}, lay
 # Layers without a site before, between and behind those with one; sites that read the same activation.
 WITH_GAPS = {module_name(1, "k_proj"): 3, module_name(1, "v_proj"): 4, module_name(3, "down_proj"): 5}
 RESIDUAL_MLP = toys.residual("gelu", "in_bias", "out_bias")
+FIVE_LAYERS = dataclasses.replace(tiny.CONFIG, n_layers=5)
 CASES: dict[str, tuple[Any, Any, Any, CIConfig]] = {
     "Llama, transformer": (tiny.target(), tiny.weights(), tiny.TOKENS, tiny.TRANSFORMER),
     "Llama with gaps, MLP": (
-        tiny.target(dataclasses.replace(tiny.CONFIG, n_layers=5), WITH_GAPS),
-        tiny.weights(dataclasses.replace(tiny.CONFIG, n_layers=5)), tiny.TOKENS, GlobalMLP((6, 5)),
+        tiny.target(FIVE_LAYERS, WITH_GAPS), tiny.weights(FIVE_LAYERS), tiny.TOKENS, GlobalMLP((6, 5)),
+    ),
+    "Llama with gaps, a transformer for both layers": (
+        tiny.target(FIVE_LAYERS, WITH_GAPS), tiny.weights(FIVE_LAYERS), tiny.TOKENS,
+        dataclasses.replace(tiny.CHUNKWISE, layers_per_chunk=2),
     ),
     "Llama with identities, MLP": (tiny.target(chosen=IN_LLAMA), tiny.weights(), tiny.TOKENS, GlobalMLP((5,))),
     "residual MLP with identities, transformer": (
@@ -65,8 +69,10 @@ def features_and_gradients(case: str, memory: MemoryPolicy) -> Any:
         assert isinstance(clean_pass.ci_inputs, KeptInputs if "site_inputs" in memory.save else RecomputedInputs)
         ci_outputs = causal_importance(problem, clean_pass, components, ci)
         assert isinstance(ci_outputs, LazyLogits)
-        to = jnp.asarray(np.random.default_rng(0).normal(size=ci_outputs.features.shape))
-        return jnp.sum(ci_outputs.features * to), ci_outputs.features
+        # Of every layer, where a transformer is a layer's own.
+        features = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in jax.tree.leaves(ci_outputs.features)])
+        to = jnp.asarray(np.random.default_rng(0).normal(size=features.shape))
+        return jnp.sum(features * to), features
 
     with jax.enable_x64(True):
         args = tiny.to_float64((state.ci, weights, state.components))

@@ -27,7 +27,7 @@ from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets import decoder as decoder_module
 from tests.core import tiny
 from tests.core.test_step import CASES as OF_STEPS
-from tests.core.test_step import FAITHFUL, PERSISTENT, wanted
+from tests.core.test_step import CHUNKWISE, FAITHFUL, IMPORTANCE, PERSISTENT, wanted
 
 TRANSFORMER, SHARED, SCALAR, NO_DELTA = OF_STEPS
 LATE = "persistent terms that begin later (A6), one of them on"
@@ -44,6 +44,10 @@ CASES = {
             ),
         ),
         ci=tiny.SHARED,
+    ),
+    "a CI transformer for each layer": tiny.problem(
+        (FAITHFUL, IMPORTANCE, CHUNKWISE, Reconstruction("late", 0.4, AllSites(), Everywhere(), PERSISTENT)),
+        ci=tiny.CHUNKWISE,
     ),
 }  # fmt: skip
 SMALL = {"component_block": 2, "vocabulary_block": 8}
@@ -154,9 +158,9 @@ ALL = [
     for p, name in enumerate(POLICIES)
     for c, case in enumerate(CASES)
     for exact in (True, False)
-    # Each takes half a minute. What combines levers meets every case, a lever alone three of the five, by turns; in
+    # Each takes half a minute. What combines levers meets every case, a lever alone three of the six, by turns; in
     # float64, where a difference is one of the method. fp32 shows what rounding makes of a policy: one case each.
-    if (name in COMBINED or (p + c) % 5 < 3 if exact else (p + c) % 5 == 0)
+    if (name in COMBINED or (p + c) % 6 < 3 if exact else (p + c) % 6 == 0)
 ]
 
 

@@ -26,6 +26,7 @@ from param_decomp_jax.adversary import (
     SingleSource,
 )  # fmt: skip
 from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
     CIConfig,
     GlobalMLP,
     GlobalReverseResidual,
@@ -36,6 +37,7 @@ from param_decomp_jax.ci import (
     Logits,
     init_ci,
 )  # fmt: skip
+from param_decomp_jax.ci.chunkwise import ChunkwiseCI
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.reverse_residual import ReverseResidualCI
@@ -74,6 +76,7 @@ LEADING = (4, 5)
 TOKENS = np.random.default_rng(7).integers(0, CONFIG.vocab_size, LEADING).astype(np.int32)
 
 TRANSFORMER = GlobalTransformer(d_model=8, n_blocks=2, mlp_hidden=(6,), n_heads=2, max_len=8)
+CHUNKWISE = ChunkwiseTransformer(TRANSFORMER)
 SHARED = LayerwiseMLP("shared_mlp", (5, 4))
 SCALAR = LayerwiseMLP("mlp", (3,))
 
@@ -228,13 +231,19 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
     ci = jax.device_get(ci)  # rows of NumPy's arrays: no program for each
     rows = list(zip(sites.all, sites.stack_rows, strict=True))
 
-    def joint(layer: Any) -> Tree:
-        w = [array(layer.rows[stack.name][row]) for _, (stack, row) in rows]
-        return {"w": np.concatenate(w), "b": array(layer.b)}
+    def joint(layer: Any, own: Any = rows, b: Any = ...) -> Tree:
+        w = [array(layer.rows[stack.name][row]) for _, (stack, row) in own if stack.name in layer.rows]
+        return {"w": np.concatenate(w), "b": array(layer.b[b])}
 
-    def joint_head() -> Tree:
-        heads = [affine(ci.heads[stack.name], row) for _, (stack, row) in rows]
+    def joint_head(own: Any = rows) -> Tree:
+        heads = [affine(ci.heads[stack.name], row) for _, (stack, row) in own]
         return {k: np.concatenate([head[k] for head in heads], axis=-1) for k in "wb"}
+
+    def blocks(of: Any, n_blocks: int) -> Tree:
+        return [
+            {**{name: array(getattr(of, name)[n]) for name in "qkvo"}, "mlp": [affine(layer, n) for layer in of.mlp]}
+            for n in range(n_blocks)
+        ]
 
     match ci:
         case SharedMLP() | ScalarMLP() | VectorMLP():
@@ -244,18 +253,28 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
         case TransformerCI():
             return {
                 "input": joint(ci.project),
-                "blocks": [
-                    {
-                        **{name: array(getattr(ci.blocks, name)[n]) for name in "qkvo"},
-                        "mlp": [affine(layer, n) for layer in ci.blocks.mlp],
-                    }
-                    for n in range(ci.config.n_blocks)
-                ],
+                "blocks": blocks(ci.blocks, ci.config.n_blocks),
                 "head": joint_head(),
             }
+        case ChunkwiseCI():
+            groups = site_groups(ci.config, sites)
+            of_groups = [[entry for entry in rows if entry[0].name in names] for names in groups]
+            return [
+                {
+                    "input": joint(ci.project, own, n),
+                    "blocks": blocks(jax.tree.map(lambda x, n=n: x[n], ci.blocks), ci.config.transformer.n_blocks),
+                    "head": joint_head(own),
+                }
+                for n, own in enumerate(of_groups)
+            ]
         case ReverseResidualCI():
             return ref_reverse_residual(ci, rows, affine)
     raise TypeError(type(ci))
+
+
+def site_groups(config: ChunkwiseTransformer, sites: Sites) -> list[list[str]]:
+    """C6, by the reference."""
+    return ref.chunks_of_layers({site.name: site.layer for site in sites.all}, config.layers_per_chunk)
 
 
 def ref_reverse_residual(ci: ReverseResidualCI, rows: list[Any], affine: Callable[..., Tree]) -> Tree:
@@ -463,7 +482,7 @@ def schema_optimizer(spec: AdamW) -> Tree:
     }
 
 
-def schema_ci(config: CIConfig) -> Tree:
+def schema_ci(config: CIConfig, sites: Sites) -> Tree:
     match config:
         case LayerwiseMLP(kind, _):
             return {"fn_type": kind}
@@ -472,6 +491,13 @@ def schema_ci(config: CIConfig) -> Tree:
         case GlobalTransformer():
             attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
             return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+        case ChunkwiseTransformer(transformer, inputs=inputs):
+            return {
+                **schema_ci(transformer, sites),
+                "fn_type": "chunkwise_transformer",
+                "groups": site_groups(config, sites),
+                "input_patterns": inputs and inputs.patterns,
+            }
         case GlobalReverseResidual(attention=between):
             return {
                 "fn_type": "global_reverse_residual",
@@ -494,7 +520,7 @@ def schema(problem: Problem) -> Tree:
         "steps": spec.steps,
         "n_mask_samples": stochastic[0] if stochastic else 1,
         "sigmoid_type": spec.squashing,
-        "ci_config": schema_ci(spec.ci),
+        "ci_config": schema_ci(spec.ci, problem.target.sites),
         "tied_weights": problem.target.sites.tied,
         "components_optimizer": schema_optimizer(spec.components_optimizer),
         "ci_fn_optimizer": schema_optimizer(spec.ci_optimizer),

@@ -1081,6 +1081,31 @@ def test_blocks_reach_the_core() -> None:
         example(reverse_residual(transition_attn_config={"n_heads": 2, "max_len": 500}))
 
 
+def chunkwise(**changes: Any) -> str:
+    """An assignment of a valid `chunkwise_transformer`, but for these changes."""
+    keys = {"simple_transformer_ci_cfg": {"d_model": 8, "n_blocks": 2, "attn_config": {"n_heads": 2}}}
+    return f"{CI}={json.dumps({'mode': 'chunkwise', 'fn_type': 'chunkwise_transformer', **keys, **changes})}"
+
+
+def test_chunks_reach_the_core() -> None:
+    transformer = ci.GlobalTransformer(8, 2, (32,), 2)
+    assert decomposition(example(chunkwise())).ci == ci.ChunkwiseTransformer(transformer)
+    read = ci.SiteGroup("inputs", ("*.q_proj",), PREFIXES)
+    made = decomposition(example(chunkwise(layers_per_chunk=3, input_patterns=["*.q_proj"]))).ci
+    assert made == ci.ChunkwiseTransformer(transformer, 3, read)
+    assert ci.longest_row(made) == 2048
+    short = {"d_model": 8, "n_blocks": 2, "attn_config": {"n_heads": 2, "max_len": 500}}
+    for changes, message in (
+        ({"layers_per_chunk": 0}, r"layers_per_chunk: should be greater than or equal to 1"),
+        ({"input_patterns": []}, r"input_patterns: needs at least 1"),
+        ({"simple_transformer_ci_cfg": None}, r"simple_transformer_ci_cfg: "),
+        ({"simple_transformer_ci_cfg": short}, r"is 512, longer than .*simple_transformer_ci_cfg.attn_config.max_len"),
+        ({"hidden_dims": [4]}, r"hidden_dims: unknown key"),
+    ):
+        with pytest.raises(UserError, match=message):
+            example(chunkwise(**changes))
+
+
 SUBSETS = [kind for kind, point in POINTS.items() if point[1] == HALF and kind != "ChunkwiseSubsetReconLoss"]
 
 

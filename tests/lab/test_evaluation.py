@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
-from param_decomp_jax.importances import chosen_logits, importance_logits
+from param_decomp_jax.ci import ChunkwiseTransformer, GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.importances import chosen_logits, importance_logits, site_logits
 from param_decomp_jax.masks import Stochastic, StochasticSources
 from param_decomp_jax.recon import Reconstruction
 from param_decomp_jax.state import State
@@ -245,9 +245,13 @@ def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "ci", [core.SHARED, LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((5,)), TRANSFORMER]
-)
-def test_logits_of_chosen_components(ci: Any) -> None:
+    "ci",
+    [
+        core.SHARED, LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((5,)), TRANSFORMER,
+        ChunkwiseTransformer(TRANSFORMER, 2),
+    ],
+)  # fmt: skip
+def test_logits_of_chosen_components_and_sites(ci: Any) -> None:
     """Those that all the logits have in the same places."""
     problem = core.problem((), ci=ci)
     state = core.ruffled_state(problem)
@@ -261,3 +265,7 @@ def test_logits_of_chosen_components(ci: Any) -> None:
     for name, logits in of_all.items():
         expected = np.stack([logits[row][..., numbers] for row, numbers in enumerate(chosen[name])])
         np.testing.assert_allclose(few[name], expected, rtol=1e-5, atol=1e-6)
+    by_site = problem.target.sites.unstack(of_all)
+    names = [*by_site][1], [*by_site][-1]
+    for name, logits in jax.jit(lambda *of: site_logits(problem, *of, names))(*arguments).items():
+        np.testing.assert_allclose(logits, by_site[name], rtol=1e-5, atol=1e-6)

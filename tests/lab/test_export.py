@@ -74,6 +74,8 @@ CI_CONFIGS = {
     "shared_mlp": "{mode: layerwise, fn_type: shared_mlp, hidden_dims: [8, 4]}",
     "no hidden layer": "{mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
     "global_shared_mlp": "{mode: global, fn_type: global_shared_mlp, hidden_dims: [8, 6]}",
+    "chunkwise_transformer": "{mode: chunkwise, fn_type: chunkwise_transformer, input_patterns: ['*.up_proj'], "
+    "simple_transformer_ci_cfg: {d_model: 8, n_blocks: 2, mlp_hidden_dim: [6, 5], attn_config: {n_heads: 2}}}",
 }
 
 
@@ -86,6 +88,7 @@ CI_CONFIGS = {
         ("shared_mlp", "upper_leaky_hard"),
         ("no hidden layer", "swish_hard"),
         ("global_shared_mlp", "hard"),
+        ("chunkwise_transformer", "leaky_hard"),
     ],
 )
 def test_every_ci_function_and_squashing(tiny: Tiny, tmp_path: Path, kind: str, squashing: str) -> None:

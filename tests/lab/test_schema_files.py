@@ -79,7 +79,20 @@ LLAMA_8B = {
 
 
 def test_every_llama_8b_configuration_is_checked() -> None:
-    assert {path.stem for path in (ROOT / "configs").glob("llama8b_*.yaml")} == set(LLAMA_8B)
+    checked = {*LLAMA_8B, "llama8b_full"}
+    assert {path.stem for path in (ROOT / "configs").glob("llama8b_*.yaml")} == checked
+
+
+def test_the_whole_llama_8b(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many components and parameters as were published."""
+    monkeypatch.setenv("COLUMNS", "200")
+    outcome = pd_here("check", ROOT / "configs" / "llama8b_full.yaml")
+    assert outcome.status == 0, outcome
+    assert "Sites: 224" in outcome.out
+    total = next(line for line in outcome.out.splitlines() if line.strip().startswith("total"))
+    assert total.split() == ["total", "1,245,184", "18.3", "B"]
+    of_ci = next(line for line in outcome.out.splitlines() if line.strip().startswith("CI function  "))
+    assert of_ci.split()[2:4] == ["31.4", "B"]
 
 
 @pytest.mark.parametrize("name", LLAMA_8B)
@@ -219,6 +232,9 @@ REFUSED = {
         "resid_mlp_leaks",
         "pd.ci_config.block_groups.1.patterns=[layers.1.mlp_in]",
         "pd.ci_config.block_groups: layers.1.mlp_out is in none of the groups; every site must be in exactly one",
+    ),
+    "inputs that nothing has": (
+        "llama_chunkwise", "pd.ci_config.input_patterns=['*.q_proj']", "pd.ci_config.input_patterns: '*.q_proj' matches"
     ),
     "the wrong toy": ("tms_attacks", "experiment=resid_mlp", "the target's architecture is tms"),
     "features that are not there": (

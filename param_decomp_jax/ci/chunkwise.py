@@ -1,0 +1,211 @@
+"""One CI transformer for each group of sites, usually for each layer (C6)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from param_decomp_jax.ci.affine import HIDDEN_GAIN, Affine, GlobalCI, JointAffine, draw_rows, init_heads
+from param_decomp_jax.ci.inputs import CIInputs, LayerRange
+from param_decomp_jax.ci.outputs import StackFeatures
+from param_decomp_jax.ci.reverse_residual import SiteGroup, UnfitGroups
+from param_decomp_jax.ci.transformer import EPS, Block, GlobalTransformer, init_blocks, through_blocks
+from param_decomp_jax.draws import draw_per_site
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
+from param_decomp_jax.numerics import rms_norm
+from param_decomp_jax.remat import over_layers
+from param_decomp_jax.sites import Segment, Sites, Stack
+
+
+@dataclass(frozen=True)
+class ChunkwiseTransformer:
+    """``transformer``: that of every group. ``layers_per_chunk``: layers with sites whose sites form a group.
+    ``inputs``: the sites whose inputs are read; None: all."""
+
+    transformer: GlobalTransformer
+    layers_per_chunk: int = 1
+    inputs: SiteGroup | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Groups one after the other, alike in the sites of their layers, which one scan computes.
+
+    ``first``: number of the first group; ``n``: how many. ``layers``: of all of them, by segment. There are several
+    segments only where ``n`` is 1.
+    """
+
+    first: int
+    n: int
+    layers: tuple[LayerRange, ...]
+
+    @property
+    def groups(self) -> slice:
+        return slice(self.first, self.first + self.n)
+
+    def layers_per_group(self, first: int, stop: int) -> int:
+        return (stop - first) // self.n
+
+
+def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[Run, ...]:
+    """The groups of C6, in order, in runs of alike ones."""
+    layers = [(segment, layer) for segment in sites.segments for layer in range(segment.first, segment.stop)]
+    chunks = [layers[n : n + layers_per_chunk] for n in range(0, len(layers), layers_per_chunk)]
+
+    def segment_of(layer: tuple[Segment, int]) -> int:
+        return layer[0].first
+
+    runs: list[Run] = []
+    for _, alike in groupby(chunks, key=lambda chunk: [segment_of(layer) for layer in chunk]):
+        own = list(alike)
+        parts = []
+        for _, of_segment in groupby([layer for chunk in own for layer in chunk], key=segment_of):
+            (segment, first), *rest = of_segment
+            parts.append((segment, first, first + 1 + len(rest)))
+        runs.append(Run(sum(run.n for run in runs), len(own), tuple(parts)))
+    return tuple(runs)
+
+
+def stacks_read(config: ChunkwiseTransformer, sites: Sites) -> frozenset[str]:
+    """The stacks whose sites' inputs are read.
+
+    UnfitGroups for a pattern without a site, for a stack of which only some sites are read, and for a group of which
+    nothing is.
+    """
+    if config.inputs is None:
+        return frozenset(stack.name for stack in sites.stacks)
+    for pattern in config.inputs.patterns:
+        alone = SiteGroup(config.inputs.name, (pattern,), config.inputs.prefixes)
+        if not any(alone.has(site.name) for site in sites.all):
+            raise UnfitGroups(f"'{pattern}' matches no site")
+    read = set[str]()
+    for stack in sites.stacks:
+        names = [sites.all[n].name for n in stack.sites]
+        matched = [name for name in names if config.inputs.has(name)]
+        if matched and len(matched) < len(names):
+            other = next(name for name in names if name not in matched)
+            raise UnfitGroups(
+                f"match {matched[0]} and not {other}; of alike sites in neighbouring layers, read all or none"
+            )
+        if matched:
+            read.add(stack.name)
+    for run in runs_of_groups(sites, config.layers_per_chunk):
+        own = [stack for segment, _, _ in run.layers for stack in segment.stacks]
+        if not any(stack.name in read for stack in own):
+            unread = ", ".join(stack.name for stack in own)
+            raise UnfitGroups(f"match none of {unread}; of every group of sites at least one is read")
+    return frozenset(read)
+
+
+class ChunkwiseCI(GlobalCI):
+    """``project``: as of one transformer for all sites, with a bias for each group. ``blocks``: of all groups, with two
+    leading axes, groups and blocks."""
+
+    project: JointAffine
+    blocks: Block
+    heads: dict[str, Affine]
+    runs: tuple[Run, ...] = eqx.field(static=True)
+    config: ChunkwiseTransformer = eqx.field(static=True)
+
+    def features(
+        self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+    ) -> StackFeatures:
+        """The last hidden state of every group's transformer, from the clean inputs; ``leading`` as for the global one.
+
+        The stacks of a segment share an array.
+        """
+        found: dict[str, list[Array]] = {}
+        for run in self.runs:
+            of_groups = self._run_features(run, inputs, leading, compute_dtype, memory)
+            for segment, first, stop in run.layers:
+                n = run.layers_per_group(first, stop)
+                of_layers = of_groups if n == 1 else jnp.repeat(of_groups, n, axis=0)
+                found.setdefault(segment.stacks[0].name, []).append(of_layers)
+        shared = {name: own[0] if len(own) == 1 else jnp.concatenate(own) for name, own in found.items()}
+        segments = dict.fromkeys(segment for run in self.runs for segment, _, _ in run.layers)
+        return StackFeatures(
+            shared, tuple((stack.name, segment.stacks[0].name) for segment in segments for stack in segment.stacks)
+        )
+
+    def _run_features(
+        self, run: Run, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+    ) -> Float[Array, "groups *n d"]:
+        arrays, of_arrays = inputs.of_layers(run.layers)
+        rows = {}
+        for segment, first, stop in run.layers:
+            for stack in segment.stacks:
+                if stack.name in self.project.rows:
+                    own = slice(first - stack.first, stop - stack.first)
+                    rows[stack.name] = jax.tree.map(lambda x, own=own: x[own], self.project.rows[stack.name])
+        by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
+        by_group = jax.tree.map(lambda x: x[run.groups], (self.project.b, self.blocks))
+        block_axes = jax.tree.map(Axes.under, self.blocks.axes())
+
+        def group(_: None, own: Any) -> tuple[None, Array]:
+            (arrays, rows), (b, blocks) = own
+            # Of a whole group at once: few gathers, and large ones.
+            blocks = gather_tree(blocks, block_axes, compute_dtype)
+            into = replace_fields(self.project, rows=rows, b=b)
+            h = into(of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
+            h = through_blocks(self.config.transformer, blocks, h.astype(compute_dtype), memory)
+            return None, constrain(h, "batch")
+
+        found: Array = over_layers(memory, group, None, (by_layer, by_group), "ci")[1]
+        return found
+
+    def axes(self) -> Any:
+        """Every matrix is split by output, the heads by component."""
+        return replace_fields(
+            self,
+            project=self.project.axes(),
+            blocks=jax.tree.map(lambda a: a.under().under(), self.blocks.axes()),
+            heads=self.heads_axes(),
+        )
+
+
+def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites) -> ChunkwiseCI:
+    """Fresh weights (C6). Raises UnfitGroups."""
+    to_input, to_blocks, to_heads = jax.random.split(key, 3)
+    d, runs = config.transformer.d_model, runs_of_groups(sites, config.layers_per_chunk)
+    read = stacks_read(config, sites)
+    widths = widths_of_layers(runs, read)
+    n_groups = sum(run.n for run in runs)
+
+    def rows(stack: Stack) -> Array:
+        drawn = draw_rows(to_input, stack, d)
+        scale = HIDDEN_GAIN / np.sqrt([widths[layer] for layer in stack.layers])
+        return jnp.asarray(scale, jnp.float32).reshape(-1, *(1,) * (drawn.ndim - 1)) * drawn
+
+    return ChunkwiseCI(
+        project=JointAffine(
+            {stack.name: rows(stack) for stack in sites.stacks if stack.name in read},
+            jnp.zeros((n_groups, d), jnp.float32),
+        ),
+        blocks=draw_per_site(
+            lambda k: init_blocks(config.transformer, *jax.random.split(k)), to_blocks, tuple(range(n_groups))
+        ),
+        heads=init_heads(to_heads, sites, d),
+        runs=runs,
+        config=config,
+    )
+
+
+def widths_of_layers(runs: Sequence[Run], read: frozenset[str]) -> dict[int, int]:
+    """For every layer with sites, the width of its group's concatenation. ``read``: the stacks that are in it."""
+    found: dict[int, int] = {}
+    for run in runs:
+        width = sum(
+            run.layers_per_group(first, stop) * stack.read_width * (stack.experts or 1)
+            for segment, first, stop in run.layers
+            for stack in segment.stacks
+            if stack.name in read
+        )
+        found |= {layer: width for _, first, stop in run.layers for layer in range(first, stop)}
+    return found

@@ -1,0 +1,166 @@
+"""A CI transformer for each group of sites (C6): a step with it, its groups, its initial weights.
+
+Its logits and gradients are held against the reference in `test_ci.py`, its inputs in `test_ci_inputs.py`, the memory
+policies in `test_policies.py`, as those of the others are.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.adversary import BroadcastAcrossBatch
+from param_decomp_jax.ci import ChunkwiseTransformer, GlobalTransformer, SiteGroup, UnfitGroups, stacks_read
+from param_decomp_jax.ci.chunkwise import runs_of_groups
+from param_decomp_jax.memory import PLAIN
+from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sites import Site, Sites
+from tests.core import test_devices as devices
+from tests.core import test_experts as experts
+from tests.core import tiny, toys
+from tests.core.test_ci import KEY, WIDE, assert_mlp, assert_normal, initialise
+from tests.core.test_policies import POLICIES, under
+from tests.core.test_reverse_residual import LASTING, TERMS, TOY, TOY_SITES
+
+FLAT = ChunkwiseTransformer(GlobalTransformer(4, 1, (5,), n_heads=2, max_len=1))
+
+
+@tiny.SLOW_IN_FP32
+def test_a_step_is_the_reference(exact: bool) -> None:
+    """Two alike groups, their inputs recomputed, logits made where they are read, in blocks."""
+    problem = under(tiny.problem(TERMS, toys.target(TOY, TOY_SITES), ci=FLAT), POLICIES["lean"])
+    tiny.assert_step_is_the_reference(problem, toys.weights(TOY), toys.features(TOY), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers_per_chunk", [1, 2])
+def test_a_step_on_a_llama_is_the_reference(layers_per_chunk: int) -> None:
+    """Groups of one layer, and one of two alike layers before one of another kind. In float64 alone, as for
+    `global_reverse_residual`."""
+    ci = dataclasses.replace(
+        tiny.CHUNKWISE, layers_per_chunk=layers_per_chunk, inputs=SiteGroup("inputs", ("*q_proj",))
+    )
+    problem = tiny.problem((*TERMS, LASTING), ci=ci)
+    tiny.assert_step_is_the_reference(problem, tiny.weights(), tiny.TOKENS, exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["plain", "lean"])
+def test_a_step_with_experts_is_the_reference(policy: str) -> None:
+    """X5: what an expert does not read is 0 in its layer's concatenation."""
+    problem = tiny.problem(experts.TERMS, experts.target(), ci=tiny.CHUNKWISE)
+    problem = under(problem, PLAIN if policy == "plain" else POLICIES["lean"])
+    tiny.assert_step_is_the_reference(problem, experts.weights(), tiny.TOKENS, exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MeshShape(2, 2, 2), MeshShape(fsdp=8)], ids=["2x2x2", "1x8x1"])
+def test_one_device_is_eight(shape: MeshShape) -> None:
+    """Split over all axes of the mesh, most levers of memory on."""
+    terms = devices.terms_with(devices.attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1), TERMS[1])
+    target = tiny.target(devices.CONFIG, devices.CHOSEN)
+    problem = tiny.problem(terms, target, ci=tiny.CHUNKWISE, batch_size=devices.LEADING[0])
+    state = tiny.ruffled_state(problem, step=0, seed=2, leading=devices.LEADING)
+    with jax.enable_x64(True):
+        problem, state = tiny.in_float64(problem), tiny.to_float64(state)
+        weights = tiny.to_float64(tiny.weights(devices.CONFIG))
+        runs = [
+            devices.run(devices.under(problem, policy), state, weights, devices.tokens, of)
+            for policy, of in ((PLAIN, devices.ALONE), (devices.POLICIES["lean"], shape))
+        ]
+    devices.assert_one_is_eight(problem, *runs, exact=True)
+
+
+# ---- groups ----
+
+
+def sites_of(*layers: tuple[int, str]) -> Sites:
+    """Kinds by letter, layer by layer; a capital letter is a kind with another C."""
+    return Sites(
+        tuple(
+            Site(f"layers.{n}.{kind.lower()}", n, kind.lower(), "x", 4, 3, C=5 if kind.islower() else 6)
+            for n, kinds in layers
+            for kind in kinds
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "layers_per_chunk", "runs"),
+    [
+        # (number of groups, their layers, of every segment)
+        ([(n, "ab") for n in range(4)], 1, [(4, [range(4)])]),
+        ([(n, "ab") for n in range(4)], 2, [(2, [range(4)])]),
+        ([(n, "ab") for n in range(5)], 2, [(2, [range(4)]), (1, [range(4, 5)])]),
+        ([(n, "ab") for n in range(4)], 9, [(1, [range(4)])]),
+        # Another C begins another segment.
+        ([(0, "a"), (1, "a"), (2, "A"), (3, "A")], 1, [(2, [range(2)]), (2, [range(2, 4)])]),
+        ([(0, "a"), (1, "a"), (2, "a"), (3, "A"), (4, "A"), (5, "A")], 2,
+         [(1, [range(2)]), (1, [range(2, 3), range(3, 4)]), (1, [range(4, 6)])]),
+        # Layers without a site are not counted.
+        ([(0, "a"), (5, "a"), (6, "a")], 2, [(1, [range(1), range(5, 6)]), (1, [range(6, 7)])]),
+    ],
+)  # fmt: skip
+def test_runs_of_groups(layers: list[tuple[int, str]], layers_per_chunk: int, runs: list[tuple[int, Any]]) -> None:
+    found = runs_of_groups(sites_of(*layers), layers_per_chunk)
+    assert [(run.n, [range(first, stop) for _, first, stop in run.layers]) for run in found] == runs
+    assert [run.first for run in found] == np.cumsum([0] + [n for n, _ in runs[:-1]]).tolist()
+
+
+def test_what_is_read() -> None:
+    sites = sites_of((0, "ab"), (1, "ab"), (2, "b"))
+    read = ChunkwiseTransformer(FLAT.transformer, 1, SiteGroup("inputs", ("model.layers.*.b",), ("model.",)))
+    assert stacks_read(read, sites) == {"layers.0-1.b", "layers.2.b"}
+    assert stacks_read(FLAT, sites) == {stack.name for stack in sites.stacks}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("*.b", "*.c"), "'*.c' matches no site"),
+        (("layers.0.a", "layers.1.b", "layers.0.b", "*.2.*"), "match layers.0.a and not layers.1.a; of alike sites"),
+        (("*.a",), "match none of layers.2.b; of every group"),
+    ],
+)
+def test_what_cannot_be_read(patterns: tuple[str, ...], message: str) -> None:
+    config = dataclasses.replace(FLAT, inputs=SiteGroup("inputs", patterns))
+    with pytest.raises(UnfitGroups, match=re.escape(message)):
+        stacks_read(config, sites_of((0, "ab"), (1, "ab"), (2, "b")))
+
+
+# ---- initial values ----
+
+CONFIG = ChunkwiseTransformer(GlobalTransformer(d_model=64, n_blocks=2, mlp_hidden=(96,), n_heads=4))
+
+
+def test_initial_weights() -> None:
+    """C6: gain √2 over the width of the group's concatenation; attention is uniform; every group has its own."""
+    ci: Any = initialise(CONFIG, KEY, WIDE)
+    pairs: Any = initialise(dataclasses.replace(CONFIG, layers_per_chunk=2), KEY, WIDE)
+    for of, n_groups, widths in ((ci, 3, (40, 24)), (pairs, 2, (80, 24))):
+        for stack, width in zip(WIDE.stacks, widths, strict=True):
+            assert_normal(of.project.rows[stack.name], (2 / width) ** 0.5)
+            assert_mlp((of.heads[stack.name],), (64,))
+        assert of.project.b.shape == (n_groups, 64)
+        assert not np.any(of.project.b)
+        assert_mlp(of.blocks.mlp, (64, 96))
+        bound = 64**-0.5
+        for x in (of.blocks.q, of.blocks.k, of.blocks.v, of.blocks.o):
+            assert x.shape == (n_groups, 2, 64, 64)
+            assert 0.999 * bound < np.abs(x).max() <= bound * (1 + 1e-6)
+            assert tiny.array(x).std() == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert np.unique(x[..., 0, 0]).size == n_groups * 2
+
+
+def test_draws_do_not_depend_on_what_is_computed_together() -> None:
+    """M4, C6: layers 0 and 1 as one stack, or as layers that are not scanned together."""
+    apart = Sites(tuple(dataclasses.replace(site, group=site.layer) for site in WIDE.all))
+    one, two = (initialise(CONFIG, KEY, sites) for sites in (WIDE, apart))
+    assert len(one.runs) == 2 < len(two.runs)  # type: ignore[attr-defined]
+    tiny.assert_alike(tiny.ref_ci(one, WIDE), tiny.ref_ci(two, apart), 1e-7)
+    leaves = zip(jax.tree.leaves(one.blocks), jax.tree.leaves(two.blocks), strict=True)  # type: ignore[attr-defined]
+    assert all(jnp.array_equal(a, b) for a, b in leaves)
