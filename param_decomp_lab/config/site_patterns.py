@@ -41,6 +41,11 @@ def matches_module(pattern: str, name: str) -> bool:
     return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))
 
 
+def expert_of(name: str) -> str:
+    """An expert's name, from that of its matrix: ``layers.3.mlp.experts.5`` from ``layers.3.mlp.experts.5.up_proj``."""
+    return name.rpartition(".")[0]
+
+
 def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:
     prefix = next((prefix for prefix in PREFIXES if target.module_pattern.startswith(prefix)), "")
     close = difflib.get_close_matches(target.module_pattern.removeprefix(prefix), names, n=3, cutoff=0.0)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ImportanceReader, per_component
 from param_decomp_jax.components import Components
@@ -53,6 +55,19 @@ def mean_l0(
         return []
     found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
     return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
+
+
+def routed_shares(
+    reader: ImportanceReader, sites: Sites, n_positions: int
+) -> dict[str, Float[Array, "layers experts"]]:
+    """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
+
+    def of_layer(chosen: Int[Array, "*n k"], n_experts: int) -> Float[Array, " experts"]:
+        taken = chosen.reshape(-1, 1) == jnp.arange(n_experts)
+        return jnp.sum(taken, axis=0, dtype=jnp.float32) / n_positions
+
+    experts = {stack.name: stack.experts for stack in sites.stacks if stack.experts is not None}
+    return {name: jax.vmap(partial(of_layer, n_experts=n))(reader.chosen[name]) for name, n in experts.items()}
 
 
 @dataclass

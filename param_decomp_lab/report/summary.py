@@ -111,9 +111,12 @@ def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
     for group in l0.groups:
         table.add_row(group.name, "", number(group.series.first), number(group.series.last), "", "")
     if len(l0.sites) > 1:
-        first = sum(site.series.first for site in l0.sites) / len(l0.sites)
         share = l0.mean / l0.mean_C if l0.mean is not None and l0.mean_C else None
-        table.add_row("mean over sites", number(l0.mean_C), number(first), number(l0.mean), percent(share), "")
+        means = (number(value) for value in (l0.mean_C, l0.first_mean, l0.mean))
+        table.add_row("mean over sites", *means, percent(share), "")
+    if l0.has_experts:
+        table.caption = "L0 is over all positions. Shares and the mean are over those that take the expert."
+        table.caption_justify = "left"
     return table
 
 
