@@ -250,7 +250,7 @@ class Evaluation:
         metrics = self._metrics
         if metrics.histograms is None and metrics.means is None and metrics.density is None:
             return {}
-        s = self.statistics(state, weights, stop)
+        s = self.statistics(state, weights, stop).pooled()
         n_bins = next(iter(s.counts.values())).shape[0]
         drawn: dict[str, Figure] = {}
         if metrics.histograms is not None:

@@ -15,8 +15,11 @@ from param_decomp_jax.components import Components
 from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem
+from param_decomp_lab.config.site_patterns import of_all_experts
 
 BINS = 100
+MANY_SITES = 128
+"""With more sites than this, `Statistics.pooled` takes the experts of a layer together."""
 
 
 def batch_statistics(
@@ -88,3 +91,20 @@ class Statistics:
             return {name: combine(np.stack([own[name] for own in kept]), axis=0) for name in names}
 
         return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))
+
+    def pooled(self) -> "Statistics":
+        """What figures show: where there are many sites, the components of a layer's experts together, by kind.
+
+        768 panels take minutes to draw, and nobody reads them.
+        """
+        if len(self.counts) <= MANY_SITES:
+            return self
+        members: dict[str, list[str]] = {}
+        for name in self.counts:
+            members.setdefault(of_all_experts(name), []).append(name)
+
+        def joined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: np.concatenate([arrays[site] for site in own]) for name, own in members.items()}
+
+        counts = {name: np.sum([self.counts[site] for site in own], axis=0) for name, own in members.items()}
+        return Statistics(counts, joined(self.means), joined(self.densities))

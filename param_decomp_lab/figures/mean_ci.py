@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures.grid import site_grid
+from param_decomp_lab.figures.grid import if_experts, site_grid
 from param_decomp_lab.figures.style import BLUE, QUIET, VERMILION, title_axes
 
 FLOOR = 1e-7
@@ -22,7 +22,8 @@ def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure
     grid = site_grid(
         list(means),
         "Mean causal importance per component",
-        "Components sorted by mean λ: linear on the left, log on the right. Components at exactly zero are orange.",
+        "Components sorted by mean λ: linear on the left, log on the right. Components at exactly zero are orange."
+        + if_experts(means, "Means are over all positions; those of experts, too."),
         panels=2,
     )
     for i, (name, values) in enumerate(means.items()):

@@ -12,7 +12,7 @@ from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, k
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 
 MANY_SITES = 24
-"""With more sites than this the table shows the widest and the narrowest few."""
+"""With more sites than this the table shows those with the largest and the smallest shares."""
 
 
 def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str, int]) -> list[Table]:
@@ -85,7 +85,7 @@ def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
     title = f"Active components per position (L0, λ > {l0.threshold})" if l0 else ""
     table = plain_table(
         title,
-        ("site", "left"),
+        ("site", "wrap"),
         ("C", "right"),
         ("first", "right"),
         ("last", "right"),
@@ -96,17 +96,17 @@ def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
         return table
     shown = l0.sites
     if len(shown) > MANY_SITES:
-        by_share = sorted(shown, key=lambda site: -(site.share or 0.0))
+        by_share = sorted((site for site in shown if site.share is not None), key=lambda site: -(site.share or 0.0))
         extremes = {site.name for site in (*by_share[: MANY_SITES // 2], *by_share[-MANY_SITES // 2 :])}
         shown = [site for site in shown if site.name in extremes]
     for site in shown:
         share = site.share
-        bar = Text("█" * round(20 * min(share or 0.0, 1.0)) or "▏", style="cyan")
+        bar = Text("█" * round(10 * min(share or 0.0, 1.0)) or "▏", style="cyan")
         table.add_row(
             site.name, number(site.C), number(site.series.first), number(site.series.last), percent(share), bar
         )
     if len(shown) < len(l0.sites):
-        table.add_row(f"… {len(l0.sites) - len(shown)} sites in between", "", "", "", "", "")
+        table.add_row(f"… {len(l0.sites) - len(shown)} others", "", "", "", "", "")
     table.add_section()
     for group in l0.groups:
         table.add_row(group.name, "", number(group.series.first), number(group.series.last), "", "")

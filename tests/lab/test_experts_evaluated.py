@@ -12,6 +12,7 @@ from param_decomp_jax.ci import GlobalMLP
 from param_decomp_jax.components import with_views
 from param_decomp_jax.importances import read_batch, site_logits
 from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_lab.eval.examples import n_shown
 from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
 from tests import reference as ref
 from tests.core import tiny
@@ -65,3 +66,26 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
         expected, _ = np.histogram(at, np.linspace(0, 1, BINS + 1))
         assert of_sites.counts[name].sum() == at.size
         assert np.abs(of_sites.counts[name] - expected).sum() <= 4  # of the edges of bins in fp32
+
+
+def test_examples_of_many_sites_fit_a_page() -> None:
+    assert [n_shown(n_sites) for n_sites in (1, 224, 768, 5000)] == [16, 16, 5, 1]
+
+
+def test_many_experts_are_shown_together() -> None:
+    """A panel for each layer and kind, with all components; every other site by itself."""
+    rng = np.random.default_rng(0)
+    experts = [f"layers.{n}.mlp.experts.{e}.{kind}_proj" for n in (0, 1) for kind in ("up", "down") for e in range(40)]
+    names = [*experts, "layers.1.self_attn.q_proj"]
+    means, densities = ({name: rng.random(3) for name in names} for _ in range(2))
+    all_of_them = Statistics({name: rng.integers(0, 9, BINS) for name in names}, means, densities)
+    shown = all_of_them.pooled()
+    assert [*shown.counts] == [*shown.means] == [*shown.densities] == [
+        *(f"layers.{n}.mlp.experts.*.{kind}_proj" for n in (0, 1) for kind in ("up", "down")), names[-1]
+    ]  # fmt: skip
+    assert sorted(shown.means["layers.1.mlp.experts.*.down_proj"]) == sorted(
+        value for name in experts[-40:] for value in means[name]
+    )
+    assert sum(counts.sum() for counts in shown.counts.values()) == sum(c.sum() for c in all_of_them.counts.values())
+    few = Statistics(*({name: x[name] for name in names[:60]} for x in vars(all_of_them).values()))
+    assert few.pooled() is few
