@@ -50,7 +50,7 @@ def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure
         log.set_yticks([1.0, 1e-2, 1e-4, 1e-6])
         log.minorticks_off()
         above = [int((ordered > threshold).sum()) for threshold in (0.1, 0.001)]
-        title_axes(linear, name, f"{above[0]} above 0.1 · C = {len(ordered)}", grid.size)
+        title_axes(linear, name, f"{above[0]} above 0.1 · C = {len(ordered)}", grid.size, panels=2)
         title_axes(log, "", f"{above[1]} above 0.001 · {zeros} at 0", grid.size)
         if grid.bottom[i]:
             for axes in (linear, log):

@@ -11,7 +11,7 @@ from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 
-MANY_SITES = 24
+MANY_SITES = 32
 """With more sites than this the table shows those with the largest and the smallest shares."""
 
 

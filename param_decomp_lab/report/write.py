@@ -193,7 +193,7 @@ def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
 
 
 def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
-    """L0 as a share of C over steps: one chart, or with many sites one for each kind with a colour ramp over layers."""
+    """L0 as a share of C over steps: one chart, or with many sites one for each kind with a colour ramp over them."""
     if l0 is None:
         return []
     shares = {
