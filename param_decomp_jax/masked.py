@@ -43,7 +43,7 @@ from param_decomp_jax.mesh import (
 from param_decomp_jax.numerics import matmul, wide
 from param_decomp_jax.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.targets.plain_linears import CHOSEN, frozen_axes, output_record
+from param_decomp_jax.targets.plain_linears import CHOSEN, frozen_axes, output_record, top_experts
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class MaskedLayer:
     ) -> Float[Array, "rows *n d_out"]:
         return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
 
-    def choose(self, chosen: Int[Array, "rows *n k"]) -> Int[Array, "rows *n k"]:
+    def choose(self, logits: Float[Array, "rows *n experts"], k: int) -> Int[Array, "rows *n k"]:
         """X3: the clean pass's, where experts are sites."""
-        return chosen if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
+        return top_experts(logits, k) if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
 
     def grouped(
         self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups

@@ -383,8 +383,8 @@ def replace_fields(module: Any, **fields: Any) -> Any:
 
 
 def by_node(*arrays: Array) -> tuple[Array, ...] | None:
-    """Arrays ``[B, …]`` as ``[devices, nodes, rows, …]``, with the second axis over the nodes of the mesh; None where that
-    has one, or B is not divided by its devices."""
+    """Arrays ``[B, …]`` as ``[devices, nodes, rows, …]``, the second axis over the nodes of the mesh; None where it has
+    one, or its devices do not divide B."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else _sizes(mesh)
     nodes = sizes.get("nodes", 1)

@@ -1350,6 +1350,11 @@ def l0(lower_ci: dict[str, Array], threshold: float, groups: dict[str, list[str]
     return per_site | grouped
 
 
+def routed_shares(exists: dict[str, Array]) -> dict[str, float]:
+    """X4: {expert: share of the positions that take it}, from {expert's site: bool `[...]`}."""
+    return {site.rpartition(".")[0]: float(own.mean()) for site, own in exists.items()}
+
+
 def identity_ci_error(ci: Array, component_of_feature: Array) -> int:
     """ci `[features, C]` and the (Hungarian) matching, `[features]`: off-diagonal entries > 0.1
     plus diagonal entries < 0.9; the entries of unmatched components are off-diagonal."""

@@ -46,8 +46,8 @@ class LayerLinears(Protocol):
         """Receives the layer's input (the residual stream, or tokens) before any matrix is applied."""
         ...
 
-    def choose(self, chosen: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
-        """Receives the experts that the layer's router takes at each position, and says which are computed (X3)."""
+    def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
+        """Receives what the layer's router says at each position, and says which k experts are computed (X1, X3)."""
         ...
 
     def grouped(

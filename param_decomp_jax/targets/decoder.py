@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def writes_residual(self) -> frozenset[str]:
-        """Kinds of the matrices whose output is added to the residual stream as it is."""
+        """Kinds of the matrices whose output is added to the residual stream, as it is or multiplied by a number."""
         return frozenset()
 
     # ---- what they share ----

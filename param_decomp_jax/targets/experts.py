@@ -23,7 +23,7 @@ def mixture(
     their outputs.
     """
     logits = matmul_wide(h, gather(w["router"], linear.frozen, h.dtype))
-    chosen = linear.choose(jax.lax.top_k(logits, experts.per_token)[1])
+    chosen = linear.choose(logits, experts.per_token)
     weights = expert_weights(experts, logits, chosen)
     groups = group(chosen, experts.n)
     gate, up, down = EXPERT_KINDS

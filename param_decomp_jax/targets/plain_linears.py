@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.components import look_up
@@ -33,6 +34,11 @@ def output_record(kind: str) -> str:
     return f"{kind}.output"
 
 
+def top_experts(logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
+    """Those with the largest logits; of equal ones, those with the lower number (X1)."""
+    return jax.lax.top_k(logits, k)[1]
+
+
 @dataclass
 class PlainLayer:
     """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked.
@@ -50,7 +56,8 @@ class PlainLayer:
         if self.reads:
             self.records[RESIDUAL] = x
 
-    def choose(self, chosen: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
+    def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
+        chosen = top_experts(logits, k)
         if any(kind in self.reads for kind in EXPERT_KINDS):
             self.records[CHOSEN] = chosen
         return chosen

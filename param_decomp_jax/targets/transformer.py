@@ -54,8 +54,9 @@ class Transformer(Decoder):
 
     @property
     def writes_residual(self) -> frozenset[str]:
-        """What a norm after the block changes first is not simply added."""
-        return frozenset({"o_proj", "down_proj"}) if self.architecture.norms == "before" else frozenset()
+        """What a norm after the block changes first is not simply added; an expert's is added with a weight."""
+        kinds = ("o_proj", "down_proj", "experts.down_proj")
+        return frozenset(kinds if self.architecture.norms == "before" else ())
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         return self._placed(self.look_up(weights["embed"], tokens), weights)

@@ -54,11 +54,12 @@ class TransformerConfig(Architecture):
     ``rope_theta``: None has a table of ``learned_positions`` instead. ``rotary_dim``: of a head's dimensions, the first
     that turn (None: all). ``qk_norm``: of queries and keys, of each head or over all of them. ``biases``: kinds of
     matrices that have one. ``fused``: the file keeps q, k and v in one matrix, one after the other or head by head.
-    ``window``: how far back the ``window_layers`` read. ``query_scale``: of scores, None for ``head_dim^-½``;
-    ``scale_by_layer`` divides it by the layer's number from 1 up. ``clip``: largest absolute value of queries, keys and
-    values. ``attention_cap``, ``logit_cap``: x becomes ``cap · tanh(x / cap)``. ``embed_scale``: multiplies embeddings.
-    ``gated``: ``act(gate) · up``, else ``act(up)``. ``tied``: the unembedding is the embedding.
-    ``max_positions``: longest sequence, None where a run's folder from before it was kept does not say.
+    ``window``: how far back the layers of ``window_layers`` read; it has no effect where that is empty.
+    ``query_scale``: of scores, None for ``head_dim^-½``; ``scale_by_layer`` divides it by the layer's number from 1 up.
+    ``clip``: largest absolute value of queries, keys and values. ``attention_cap``, ``logit_cap``: x becomes
+    ``cap · tanh(x / cap)``. ``embed_scale``: multiplies embeddings. ``gated``: ``act(gate) · up``, else ``act(up)``.
+    ``tied``: the unembedding is the embedding. ``max_positions``: longest sequence, None where a run's folder from
+    before it was kept does not say.
     """
 
     vocab_size: int

@@ -13,6 +13,7 @@ from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
 from param_decomp_lab.browse.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
+from param_decomp_lab.config.site_patterns import expert_of
 from param_decomp_lab.display.numbers import amount, number, percent, signed
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
@@ -106,8 +107,13 @@ class Pages:
         return self.render(
             "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=verdict(series, {}, l0),
             sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
-            C=sum(site.C for site in plan.sites), page=page, pages=pages,
+            C=sum(site.C for site in plan.sites), page=page, pages=pages, experts=l0 is not None and l0.has_experts,
         )  # fmt: skip
+
+    def _routed(self, opened: Opened, site: str) -> float | None:
+        """Of an expert's matrix, the share of the positions that take the expert, as the run logged it; None for a site
+        that exists everywhere."""
+        return self.catalog.run(opened.run).status.last.get(f"eval/routed/{expert_of(site)}")
 
     # --- a site ---
 
@@ -141,7 +147,7 @@ class Pages:
             map=site_map(summary, numbers, lambda n: address(*base, n), of_range), across=ACROSS, down=DOWN,
             sorts=SORTS, labelled=LABELLED, matched=shown_tokens(opened, tokens[:8].tolist()), n_matched=len(tokens),
             alive=int((summary.firings > 0).sum()), l0=float(summary.density.sum()), n_labels=len(labels),
-            unit=_unit(opened), neighbours=_site_neighbours(opened, site),
+            unit=_unit(opened), neighbours=_site_neighbours(opened, site), routed=self._routed(opened, site),
         )  # fmt: skip
 
     # --- a component ---
@@ -177,7 +183,7 @@ class Pages:
                 )
             ],
             rare=row["firings"] < RARE_FIRINGS, unit=_unit(opened), author=user_name(),
-            longest=LONGEST, longest_name=LONGEST_NAME,
+            routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
         )  # fmt: skip
 
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Matches the patterns of `decomposition_targets` against the module names of a target."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -39,6 +40,16 @@ def match_sites(
 def matches_module(pattern: str, name: str) -> bool:
     """Whether an fnmatch pattern matches the module ``name``, alone or behind a prefix such as `model.`."""
     return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))
+
+
+def expert_of(name: str) -> str:
+    """An expert's name, from that of its matrix: ``layers.3.mlp.experts.5`` from ``layers.3.mlp.experts.5.up_proj``."""
+    return name.rpartition(".")[0]
+
+
+def of_all_experts(name: str) -> str:
+    """``layers.3.mlp.experts.*.up_proj`` from ``layers.3.mlp.experts.5.up_proj``; other names as they are."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:

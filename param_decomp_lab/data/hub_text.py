@@ -4,7 +4,6 @@ A split is streamed: each of its files is read by one process, and nothing but t
 (``train[:10000]``) needs all of it, so that it is fetched into the library's cache, as `datasets` itself does.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Role, Unit
 from param_decomp_lab.data.records import Column, column_documents, require_column
 from param_decomp_lab.data.spans import ROWS_AT_ONCE
+from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.untrusted.printable import printable, shortened
 
@@ -51,13 +51,13 @@ class HubDataset:
             return self
         from huggingface_hub import HfApi
 
-        with self._asking(), quiet():
+        with self._asking(), quiet_hub():
             return replace(self, revision=HfApi().dataset_info(self.name, revision=self.revision).sha)
 
     def units(self, split: str, role: Role) -> list[Unit]:
         """The units of a split, or of a slice of one. Raises as `pinned` does."""
         sliced = "[" in split or "+" in split
-        with self._asking(), quiet():
+        with self._asking(), quiet_hub():
             loaded = self._load(split, streaming=not sliced)
             if sliced:
                 bounds = range(0, len(loaded), ROWS_PER_UNIT)
@@ -69,7 +69,7 @@ class HubDataset:
 
     def tables(self, span: "HubSpan") -> Iterator[Any]:
         """Arrow tables of a span's rows."""
-        with self._asking(), quiet():
+        with self._asking(), quiet_hub():
             if span.n_shards:
                 shard = self._load(span.split, streaming=True).shard(span.n_shards, span.first)
                 yield from shard.with_format("arrow").iter(ROWS_AT_ONCE)
@@ -195,17 +195,3 @@ def _unreachable(what: str, error: Exception) -> CannotFetch | UserError:
         f"{what} could not be read from {constants.ENDPOINT}: {reason}; what is done is kept: start again where there "
         "is a network, or tokenize it there and copy the folder"
     )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A block in which the clients of the hub print nothing."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from param_decomp_lab.data.hub_text import explained, quiet
+from param_decomp_lab.data.hub_text import explained
 from param_decomp_lab.data.tokenizers import BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
+from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.printable import printable
 
@@ -35,7 +36,7 @@ def fetch_tokenizer(name: str) -> str:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     what = f"the tokenizer of {printable(name, 200)}"
-    with explained(what, f"models/{name}"), quiet():
+    with explained(what, f"models/{name}"), quiet_hub():
         try:
             file = hf_hub_download(name, TOKENIZER_FILE)
         except LocalEntryNotFoundError:  # no network

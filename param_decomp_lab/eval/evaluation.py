@@ -35,12 +35,12 @@ from param_decomp_lab.config.metric_schema import (
     CIMeanPerComponent,
     ComponentActivationDensity,
 )  # fmt: skip
-from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.site_patterns import expert_of, matches_module
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
-from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0
+from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0, routed_shares
 from param_decomp_lab.eval.toy_probe import Probe
 from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.setup.programs import Program
@@ -132,6 +132,7 @@ class Evaluation:
             measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, ce_kl_key, self._sampling, threshold)
         thresholds = [l0.ci_alive_threshold for l0 in metrics.l0]
         measured["l0"] = mean_l0(problem, components, reader, thresholds, clean_pass.at.size)
+        measured["routed"] = routed_shares(reader, problem.target.sites, clean_pass.at.size) if metrics.l0 else {}
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
@@ -191,6 +192,10 @@ class Evaluation:
             for group, patterns in (l0.groups or {}).items():
                 members = [v for name, v in by_site.items() if any(matches_module(p, name) for p in patterns)]
                 row[prefix + group] = float(sum(members))
+        sites = self._problem.target.sites
+        for site, (stack, place) in zip(sites.all, sites.stack_rows, strict=True):
+            if stack.name in means["routed"]:
+                row[f"eval/routed/{expert_of(site.name)}"] = float(means["routed"][stack.name][place])
         return row if self._probe is None else row | self._probe.numbers(partial_state, weights)
 
     def compile(self, state: State, weights: Weights) -> None:
@@ -244,7 +249,7 @@ class Evaluation:
         metrics = self._metrics
         if metrics.histograms is None and metrics.means is None and metrics.density is None:
             return {}
-        s = self.statistics(state, weights, stop)
+        s = self.statistics(state, weights, stop).pooled()
         n_bins = next(iter(s.counts.values())).shape[0]
         drawn: dict[str, Figure] = {}
         if metrics.histograms is not None:

@@ -22,6 +22,11 @@ from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.eval.statistics import Statistics
 from param_decomp_lab.run_folder.folder import EXAMPLES_FILE
 
+MOST_OF_A_SITE = 16
+MOST = 4096
+"""Components of which there are examples, of a site and of all sites together: more would fill the device's memory and
+the report."""
+
 
 class Examples(NamedTuple):
     """The components chosen of each site, and what they do on the evaluation's rows."""
@@ -31,6 +36,11 @@ class Examples(NamedTuple):
     logits: dict[str, Float[np.ndarray, "rows T n"]]
 
 
+def n_shown(n_sites: int) -> int:
+    """Components of a site of which there are examples."""
+    return max(1, min(MOST_OF_A_SITE, MOST // n_sites))
+
+
 def find_examples(
     problem: Problem,
     state: State,
@@ -38,10 +48,10 @@ def find_examples(
     batches: Iterable[Array],
     statistics: Statistics,
     mesh: Mesh,
-    n_components: int = 16,
 ) -> Examples:
-    """Logits of each site's ``n_components`` of largest mean λ. Every process of a run takes part."""
+    """Logits of each site's few components of largest mean λ. Every process of a run takes part."""
     sites = problem.target.sites
+    n_components = n_shown(len(sites.all))
     chosen = {name: np.argsort(-mean)[:n_components] for name, mean in statistics.means.items()}
     by_stack = {s.name: s.lay_out(np.stack([chosen[sites.all[n].name] for n in s.sites])) for s in sites.stacks}
 

@@ -2,19 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ImportanceReader, per_component
 from param_decomp_jax.components import Components
 from param_decomp_jax.grouped import OverPositions
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.step import Problem
+from param_decomp_lab.config.site_patterns import of_all_experts
 
 BINS = 100
+MANY_SITES = 128
+"""With more sites than this, `Statistics.pooled` takes the experts of a layer together."""
 
 
 def batch_statistics(
@@ -55,6 +60,19 @@ def mean_l0(
     return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
 
 
+def routed_shares(
+    reader: ImportanceReader, sites: Sites, n_positions: int
+) -> dict[str, Float[Array, "layers experts"]]:
+    """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
+
+    def of_layer(chosen: Int[Array, "*n k"], n_experts: int) -> Float[Array, " experts"]:
+        taken = chosen.reshape(-1, 1) == jnp.arange(n_experts)
+        return jnp.sum(taken, axis=0, dtype=jnp.float32) / n_positions
+
+    experts = {stack.name: stack.experts for stack in sites.stacks if stack.experts is not None}
+    return {name: jax.vmap(partial(of_layer, n_experts=n))(reader.chosen[name]) for name, n in experts.items()}
+
+
 @dataclass
 class Statistics:
     """`batch_statistics` over several batches of equal size, per site."""
@@ -73,3 +91,20 @@ class Statistics:
             return {name: combine(np.stack([own[name] for own in kept]), axis=0) for name in names}
 
         return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))
+
+    def pooled(self) -> "Statistics":
+        """What figures show: where there are many sites, the components of a layer's experts together, by kind.
+
+        768 panels take minutes to draw, and nobody reads them.
+        """
+        if len(self.counts) <= MANY_SITES:
+            return self
+        members: dict[str, list[str]] = {}
+        for name in self.counts:
+            members.setdefault(of_all_experts(name), []).append(name)
+
+        def joined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: np.concatenate([arrays[site] for site in own]) for name, own in members.items()}
+
+        counts = {name: np.sum([self.counts[site] for site in own], axis=0) for name, own in members.items()}
+        return Statistics(counts, joined(self.means), joined(self.densities))

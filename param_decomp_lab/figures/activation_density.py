@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures.grid import site_grid
+from param_decomp_lab.figures.grid import if_experts, site_grid
 from param_decomp_lab.figures.style import BLUE, QUIET, VERMILION, title_axes
 
 BINS_PER_DECADE = 5
@@ -22,7 +22,8 @@ def activation_density(densities: Mapping[str, Float[np.ndarray, "C"]]) -> Figur
         list(densities),
         "Activation density",
         "Number of components that are active on this share of all positions (log scale). "
-        "Orange: never active (dead); ↑ marks a bar that is cut off.",
+        "Orange: never active (dead); ↑ marks a bar that is cut off."
+        + if_experts(densities, "Shares are of all positions; those of experts, too."),
     )
     positive = [float(values[values > 0].min()) for values in densities.values() if (values > 0).any()]
     first_decade = int(np.floor(np.log10(min([*positive, 0.1]) * 1.0001)))

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures.grid import site_grid
+from param_decomp_lab.figures.grid import if_experts, site_grid
 from param_decomp_lab.figures.style import BLUE, QUIET, title_axes
 
 
@@ -20,7 +20,8 @@ def ci_histograms(counts: Mapping[str, Integer[np.ndarray, "bins"]], edges: Floa
         list(counts),
         "Causal importances",
         "How often λ takes each value, over positions and components (log scale). "
-        "Quiet line: share in the first and in the last bin.",
+        "Quiet line: share in the first and in the last bin."
+        + if_experts(counts, "Of experts, over the positions that take them."),
         share_y=True,
     )
     top = max(max((int(values.max(initial=0)) for values in counts.values()), default=1), 1)

@@ -1,6 +1,6 @@
 """One panel per site on a grid that is readable for 1 site and for 224."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from textwrap import wrap
@@ -82,6 +82,11 @@ def site_grid(names: Sequence[str], title: str, subtitle: str, *, panels: int = 
         left=[i % columns == 0 for i in range(len(names))],
         size=size + 0.5,
     )
+
+
+def if_experts(names: Iterable[str], sentence: str) -> str:
+    """`` sentence`` if some of the sites are matrices of experts, which exist only where a token takes the expert."""
+    return f" {sentence}" if any(".experts." in name for name in names) else ""
 
 
 def n_columns(names: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures.grid import site_grid
+from param_decomp_lab.figures.grid import if_experts, site_grid
 from param_decomp_lab.figures.style import BLUE, QUIET, VERMILION, title_axes
 
 FLOOR = 1e-7
@@ -22,7 +22,8 @@ def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure
     grid = site_grid(
         list(means),
         "Mean causal importance per component",
-        "Components sorted by mean λ: linear on the left, log on the right. Components at exactly zero are orange.",
+        "Components sorted by mean λ: linear on the left, log on the right. Components at exactly zero are orange."
+        + if_experts(means, "Means are over all positions; those of experts, too."),
         panels=2,
     )
     for i, (name, values) in enumerate(means.items()):
@@ -49,7 +50,7 @@ def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure
         log.set_yticks([1.0, 1e-2, 1e-4, 1e-6])
         log.minorticks_off()
         above = [int((ordered > threshold).sum()) for threshold in (0.1, 0.001)]
-        title_axes(linear, name, f"{above[0]} above 0.1 · C = {len(ordered)}", grid.size)
+        title_axes(linear, name, f"{above[0]} above 0.1 · C = {len(ordered)}", grid.size, panels=2)
         title_axes(log, "", f"{above[1]} above 0.001 · {zeros} at 0", grid.size)
         if grid.bottom[i]:
             for axes in (linear, log):

@@ -25,14 +25,14 @@ def style_axes(axes: Axes, size: float) -> None:
     axes.set_axisbelow(True)
 
 
-def title_axes(axes: Axes, name: str, detail: str, size: float) -> None:
+def title_axes(axes: Axes, name: str, detail: str, size: float, panels: int = 1) -> None:
     """Name of the panel in bold ink over a quieter line of detail, both flush with the panel's left edge.
 
-    The name shrinks rather than run into the next panel.
+    The name shrinks rather than run into the next panel that has a name: there is room above ``panels`` of them.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
-    width_pt = axes.get_position().width * figure.get_figwidth() * 72
+    width_pt = panels * axes.get_position().width * figure.get_figwidth() * 72
     name_size = min(size, width_pt * 1.12 / (0.6 * max(len(name), 1)))
     above = size * 1.5 if detail else 3.0
     for text, offset, points, colour, weight in (

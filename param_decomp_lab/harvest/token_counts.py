@@ -60,7 +60,8 @@ def added_up(packed: UInt64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, 
     """Components, tokens and counts of the different pairs, in order."""
     packed.sort()
     pair = packed >> np.uint64(COUNT_BITS)
-    starts = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
+    # Of a site that fires nowhere, such as an expert's that nothing takes, there is no pair, and no first one.
+    starts = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]])[: len(pair)])
     n = np.add.reduceat((packed & np.uint64((1 << COUNT_BITS) - 1)).astype(np.int64), starts)
     pair = pair[starts]
     token = pair & np.uint64((1 << TOKEN_BITS) - 1)

@@ -18,6 +18,7 @@ from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.balance import logits_and_imbalance
 from param_decomp_lab.pretrain.recipe import FamilyRecipe, GPTRecipe, PretrainRecipe
 from param_decomp_lab.weights.target_folder import save_target
 
@@ -64,6 +65,12 @@ class LanguageModel(Protocol):
         """Next-token logits in fp32. ``key``: of what is dropped in training, None in an evaluation."""
         ...
 
+    def logits_and_penalty(
+        self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray
+    ) -> tuple[Float[Array, "B T vocab"], Float[Array, ""] | float]:
+        """In training: the logits, and what is added to the cross-entropy."""
+        ...
+
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
         """``config.json`` and ``model.safetensors``, of a model trained on ``data``."""
         ...
@@ -71,12 +78,14 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class TransformerModel:
-    """A decoder of any family; nothing is dropped. ``std``: of its initial matrices."""
+    """A decoder of any family; nothing is dropped. ``std``: of its initial matrices. ``balance``: coefficient of the
+    load-balancing loss of experts."""
 
     config: TransformerConfig
     memory: MemoryPolicy
     dtype: Any
     std: float
+    balance: float = 0.0
     spared: tuple[str, ...] = ("norm", "bias")
 
     def init(self, key: PRNGKeyArray) -> Weights:
@@ -91,6 +100,14 @@ class TransformerModel:
         self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray | None
     ) -> Float[Array, "B T vocab"]:
         return language_logits(weights, self.config, tokens, self.memory, self.dtype)
+
+    def logits_and_penalty(
+        self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray
+    ) -> tuple[Float[Array, "B T vocab"], Float[Array, ""] | float]:
+        if not self.balance:
+            return self.logits(weights, tokens, key), 0.0
+        logits, imbalance = logits_and_imbalance(weights, self.config, tokens, self.memory, self.dtype)
+        return logits, self.balance * imbalance
 
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
         config = replace(self.config, max_positions=data.seq_len)
@@ -114,6 +131,11 @@ class GPTModel:
     ) -> Float[Array, "B T vocab"]:
         return gpt_logits(weights, self.config, tokens, self.how, key)
 
+    def logits_and_penalty(
+        self, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray
+    ) -> tuple[Float[Array, "B T vocab"], Float[Array, ""] | float]:
+        return self.logits(weights, tokens, key), 0.0
+
     def save(self, folder: Path, weights: Weights, data: DataMeta) -> None:
         save_target(folder, self.config, weights)
 
@@ -131,9 +153,8 @@ def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None)
         raise UserError("the vocabulary comes from the data; say how large it is")
     save = _LAYERS_RECOMPUTED if recipe.recomputed else frozenset(INTERMEDIATES)
     memory = MemoryPolicy(save=save, layers=recipe.layers)
-    config: TransformerConfig
     if isinstance(recipe.model, FamilyRecipe):
         config = recipe.model.family(vocab_size, seq_len)
-    else:
-        config = recipe.model.config(vocab_size)
-    return TransformerModel(config, memory, dtype, recipe.model.init_std)
+        balance = recipe.model.router_aux_loss_coef
+        return TransformerModel(config, memory, dtype, recipe.model.init_std, balance)
+    return TransformerModel(recipe.model.config(vocab_size), memory, dtype, recipe.model.init_std)

@@ -24,15 +24,18 @@ def cross_entropy(
     model: LanguageModel, weights: Weights, tokens: Int[Array, "B T"], key: PRNGKeyArray | None = None
 ) -> Float[Array, ""]:
     """Mean next-token cross-entropy in nats over the T - 1 positions that have a next token."""
-    logits = model.logits(weights, tokens, key)[:, :-1]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+    return _of_next_tokens(model.logits(weights, tokens, key), tokens)
+
+
+def _of_next_tokens(logits: Float[Array, "B T vocab"], tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]))
 
 
 def make_step(recipe: PretrainRecipe, model: LanguageModel, optimizer: optax.GradientTransformation) -> Step:
     """The jitted ``step(weights, opt_state, tokens, k)``, which reuses the buffers of the weights and moments.
 
     ``tokens``: the batch ``[B, T]`` of step number ``k``, an int32 scalar. What is dropped depends on the recipe's
-    seed, on ``k`` and on the micro-batch. Returns new weights and moments, and the loss.
+    seed, on ``k`` and on the micro-batch. Returns new weights and moments, and the cross-entropy.
     """
 
     def step(
@@ -42,7 +45,14 @@ def make_step(recipe: PretrainRecipe, model: LanguageModel, optimizer: optax.Gra
 
         def of_part(tokens: Array, number: Any) -> tuple[Array, Weights]:
             key = jax.random.fold_in(of_step, number)
-            return jax.value_and_grad(lambda weights: cross_entropy(model, weights, tokens, key))(weights)
+
+            def loss(weights: Weights) -> tuple[Array, Array]:
+                logits, penalty = model.logits_and_penalty(weights, tokens, key)
+                found = _of_next_tokens(logits, tokens)
+                return found + penalty, found
+
+            (_, found), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+            return found, gradients
 
         loss, gradients = _mean_over_parts(of_part, tokens, recipe.micro_batches)
         updates, opt_state = optimizer.update(gradients, opt_state, weights)

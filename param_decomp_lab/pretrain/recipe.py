@@ -19,6 +19,7 @@ from param_decomp_lab.config.strict import (
     ListOf,
     Mistake,
     Natural,
+    NonNegative,
     PathText,
     Positive,
     Strict,
@@ -136,15 +137,19 @@ class FamilyRecipe(Strict):
     """Any decoder that can be decomposed.
 
     ``config``: its `config.json`; ``model_type`` says the family. Vocabulary and longest sequence come from the data.
+    ``router_aux_loss_coef``: of the load-balancing loss of experts (`balance.py`).
     """
 
     architecture: Literal["family"]
     config: dict[str, Any]
     init_std: Positive = 0.02
+    router_aux_loss_coef: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
-        self.family(vocab_size=1, n_positions=1)
+        config = self.family(vocab_size=1, n_positions=1)
+        if self.router_aux_loss_coef and config.experts is None:
+            raise rule_error(("router_aux_loss_coef", "is of experts, and this model has none"))
         return self
 
     def family(self, vocab_size: int, n_positions: int) -> TransformerConfig:

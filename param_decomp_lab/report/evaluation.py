@@ -1,10 +1,11 @@
 """Section 11 of docs/semantics.md, read back from the metrics: the CE/KL table, attacks, L0 per site."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from param_decomp_lab.config.site_patterns import expert_of
 from param_decomp_lab.report.metrics import Series
 
 MASKINGS = {
@@ -31,18 +32,30 @@ class MaskingRow:
 
 @dataclass(frozen=True)
 class SiteL0:
-    """Mean number of active components of a site, or of a named group of sites (``C`` then is None)."""
+    """Mean number of active components of a site, or of a named group of sites (``C`` then is None).
+
+    ``others``: the same at other thresholds, by threshold. ``routed``: of an expert's matrix, the share of the
+    positions that take the expert; None for a site that exists at every position.
+    """
 
     name: str
     C: int | None
     series: Series
     others: dict[str, Series]
-    """The same at other thresholds, by threshold."""
+    routed: float | None = None
+
+    @property
+    def exists(self) -> float:
+        """Share of the positions at which the site exists."""
+        return 1.0 if self.routed is None else self.routed
 
     @property
     def share(self) -> float | None:
-        """Last L0 over C."""
-        return self.series.last / self.C if self.C else None
+        """Last L0 over C, at the positions where the site exists."""
+        return self.share_of(self.series.last)
+
+    def share_of(self, l0: float) -> float | None:
+        return l0 / (self.C * self.exists) if self.C and self.exists > 0 else None
 
 
 @dataclass(frozen=True)
@@ -56,12 +69,25 @@ class L0:
 
     @property
     def mean(self) -> float | None:
-        """Mean over sites of the last L0."""
-        return sum(site.series.last for site in self.sites) / len(self.sites) if self.sites else None
+        """Mean of the last L0 over the sites and the positions where they exist."""
+        return self.mean_over_sites([site.series.last for site in self.sites])
+
+    @property
+    def first_mean(self) -> float | None:
+        return self.mean_over_sites([site.series.first for site in self.sites])
 
     @property
     def mean_C(self) -> float | None:
-        return sum(site.C or 0 for site in self.sites) / len(self.sites) if self.sites else None
+        return self.mean_over_sites([(site.C or 0) * site.exists for site in self.sites])
+
+    @property
+    def has_experts(self) -> bool:
+        return any(site.routed is not None for site in self.sites)
+
+    def mean_over_sites(self, values: Sequence[float]) -> float | None:
+        """Of means over all positions, one for each site, that over the positions where the sites exist."""
+        weight = sum(site.exists for site in self.sites)
+        return sum(values) / weight if weight > 0 else None
 
 
 def ce_kl_table(series: Mapping[str, Series]) -> list[MaskingRow]:
@@ -92,7 +118,8 @@ def attacks(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def l0_table(series: Mapping[str, Series], sites: Mapping[str, int]) -> L0 | None:
-    """``eval/l0/<threshold>_<name>`` for the sites (name -> C) and for every other name, taken as a group of sites."""
+    """``eval/l0/<threshold>_<name>`` for the sites (name -> C) and for every other name, taken as a group of sites.
+    With ``eval/routed/<expert>`` where it was logged."""
     by_threshold: dict[str, dict[str, Series]] = {}
     for key, values in series.items():
         found = re.fullmatch(r"eval/l0/([^_]+)_(.+)", key)
@@ -101,10 +128,13 @@ def l0_table(series: Mapping[str, Series], sites: Mapping[str, int]) -> L0 | Non
     if not by_threshold:
         return None
     lowest, *others = sorted(by_threshold, key=_threshold_value)
-    entries = [
-        SiteL0(name, sites.get(name), values, {t: by_threshold[t][name] for t in others if name in by_threshold[t]})
-        for name, values in by_threshold[lowest].items()
-    ]
+
+    def entry(name: str, values: Series) -> SiteL0:
+        routed = series.get(f"eval/routed/{expert_of(name)}")
+        at_others = {t: by_threshold[t][name] for t in others if name in by_threshold[t]}
+        return SiteL0(name, sites.get(name), values, at_others, routed.last if routed else None)
+
+    entries = [entry(name, values) for name, values in by_threshold[lowest].items()]
     order = {name: i for i, name in enumerate(sites)}
     return L0(
         threshold=lowest,

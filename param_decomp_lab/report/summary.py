@@ -11,8 +11,8 @@ from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 
-MANY_SITES = 24
-"""With more sites than this the table shows the widest and the narrowest few."""
+MANY_SITES = 32
+"""With more sites than this the table shows those with the largest and the smallest shares."""
 
 
 def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str, int]) -> list[Table]:
@@ -85,7 +85,7 @@ def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
     title = f"Active components per position (L0, λ > {l0.threshold})" if l0 else ""
     table = plain_table(
         title,
-        ("site", "left"),
+        ("site", "wrap"),
         ("C", "right"),
         ("first", "right"),
         ("last", "right"),
@@ -96,24 +96,27 @@ def _l0(series: Mapping[str, Series], sites: Mapping[str, int]) -> Table:
         return table
     shown = l0.sites
     if len(shown) > MANY_SITES:
-        by_share = sorted(shown, key=lambda site: -(site.share or 0.0))
+        by_share = sorted((site for site in shown if site.share is not None), key=lambda site: -(site.share or 0.0))
         extremes = {site.name for site in (*by_share[: MANY_SITES // 2], *by_share[-MANY_SITES // 2 :])}
         shown = [site for site in shown if site.name in extremes]
     for site in shown:
         share = site.share
-        bar = Text("█" * round(20 * min(share or 0.0, 1.0)) or "▏", style="cyan")
+        bar = Text("█" * round(10 * min(share or 0.0, 1.0)) or "▏", style="cyan")
         table.add_row(
             site.name, number(site.C), number(site.series.first), number(site.series.last), percent(share), bar
         )
     if len(shown) < len(l0.sites):
-        table.add_row(f"… {len(l0.sites) - len(shown)} sites in between", "", "", "", "", "")
+        table.add_row(f"… {len(l0.sites) - len(shown)} others", "", "", "", "", "")
     table.add_section()
     for group in l0.groups:
         table.add_row(group.name, "", number(group.series.first), number(group.series.last), "", "")
     if len(l0.sites) > 1:
-        first = sum(site.series.first for site in l0.sites) / len(l0.sites)
         share = l0.mean / l0.mean_C if l0.mean is not None and l0.mean_C else None
-        table.add_row("mean over sites", number(l0.mean_C), number(first), number(l0.mean), percent(share), "")
+        means = (number(value) for value in (l0.mean_C, l0.first_mean, l0.mean))
+        table.add_row("mean over sites", *means, percent(share), "")
+    if l0.has_experts:
+        table.caption = "L0 is over all positions. Shares and the mean are over those that take the expert."
+        table.caption_justify = "left"
     return table
 
 

@@ -193,13 +193,13 @@ def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
 
 
 def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
-    """L0 as a share of C over steps: one chart, or with many sites one for each kind with a colour ramp over layers."""
+    """L0 as a share of C over steps: one chart, or with many sites one for each kind with a colour ramp over them."""
     if l0 is None:
         return []
     shares = {
-        site.name: Series(site.series.steps, tuple(value / site.C for value in site.series.values))
+        site.name: Series(site.series.steps, tuple(site.share_of(value) or 0.0 for value in site.series.values))
         for site in l0.sites
-        if site.C
+        if site.share is not None
     }
     if len(shares) <= FEW_SITES:
         charts = [line_chart("L0 / C", shares, PALETTE, x_max=x_max, from_zero=True)]
@@ -223,6 +223,7 @@ def _other_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series]]:
         "eval/ce_kl/ce_difference_",
         "eval/ce_kl/ce_unrecovered_",
         "eval/l0/",
+        "eval/routed/",
         "eval/ce_kl/ce_target",
     )
     attacked = {f"eval/loss/{name}" for name in attacks(series)}

@@ -4,7 +4,6 @@
 is in the cache is used as it is, without asking: a run that goes on reads the weights that it began with.
 """
 
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.folders import DISK_ERRORS, not_written
 from param_decomp_lab.untrusted.printable import printable, shortened
@@ -139,7 +139,7 @@ class HubModel:
         from huggingface_hub.utils import httpx
 
         try:
-            with quiet():
+            with quiet_hub():
                 yield
         except OfflineModeIsEnabled as error:
             raise Offline(
@@ -204,20 +204,3 @@ def _hub() -> str:
     from huggingface_hub import constants
 
     return re.sub("//[^/]*@", "//", str(constants.ENDPOINT))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A block in which `huggingface_hub` prints nothing."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    logger, shown = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if shown:
-            enable_progress_bars()

@@ -98,6 +98,17 @@ def test_every_link_leads_somewhere(shown: TestClient) -> None:
     assert len(done) > 64
 
 
+def test_pages_of_an_expert_say_how_many_positions_take_it(mine: Path) -> None:
+    with (mine / LLAMA / "metrics.jsonl").open("a") as rows:
+        rows.write(json.dumps({"step": 99, "eval/routed/layers.1.mlp": 0.25}) + "\n")
+    with client(mine) as found:
+        for address in ("", f"/sites/{SITE}", f"/sites/{SITE}/0"):
+            text = found.get(base(mine) + address).text
+            assert "25.0\u00a0%" in text
+            assert "the expert" in text
+        assert "the expert" not in found.get(f"{base(mine)}/sites/layers.0.mlp.down_proj").text
+
+
 def test_a_component(shown: TestClient, harvested: Path) -> None:
     harvest = Harvest(only_harvest(harvested))
     c = int(harvest.components(SITE)["firings"].to_numpy().argmax())

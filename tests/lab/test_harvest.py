@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from scipy.stats import chisquare
 
@@ -25,6 +26,7 @@ from param_decomp_lab.harvest.keys import keys, stream
 from param_decomp_lab.harvest.plan import HarvestRequest
 from param_decomp_lab.harvest.share import Share, find_share
 from param_decomp_lab.harvest.state import HarvestState, blocks_done
+from param_decomp_lab.harvest.token_counts import TokenCounts, pack
 from param_decomp_lab.harvest.totals import Totals
 from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
@@ -519,6 +521,17 @@ def test_shares() -> None:
         "SLURM_LOCALID": "1",
     }
     assert find_share(None, None, slurm) == Share(1, 3)
+
+
+def test_a_site_that_fires_nowhere_has_no_tokens(tmp_path: Path) -> None:
+    """As that of an expert that no position takes."""
+    counts = TokenCounts(tmp_path)
+    counts.add(0, pack(np.zeros(0, int), np.zeros(0, int), np.zeros(0, int)))
+    counts.add(1, pack(np.array([4, 3, 4]), np.array([7, 9, 7]), np.array([1, 2, 5])))
+    counts.spill("all", always=True)
+    [file] = counts.paths
+    found = pq.read_table(file)
+    assert [column.to_pylist() for column in found.columns] == [[1, 1], [3, 4], [9, 7], [2, 6]]
 
 
 def test_the_command(runs: dict[str, Path]) -> None:

@@ -18,6 +18,7 @@ from param_decomp_lab.figures import activation_density, ci_histograms, figure_p
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.report.charts import line_chart, thin
 from param_decomp_lab.report.configuration import component_counts, loss_terms
+from param_decomp_lab.report.evaluation import l0_table
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
 
@@ -434,6 +435,42 @@ def test_224_sites(tmp_path: Path) -> None:
     assert sum(tag == "option" for tag, _ in page.tags) == 224
     titles = {attrs.get("aria-label") for tag, attrs in page.tags if tag == "svg"}
     assert {"L0 / C, q_proj", "L0 / C, down_proj"} <= titles
+
+
+def with_experts() -> tuple[dict[str, Series], dict[str, int]]:
+    """Two experts' matrices, of which positions take one: 3 of 4 the first; and a matrix that exists everywhere."""
+    names = ("h.0.attn", "h.0.experts.0.up", "h.0.experts.1.up")
+    values = dict(zip(names, (2.0, 3.0, 0.5), strict=True))
+    row = {"step": 4, **{f"eval/l0/0.0_{name}": value for name, value in values.items()}}
+    row |= {"eval/routed/h.0.experts.0": 0.75, "eval/routed/h.0.experts.1": 0.25}
+    return series_by_key([row]), dict.fromkeys(names, 10)
+
+
+def test_shares_of_experts_are_over_the_positions_that_take_them() -> None:
+    l0 = l0_table(*with_experts())
+    assert l0 is not None
+    assert [site.share for site in l0.sites] == pytest.approx([0.2, 0.4, 0.2])
+    assert [site.routed for site in l0.sites] == [None, 0.75, 0.25]
+    assert l0.mean == pytest.approx(5.5 / 2)  # over twice as many positions of sites as there are positions
+    assert l0.mean_C == 10
+
+
+def test_an_expert_that_no_position_takes() -> None:
+    series, sites = with_experts()
+    series["eval/routed/h.0.experts.1"] = Series((4,), (0.0,))
+    l0 = l0_table(series, sites)
+    assert l0 is not None
+    assert l0.sites[2].share is None
+
+
+def test_summary_of_experts_for_the_terminal() -> None:
+    series, sites = with_experts()
+    console = Console(width=80, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(*summary_table([{"step": 4, **{key: s.last for key, s in series.items()}}], sites))
+    [mean] = [line for line in capture.get().splitlines() if "mean over sites" in line]
+    assert mean.split()[3:] == ["10", "2.75", "2.75", "27.5", "%"]
+    assert "over those that take the expert" in " ".join(capture.get().split())
 
 
 def test_summary_for_the_terminal() -> None:

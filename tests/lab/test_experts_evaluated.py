@@ -1,0 +1,91 @@
+"""L0, routing and statistics of experts' matrices (X4) against NumPy, from importances at every position."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from param_decomp_jax.ci import GlobalMLP
+from param_decomp_jax.components import with_views
+from param_decomp_jax.importances import read_batch, site_logits
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_lab.eval.examples import n_shown
+from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
+from tests import reference as ref
+from tests.core import tiny
+from tests.core.test_experts import CONFIG
+
+THRESHOLD = 0.3
+LAZY = MemoryPolicy(save=frozenset({"layers", "ci", "vocabulary", "attention"}), component_block=2)
+
+
+@pytest.mark.parametrize(
+    "memory", [pytest.param(MemoryPolicy(), id="kept"), pytest.param(LAZY, id="lazy", marks=pytest.mark.slow)]
+)
+def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
+    experts = dataclasses.replace(CONFIG.experts, dense_layers=(0,))  # type: ignore[type-var]
+    config = dataclasses.replace(CONFIG, n_layers=2, experts=experts, qk_norm=None)
+    chosen = {m.name: 4 for m in config.matrices() if m.expert is not None and m.kind.endswith("up_proj")}
+    chosen |= {"layers.0.mlp.up_proj": 4}
+    problem = tiny.problem((), tiny.target(config, chosen, memory), ci=GlobalMLP((6,)), memory=memory)
+    state, weights, tokens = tiny.ruffled_state(problem), tiny.weights(config), jnp.asarray(tiny.TOKENS)
+    sites = problem.target.sites
+
+    @jax.jit
+    def measured(components: Any, ci: Any, weights: Any) -> Any:
+        components = with_views(components, sites)
+        _, reader = read_batch(problem, components, ci, weights, tokens)
+        l0 = mean_l0(problem, components, reader, [0.0, THRESHOLD], tokens.size)
+        statistics = batch_statistics(problem, components, reader, THRESHOLD, tokens.size)
+        logits = site_logits(problem, components, ci, weights, tokens, chosen)
+        return l0, routed_shares(reader, sites, tokens.size), statistics, logits
+
+    l0, routed, statistics, logits = jax.device_get(measured(state.components, state.ci, weights))
+    lower = {name: np.clip(z, 0, 1) for name, z in logits.items()}  # of −∞, 0
+    exists = {name: np.isfinite(z).all(-1) for name, z in logits.items() if ref.expert_of(name)}
+    assert all(0 < own.mean() < 1 for own in exists.values())
+
+    for threshold, of_stacks in zip((0.0, THRESHOLD), l0, strict=True):
+        assert sites.unstack(of_stacks) == pytest.approx(ref.l0(lower, threshold))
+    found = {
+        site.name.rpartition(".")[0]: routed[stack.name][place]
+        for site, (stack, place) in zip(sites.all, sites.stack_rows, strict=True)
+        if stack.name in routed
+    }
+    assert found == pytest.approx(ref.routed_shares(exists))
+    assert sum(found.values()) == pytest.approx(experts.per_token)
+
+    of_sites = Statistics.over(sites, [statistics])
+    for name, lam in lower.items():
+        np.testing.assert_allclose(of_sites.means[name], lam.mean((0, 1)), atol=1e-6)
+        np.testing.assert_allclose(of_sites.densities[name], (lam > THRESHOLD).mean((0, 1)), atol=1e-6)
+        at = lam[exists[name]] if name in exists else lam
+        expected, _ = np.histogram(at, np.linspace(0, 1, BINS + 1))
+        assert of_sites.counts[name].sum() == at.size
+        assert np.abs(of_sites.counts[name] - expected).sum() <= 4  # of the edges of bins in fp32
+
+
+def test_examples_of_many_sites_fit_a_page() -> None:
+    assert [n_shown(n_sites) for n_sites in (1, 224, 768, 5000)] == [16, 16, 5, 1]
+
+
+def test_many_experts_are_shown_together() -> None:
+    """A panel for each layer and kind, with all components; every other site by itself."""
+    rng = np.random.default_rng(0)
+    experts = [f"layers.{n}.mlp.experts.{e}.{kind}_proj" for n in (0, 1) for kind in ("up", "down") for e in range(40)]
+    names = [*experts, "layers.1.self_attn.q_proj"]
+    means, densities = ({name: rng.random(3) for name in names} for _ in range(2))
+    all_of_them = Statistics({name: rng.integers(0, 9, BINS) for name in names}, means, densities)
+    shown = all_of_them.pooled()
+    assert [*shown.counts] == [*shown.means] == [*shown.densities] == [
+        *(f"layers.{n}.mlp.experts.*.{kind}_proj" for n in (0, 1) for kind in ("up", "down")), names[-1]
+    ]  # fmt: skip
+    assert sorted(shown.means["layers.1.mlp.experts.*.down_proj"]) == sorted(
+        value for name in experts[-40:] for value in means[name]
+    )
+    assert sum(counts.sum() for counts in shown.counts.values()) == sum(c.sum() for c in all_of_them.counts.values())
+    few = Statistics(*({name: x[name] for name in names[:60]} for x in vars(all_of_them).values()))
+    assert few.pooled() is few
