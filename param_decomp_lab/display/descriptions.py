@@ -26,7 +26,7 @@ from param_decomp_jax.ci import (
 )
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Constant, Stochastic
-from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
+from param_decomp_jax.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
 from param_decomp_jax.routing import Everywhere, Routing, StaticProbability, UniformKSubset
 from param_decomp_jax.schedules import Schedule
@@ -194,6 +194,9 @@ def describe_memory(preset: str, policy: MemoryPolicy) -> str:
         summary.append(f"{policy.micro_batches} micro-batches")
     if not policy.donate:
         summary.append("nothing donated")
+    for by in ("device", "node"):
+        if groups := [group for group in HELD_GROUPS if policy.held_by(group) == by]:
+            summary.append(f"each {by} holds {_listed(groups)}")
     summary += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
     return "; ".join(summary)
 

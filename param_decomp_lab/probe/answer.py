@@ -1,14 +1,14 @@
 """Compiles the parts of a run one after the other and decides whether all of them fit."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
-from param_decomp_aot.roofline import Precision, Roofline, Work, card_rates, roofline
+from param_decomp_aot.roofline import COLLECTIVE_LATENCY, Precision, Roofline, Work, card_rates, roofline
 from param_decomp_aot.scopes import from_package
-from param_decomp_aot.traffic import traffic
+from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import TABLE, Pool
 from param_decomp_lab.probe.measure import Measured, Where, measure
@@ -29,7 +29,7 @@ class Step:
     ``buffers``: alive at its peak, largest first, ``smaller`` bytes more in lesser ones and ``unused`` between them.
     ``matmul_flops``: of all devices; ``unknown``: what was counted once, not knowing how often it is run. ``hbm``,
     ``within``, ``across``: bytes that one device moves in its memory, sends within its node, and to other nodes;
-    ``collectives``: by kind, ``(within or across, times, bytes sent)``.
+    ``collectives``: as executed, by kind.
     """
 
     buffers: tuple[Buffer, ...]
@@ -41,7 +41,7 @@ class Step:
     hbm: int
     within: int
     across: int
-    collectives: Mapping[str, tuple[str, int, int]]
+    collectives: Mapping[str, Sum]
     unknown: tuple[str, ...]
 
 
@@ -85,7 +85,16 @@ class Answer:
             return None
         precision: Precision = "bf16" if self.subject.compute_dtype == "bfloat16" else "tf32"
         each = self.step.matmul_flops / self.subject.mesh.n_devices
-        return roofline(Work({precision: each}, self.step.hbm, self.step.within, self.step.across), rates)
+        n_collectives = sum(total.count for total in self.step.collectives.values())
+        work = Work({precision: each}, self.step.hbm, self.step.within, self.step.across, n_collectives)
+        return roofline(work, rates)
+
+    def collective_seconds(self, total: Sum) -> float | None:
+        """How long collectives take one after the other; None for a card whose rates are not in the table."""
+        rates = card_rates(TABLE.read_text()).get(self.gpu)
+        if rates is None:
+            return None
+        return total.count * COLLECTIVE_LATENCY + total.within / rates.node_link + total.across / rates.network
 
     def as_json(self) -> dict[str, Any]:
         """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step."""
@@ -121,8 +130,13 @@ class Answer:
                 "within_node": self.step.within,
                 "between_nodes": self.step.across,
             },
-            "collectives": dict(self.step.collectives),
-            "roofline_s": None if fastest is None else {**fastest.terms, "overlapping": fastest.least},
+            "collectives": {
+                kind: {**asdict(total), "seconds": self.collective_seconds(total)}
+                for kind, total in self.step.collectives.items()
+            },
+            "roofline_s": None
+            if fastest is None
+            else {**fastest.terms, "latency": fastest.latency, "overlapping": fastest.least},
             "counted_once": list(self.step.unknown),
         }
 
@@ -188,11 +202,7 @@ def read_step(subject: Subject, step: Measured, where: Where) -> Step:
             "within": moved.within,
             "across": moved.across,
             "collectives": {
-                f"{kind}, {'between' if crosses else 'within'} nodes": (
-                    "across" if crosses else "within",
-                    total.count,
-                    total.within + total.across,
-                )
+                f"{kind}, {'between' if crosses else 'within'} nodes": asdict(total)
                 for (kind, crosses), total in moved.by_kind().items()
             },
             "unknown": [*moved.unknown, *counted.unknown],
@@ -205,7 +215,7 @@ def read_step(subject: Subject, step: Measured, where: Where) -> Step:
         **{
             **kept,
             "buffers": tuple(Buffer(**b) for b in kept["buffers"]),
-            "collectives": {name: tuple(values) for name, values in kept["collectives"].items()},
+            "collectives": {name: Sum(**total) for name, total in kept["collectives"].items()},
             "unknown": tuple(kept["unknown"]),
         }
     )

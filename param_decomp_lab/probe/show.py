@@ -136,7 +136,12 @@ def _work(answer: Answer) -> RenderableType:
     table.add_row("own memory, read and written", f"{step.hbm / GIB:,.1f} GiB", seconds("memory"))
     table.add_row("sent within the node", f"{step.within / GIB:,.2f} GiB", seconds("node links"))
     table.add_row("sent between nodes", f"{step.across / GIB:,.2f} GiB", seconds("network"))
+    if fastest is not None and fastest.latency:
+        table.add_row("collectives, latency", f"{sum(c.count for c in step.collectives.values()):,}",
+                      f"{1000 * fastest.latency:,.1f} ms")  # fmt: skip
     lines: list[RenderableType] = [table]
+    if step.collectives:
+        lines.append(_collectives(answer))
     if fastest is not None:
         speed = answer.subject.tokens / fastest.least / n
         lines.append(
@@ -149,6 +154,22 @@ def _work(answer: Answer) -> RenderableType:
         lines.append(Text("products that all GPUs along tensor make alike are counted as if they shared them", "dim"))
     lines += [Text(f"counted once, not knowing how often: {line}", style="dim") for line in step.unknown]
     return Group(*lines, "")
+
+
+def _collectives(answer: Answer) -> RenderableType:
+    columns = ("times", "MiB each", "GiB in the node", "GiB between", "one by one")
+    table = plain_table("Collectives as executed, sent by one GPU", ("", "left"), *((c, "right") for c in columns))
+    for kind, total in answer.step.collectives.items():
+        seconds = answer.collective_seconds(total)
+        table.add_row(
+            kind,
+            f"{total.count:,}",
+            f"{total.payload / total.count / 2**20:,.1f}",
+            _gib(total.within),
+            _gib(total.across),
+            "" if seconds is None else f"{1000 * seconds:,.1f} ms",
+        )
+    return table
 
 
 def _gib(size: int) -> str:

@@ -87,7 +87,9 @@ def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
     wrapper, spec, sites = config.wrapper, target.problem.decomposition, target.problem.target.sites
     Cs = sorted({site.C for site in sites.all})
     C = f"C {Cs[0]:,}" if len(Cs) == 1 else f"C {Cs[0]:,} to {Cs[-1]:,}"
-    axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1) or "one device"
+    axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1 and name != "nodes") or "one device"
+    if wrapper.mesh.nodes > 1:
+        axes += f", fsdp over {wrapper.mesh.nodes} nodes"
     return {
         "target": target.architecture.describe(),
         "sites": f"{len(sites)}, {C}",

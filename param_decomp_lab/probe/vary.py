@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any, get_args
 
 from param_decomp_lab.config import RunConfig
@@ -99,7 +100,7 @@ def kinds(
     for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
         replica, fsdp, tensor = mesh
         settings: list[tuple[str, Any]] = [
-            ("mesh", {"replica": replica, "fsdp": fsdp, "tensor": tensor}),
+            ("mesh", {"replica": replica, "fsdp": fsdp, "tensor": tensor, "nodes": gcd(own.nodes, fsdp)}),
             ("memory.preset", preset),
             ("remat_recon_forwards", preset != "plain"),
         ]

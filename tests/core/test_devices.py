@@ -24,7 +24,7 @@ from param_decomp_jax.ci import LayerwiseMLP
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
 from param_decomp_jax.masks import Sources, Stochastic
-from param_decomp_jax.memory import LEAN, PLAIN, MemoryPolicy
+from param_decomp_jax.memory import FAST, LEAN, PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import Axes, MeshShape, make_mesh
 from param_decomp_jax.placement import batch_sharding, from_host, shardings, state_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
@@ -41,6 +41,10 @@ STEPS = 10
 ALONE = MeshShape()
 SHAPES = [MeshShape(fsdp=8), MeshShape(replica=2, fsdp=4), MeshShape(fsdp=4, tensor=2), MeshShape(2, 2, 2)]
 POLICIES = {"plain": PLAIN, "lean": dataclasses.replace(LEAN, component_block=4, vocabulary_block=8)}
+POLICIES["fast"] = dataclasses.replace(FAST, vocabulary_block=8)
+POLICIES["lean, held by nodes"] = dataclasses.replace(
+    POLICIES["lean"], held=(("ci", "node"), ("components", "node"), ("sources", "node"), ("target", "node"))
+)
 
 # Components that all meshes divide, that some of them do, and that few do.
 CONFIG = dataclasses.replace(tiny.CONFIG, vocab_size=16)
@@ -109,7 +113,16 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
     """D2, D3: components and what belongs to them by component, matrices by output, the batch's own by row."""
 
     def by_component(C: int) -> int:
-        return divided(C, shape.tensor, shape.fsdp)
+        return divided(C, shape.tensor, shape.fsdp // shape.nodes, shape.nodes)
+
+    def of_target(size: int) -> int:
+        match problem.decomposition.memory.held_by("target"):
+            case "device":
+                return 1
+            case "node":
+                return divided(size, shape.tensor, shape.fsdp // shape.nodes)
+            case None:
+                return by_component(size)
 
     trained = [stack for stack in problem.target.sites.stacks if stack.name in state.components]
     for moment in (state.components, state.components_moments[0].mu, state.components_moments[0].nu):
@@ -131,7 +144,7 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
         assert {n_parts(x) for x in jax.tree.leaves(last)} == {by_component(stack.C)}
     for path, x in jax.tree_util.tree_leaves_with_path(weights):
         vector = "norm" in path[-1].key or x.ndim == 1
-        assert n_parts(x) == (1 if vector else by_component(x.shape[-1])), jax.tree_util.keystr(path)
+        assert n_parts(x) == (1 if vector else of_target(x.shape[-1])), jax.tree_util.keystr(path)
 
 
 def run(
@@ -186,9 +199,17 @@ def of_toy(shape: MeshShape, exact: bool) -> tuple[dict[str, list[float]], State
 ALL = [
     (shape, policy, exact)
     for s, shape in enumerate(SHAPES)
-    for p, policy in enumerate(POLICIES)
+    for p, policy in enumerate(("plain", "lean"))
     for exact in (True, False)
     if exact or (s + p) % 2 == 0  # rounding, once for each mesh and each policy
+]
+ALL += [
+    (MeshShape(fsdp=8, nodes=2), "fast", True),
+    (MeshShape(fsdp=8), "fast", False),
+    (MeshShape(fsdp=8, nodes=4), "lean, held by nodes", True),
+    (MeshShape(2, 2, 2, 2), "lean, held by nodes", True),
+    (MeshShape(fsdp=4, tensor=2, nodes=2), "fast", True),
+    (MeshShape(fsdp=4, tensor=2, nodes=2), "lean, held by nodes", False),
 ]
 SHARPEST = (MeshShape(2, 2, 2), "lean", True)
 """Every axis of the mesh, most levers of memory: compared in every run of CI."""

@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from param_decomp_aot.traffic import traffic
 from param_decomp_jax.mesh import (
     Axes,
     MeshShape,
@@ -20,16 +21,20 @@ from param_decomp_jax.mesh import (
     fitting_blocks,
     gather,
     gather_tree,
+    held,
+    hold,
     indices,
     make_mesh,
     n_parts,
     physical,
+    rows_at_rest,
     scatter,
     sharding,
     spec,
     uncut,
     whole,
     with_block,
+    with_row,
 )
 
 RNG = np.random.default_rng(0)
@@ -276,6 +281,73 @@ def test_gather(shape: MeshShape, axes: Axes, dtype: Any) -> None:
     assert gradient.sharding.is_equivalent_to(sharding(mesh, (6, 8), axes.names), 2)
     of_cast = (2 * want.astype(jnp.float32) * to).astype(want.dtype).astype(jnp.float32)
     np.testing.assert_array_equal(gradient, of_cast)
+
+
+# ---- copies that are held ----
+
+TWO_NODES = [MeshShape(fsdp=4, nodes=2), MeshShape(fsdp=8, nodes=4), MeshShape(fsdp=4, nodes=2, tensor=2)]
+
+
+@pytest.mark.parametrize("shape", TWO_NODES, ids=str)
+@pytest.mark.parametrize("by", ["node", "device"])
+@pytest.mark.parametrize("axes", [V_AXES, Axes((None, "split"), product=True), Axes((None, "component"))], ids=str)
+def test_a_held_copy_is_used_in_its_place(shape: MeshShape, by: Any, axes: Axes) -> None:
+    """The values, gradients, dtypes and layouts of `gather`, in a scan over the rows of a stack."""
+    mesh, stacked = make_mesh(shape), axes.under()
+    master = jax.device_put(RNG.normal(size=(3, 6, 16)).astype(np.float32), sharding(mesh, (3, 6, 16), stacked.names))
+    to = jnp.asarray(RNG.normal(size=(3, 6, 16)), jnp.float32)
+
+    def loss(x: jax.Array, by: Any) -> jax.Array:
+        whole_stack = held({"x": x}, hold({"x": x}, {"x": stacked}, by, jnp.bfloat16), by)
+
+        def add(total: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            own, to, row = layer
+            used = gather(with_row(own, whole_stack, row)["x"], axes, jnp.bfloat16)
+            return total + jnp.sum(used.astype(jnp.float32) ** 2 * to), None
+
+        rows = rows_at_rest(whole_stack, slice(0, 3))
+        return jax.lax.scan(jax.checkpoint(add), jnp.zeros(()), (rows, to, jnp.arange(3)))[0]
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+        (want, gradient), (got, of_held) = step(master, None), step(master, by)
+        copy = jax.jit(lambda x: hold(x, stacked, by, jnp.bfloat16))(master)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(of_held, gradient)
+    assert of_held.sharding.is_equivalent_to(master.sharding, 3)
+    assert copy.dtype == (jnp.bfloat16 if axes.product else jnp.float32)
+    assert copy.sharding.is_equivalent_to(sharding(mesh, copy.shape, stacked.held(by).names), 3)
+    parts = {str(shard.index) for shard in copy.addressable_shards}
+    tensor = shape.tensor if "component" in axes.names or by == "node" else 1
+    assert len(parts) == tensor * (shape.fsdp // shape.nodes if by == "node" else 1)
+
+
+def test_a_copy_is_made_once() -> None:
+    """Gathers as executed: of a copy as many as it has stages, whatever uses it; without one, in every pass and row."""
+    mesh = make_mesh(MeshShape(fsdp=8, nodes=2))
+    x = jax.ShapeDtypeStruct((5, 6, 16), jnp.float32, sharding=sharding(mesh, (5, 6, 16), (None, None, "component")))
+
+    def two_passes(x: jax.Array, by: Any) -> jax.Array:
+        stack = held(x, hold(x, V_AXES.under(), by, jnp.bfloat16), by)
+
+        def one_pass(scale: jax.Array) -> jax.Array:
+            def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+                own = with_row(rows_at_rest(stack, slice(0, 5))[row], stack, row)
+                return total + jnp.sum(jnp.sin(scale * gather(own, V_AXES, jnp.bfloat16).astype(jnp.float32))), None
+
+            return jax.lax.scan(jax.checkpoint(add), jnp.zeros(()), jnp.arange(5))[0]
+
+        return jax.grad(one_pass)(one_pass(jnp.float32(2)))
+
+    def gathers(by: Any) -> int:
+        with jax.set_mesh(mesh):
+            program = jax.jit(two_passes, static_argnums=1).lower(x, by).compile()
+        found = traffic(program.as_text(), gpus_per_node=4)
+        return sum(n for c, n in found.collectives.items() if c.kind == "all-gather")
+
+    assert gathers("device") == 2  # between the nodes, then within them
+    assert gathers("node") == 1 + 2 * 5
+    assert gathers(None) == 2 * 5
 
 
 def test_gather_without_a_mesh_is_a_cast() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
-from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
@@ -138,7 +138,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "wandb_group": None,
         "wandb_tags": [],
         "experiment": None,
-        "mesh": {"replica": 1, "fsdp": 1, "tensor": 1},
+        "mesh": {"replica": 1, "fsdp": 1, "tensor": 1, "nodes": 1},
         "memory": {
             "preset": "plain",
             "save": list(INTERMEDIATES),
@@ -153,6 +153,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
             "micro_batches": 1,
             "donate": True,
             "xla_remat": True,
+            "held": {},
             "state_dtypes": {},
             "optimizers": {"components": "adamw", "ci_fn": "adamw"},
         },
@@ -455,9 +456,10 @@ REFUSED = [
     ("pd.steps=[1", "not valid YAML"),
     # the wrapper
     ("mesh.fdsp=2", "mesh.fdsp: unknown key 'fdsp'; did you mean 'fsdp'"),
+    ("mesh={fsdp: 8, nodes: 3}", "mesh.nodes: 3 does not divide fsdp 8"),
     ("mesh.tensor=0", "mesh.tensor: should be greater than or equal to 1"),
     ("mesh.replica=0", "mesh.replica: should be greater than or equal to 1"),
-    ("memory.preset=best", "memory.preset: should be 'plain', 'balanced', 'lean' or 'published', not 'best'"),
+    ("memory.preset=best", "memory.preset: should be 'plain', 'balanced', 'lean', 'fast' or 'published', not 'best'"),
     ("memory.preset=plain", "memory.preset: is plain, but remat_recon_forwards: true means balanced"),
     ("memory.layer=scan", "memory.layer: unknown key 'layer'; did you mean 'layers'"),
     *(
@@ -732,6 +734,9 @@ EVERYTHING = frozenset(INTERMEDIATES)
         ("{preset: published}", PUBLISHED),
         # Every key that is given takes the place of the preset's choice, and of that alone.
         ("{preset: lean, component_block: 64}", replace(LEAN, component_block=64)),
+        ("{preset: fast}", FAST),
+        ("{preset: fast, held: {ci: node}}", replace(FAST, held=(("ci", "node"),))),
+        ("{preset: fast, held: {}}", replace(FAST, held=())),
         ("{preset: lean, component_block: null, token_block: 7}", replace(LEAN, component_block=None, token_block=7)),
         ("{preset: lean, attention: plain}", replace(LEAN, attention="plain")),
         ("{preset: published, donate: true, layers: scan}", replace(PUBLISHED, donate=True, layers="scan")),
