@@ -14,7 +14,7 @@ from param_decomp_jax.components import with_lead
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, grouped_matmul_wide
 from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather, replace_fields
+from param_decomp_jax.mesh import Axes, Held, constrain, gather, replace_fields
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
 
@@ -65,7 +65,7 @@ class JointAffine(eqx.Module):
     ) -> Float[Array, "*n d_out"]:
         """Of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
-        def contribution(x: Array, rows: Array, groups: Groups | None) -> Array:
+        def contribution(x: Array, rows: Array | Held, groups: Groups | None) -> Array:
             x = prepare(x)
             rows = gather(rows, with_lead(_ROWS, rows.ndim), x.dtype)
             if groups is None:

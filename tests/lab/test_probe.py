@@ -396,7 +396,7 @@ def test_what_may_vary() -> None:
     every = kinds(load_config(LLAMA), 64, found)
     assert len(every) == 2 * 2 * 2 * 2
     assert every[0].name == "balanced, 1×64×1, seq 512, memory.component_block 4096"
-    assert dict(every[0].settings)["mesh"] == {"replica": 1, "fsdp": 64, "tensor": 1}
+    assert dict(every[0].settings)["mesh"] == {"replica": 1, "fsdp": 64, "tensor": 1, "nodes": 1}
     default = kinds(load_config(LLAMA), 8, {})
     assert [kind.name for kind in default] == ["balanced", "lean"]
     assert default[0].batches == (8, 16, 32, 64, 128, 256, 512)

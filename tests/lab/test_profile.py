@@ -28,14 +28,15 @@ def test_profile(tiny: Tiny, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "profiles"], "a profile is no run"
     for pattern in ("*.xplane.pb", "*.trace.json.gz"):
         assert len(list((folder / "plugins" / "profile" / folder.name).glob(pattern))) == 1
-    for text in (*PHASES, "backward, error", "tokens/s", "ui.perfetto.dev", f"8791 {folder}"):
+    phases = [phase for phase in PHASES if phase != "hold"]  # this run holds nothing
+    for text in (*phases, "backward, error", "tokens/s", "ui.perfetto.dev", f"8791 {folder}"):
         assert text in " ".join(outcome.out.split())
 
     found = json.loads((folder / "profile.json").read_text())
     assert found["steps"] == 2
     assert found["first_step"] == STEPS // 10 + 3, "from the step on at which the attack is on"
     assert found["tokens_per_s"] == pytest.approx(8 * SEQ_LEN / found["step_s_untraced"])
-    assert {row["phase"] for row in found["scopes"]} >= set(PHASES)
+    assert {row["phase"] for row in found["scopes"]} >= set(phases)
     # Of the table's rows those above half a percent: which these are is the machine's affair.
     assert ("losses", "forward", ["up_proj"]) in [(row["phase"], row["way"], row["inner"]) for row in found["scopes"]]
     assert all(row["share"] >= 0 for row in found["scopes"])
