@@ -166,6 +166,12 @@ def constrain(x: Array, *names: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, wanted) if len(wanted) else x
 
 
+def _collect(x: Array, axes: Axes, to: Axes) -> Array:
+    """``x``, split as ``axes``, laid out as ``to``: between the nodes first, where the links are slow, so that each
+    part crosses them once, then within them."""
+    return pin(pin(x, axes.held("node")), to)
+
+
 def pin(x: Array, axes: Axes) -> Array:
     """``x`` where ``axes`` has it, said even where it is whole on each device: XLA may else have each of them compute
     with a part, and gather."""
@@ -225,10 +231,7 @@ def hold(tree: Any, axes: Any, by: HeldBy | None, dtype: Any) -> Any:
         if by is None or mesh.empty or spec(x.shape, a.names, mesh) == spec(x.shape, a.held(by).names, mesh):
             return None
         x = jax.lax.stop_gradient(x).astype(dtype if a.product else x.dtype)
-        x = constrain(x, *a.names)
-        if by == "device":  # first between the nodes, where the links are slow: each part crosses them once
-            x = jax.lax.with_sharding_constraint(x, spec(x.shape, a.held("node").names, mesh))
-        return jax.lax.with_sharding_constraint(x, spec(x.shape, a.held(by).names, mesh))
+        return _collect(constrain(x, *a.names), a, a.held(by))
 
     copies = jax.tree.map(hold_leaf, axes, tree, is_leaf=is_axes)
     # Pinned: else XLA may move the gathers to where the copies are used, into loops and what is recomputed.
@@ -343,9 +346,7 @@ def _scatter_backward(axes: Axes, _: None, g: Array) -> tuple[Array]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or spec(g.shape, axes.names, mesh) == spec(g.shape, axes.in_use, mesh):
         return (g,)
-    # Between the nodes first, where the links are slow: each part crosses them once.
-    g = jax.lax.with_sharding_constraint(g, spec(g.shape, axes.held("node").names, mesh))
-    return (jax.lax.with_sharding_constraint(g, spec(g.shape, axes.in_use, mesh)),)
+    return (_collect(g, axes, Axes(axes.in_use)),)
 
 
 scatter.defvjp(lambda x, axes: (scatter(x, axes), None), _scatter_backward)

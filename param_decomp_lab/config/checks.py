@@ -218,6 +218,7 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
     if dp is not None and dp != devices:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
     yield from _split_warnings(wrapper, method)
+    yield from _held_warnings(wrapper)
     if isinstance(method, ToyFile) and wrapper.target is not None:
         ours = wrapper.target.folder or wrapper.target.pretrain
         yield f"target.run_path: {method.target.run_path} is replaced by the wrapper's target ({ours})"
@@ -265,6 +266,14 @@ def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
                     f"pd.{name}.{n}.C: is {target.C}, no multiple of fsdp x tensor ({parts}): V, U and their moments "
                     f"are not split over all of these devices; {near} would be"
                 )
+
+
+def _held_warnings(wrapper: Wrapper) -> Iterator[str]:
+    """Warns of copies that are the same as what lies at rest."""
+    memory = wrapper.memory
+    by_node = [group for group, by in memory.held.items() if by == "node"]
+    if by_node and wrapper.mesh.nodes == 1:
+        yield f"memory.held: node has no effect on {', '.join(by_node)}, for mesh.nodes is 1"
 
 
 def _importance_warnings(key: str, loss: ImportanceMinimalityLoss) -> Iterator[str]:

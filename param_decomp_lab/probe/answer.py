@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
-from param_decomp_aot.roofline import COLLECTIVE_LATENCY, Precision, Roofline, Work, card_rates, roofline
+from param_decomp_aot.roofline import Precision, Rates, Roofline, Work, card_rates, roofline
 from param_decomp_aot.scopes import from_package
 from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
@@ -77,24 +78,27 @@ class Answer:
     def verdict(self) -> Verdict:
         return "fits" if self.peak <= self.pool.usable else "does_not_fit"
 
+    @cached_property
+    def rates(self) -> Rates | None:
+        """Of the card; None where they are not in the table."""
+        return card_rates(TABLE.read_text()).get(self.gpu)
+
     @property
     def roofline(self) -> Roofline | None:
         """Roofline times; None for a card whose rates are not in the table."""
-        rates = card_rates(TABLE.read_text()).get(self.gpu)
-        if rates is None:
+        if self.rates is None:
             return None
         precision: Precision = "bf16" if self.subject.compute_dtype == "bfloat16" else "tf32"
         each = self.step.matmul_flops / self.subject.mesh.n_devices
         n_collectives = sum(total.count for total in self.step.collectives.values())
         work = Work({precision: each}, self.step.hbm, self.step.within, self.step.across, n_collectives)
-        return roofline(work, rates)
+        return roofline(work, self.rates)
 
     def collective_seconds(self, total: Sum) -> float | None:
         """How long collectives take one after the other; None for a card whose rates are not in the table."""
-        rates = card_rates(TABLE.read_text()).get(self.gpu)
-        if rates is None:
+        if self.rates is None:
             return None
-        return total.count * COLLECTIVE_LATENCY + total.within / rates.node_link + total.across / rates.network
+        return roofline(Work({}, 0, total.within, total.across, total.count), self.rates).one_by_one
 
     def as_json(self) -> dict[str, Any]:
         """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step."""

@@ -64,15 +64,7 @@ def test_one_device_is_eight(shape: MeshShape) -> None:
     terms = devices.terms_with(devices.attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1), TERMS[1])
     target = tiny.target(devices.CONFIG, devices.CHOSEN)
     problem = tiny.problem(terms, target, ci=tiny.CHUNKWISE, batch_size=devices.LEADING[0])
-    state = tiny.ruffled_state(problem, step=0, seed=2, leading=devices.LEADING)
-    with jax.enable_x64(True):
-        problem, state = tiny.in_float64(problem), tiny.to_float64(state)
-        weights = tiny.to_float64(tiny.weights(devices.CONFIG))
-        runs = [
-            devices.run(devices.under(problem, policy), state, weights, devices.tokens, of)
-            for policy, of in ((PLAIN, devices.ALONE), (devices.POLICIES["lean"], shape))
-        ]
-    devices.assert_one_is_eight(problem, *runs, exact=True)
+    devices.assert_lean_on_eight_is_one(problem, 2, shape)
 
 
 # ---- groups ----

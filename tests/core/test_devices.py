@@ -242,6 +242,19 @@ def test_one_device_is_eight_on_a_toy(shape: MeshShape, exact: bool) -> None:
     assert_one_is_eight(make_tms_problem(), of_toy(ALONE, exact), of_toy(shape, exact), exact)
 
 
+def assert_lean_on_eight_is_one(problem: Problem, seed: int, shape: MeshShape) -> None:
+    """In float64, most levers of memory on. ``problem``: of a `CONFIG` target. ``seed``: of the state."""
+    state = tiny.ruffled_state(problem, step=0, seed=seed, leading=LEADING)
+    with jax.enable_x64(True):
+        problem, state = tiny.in_float64(problem), tiny.to_float64(state)
+        weights = tiny.to_float64(tiny.weights(CONFIG))
+        runs = [
+            run(under(problem, policy), state, weights, tokens, of)
+            for policy, of in ((PLAIN, ALONE), (POLICIES["lean"], shape))
+        ]
+    assert_one_is_eight(problem, *runs, exact=True)
+
+
 # ---- a step that is broken across devices ----
 
 

@@ -97,15 +97,7 @@ def test_one_device_is_eight() -> None:
     target = tiny.target(devices.CONFIG, {EMBEDDING: 8, **devices.CHOSEN})
     problem = tiny.problem(terms, target, ci=tiny.TRANSFORMER, batch_size=devices.LEADING[0])
     # From seed 2, ten steps make 1.4e-9 of one device's rounding.
-    state = tiny.ruffled_state(problem, step=0, seed=3, leading=devices.LEADING)
-    with jax.enable_x64(True):
-        problem, state = tiny.in_float64(problem), tiny.to_float64(state)
-        weights = tiny.to_float64(tiny.weights(devices.CONFIG))
-        runs = [
-            devices.run(devices.under(problem, policy), state, weights, devices.tokens, shape)
-            for policy, shape in ((PLAIN, devices.ALONE), (devices.POLICIES["lean"], MeshShape(2, 2, 2)))
-        ]
-    devices.assert_one_is_eight(problem, *runs, exact=True)
+    devices.assert_lean_on_eight_is_one(problem, 3, MeshShape(2, 2, 2))
 
 
 @pytest.mark.parametrize("ci", [tiny.SHARED, GlobalMLP((4,))], ids=["layerwise", "global"])

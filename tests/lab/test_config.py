@@ -808,6 +808,14 @@ def test_components_that_are_not_split() -> None:
     assert line.endswith(f"; {C + 8} would be")
 
 
+def test_copies_that_would_be_none_are_pointed_out() -> None:
+    """Of one node, what a node holds is what all devices together have at rest."""
+    sets = ["memory.preset=fast", "memory.held={ci: node, sources: device}", "mesh.fsdp=8"]
+    says = "memory.held: node has no effect on ci, for mesh.nodes is 1"
+    assert says in example(*sets).warnings
+    assert says not in example(*sets, "mesh.nodes=2").warnings
+
+
 def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a schema file; write a wrapper with torch_config: llama8b"):
         load_config(TORCH)
