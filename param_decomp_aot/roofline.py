@@ -3,6 +3,13 @@
 The cards' rates are figures of the vendor's data sheets: products of dense matrices (without sparsity) at boost clock,
 NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR) beside
 B200, H200 and H100, of 200 Gb/s beside the others. No program reaches these rates.
+
+A collective operation takes its latency and its bytes at the link's rate, so small messages are slow. Hops are those of
+NCCL's own cost model for a ring under its `Simple` protocol (3.4 µs over NVLink, 14 µs over the network; NCCL 2.2x,
+src/graph/tuning.cc). The start is chosen so that 8 GPUs of a node come to what others measured on B200s under NCCL: 1 MB
+going at 23 GB/s, 64 MB at 580 GB/s, which is 40 µs on top of the link's 900 GB/s. For messages of a few KB, NCCL has
+faster protocols: for those it is a guess from above. `experiments/gpu_day.py` measures all of it where there are
+several cards; nobody has yet.
 """
 
 import csv
@@ -38,18 +45,27 @@ class Rates:
 class Work:
     """What one GPU does in a step. ``flops``: of its matrix products, by precision. The rest in bytes: ``memory`` read
     and written, ``within`` sent to GPUs of its node, ``across`` sent to other nodes (see `traffic.py`).
-    ``collectives``: operations that send, as often as they are run."""
+    ``latency``: seconds that its collective operations take beside their bytes."""
 
     flops: Mapping[Precision, float | int]
     memory: float | int
     within: float | int
     across: float | int
-    collectives: int = 0
+    latency: float = 0.0
 
 
-COLLECTIVE_LATENCY = 40e-6
-"""Seconds that come on top of each collective operation. Others measured, on B200s under NCCL, 1 MB going at 23 GB/s
-and 64 MB at 580 GB/s, the link's own rate; it was not measured here yet."""
+@dataclass(frozen=True)
+class Latency:
+    """Seconds that a collective operation takes beside its bytes. ``start``: once; ``node_hop`` and ``network_hop``:
+    for each device that a message passes on its way round the ring, within a node and between nodes."""
+
+    start: float
+    node_hop: float
+    network_hop: float
+
+    def of(self, count: int, node_hops: int, network_hops: int) -> float:
+        """Of ``count`` operations with so many hops altogether."""
+        return count * self.start + node_hops * self.node_hop + network_hops * self.network_hop
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,7 @@ def roofline(work: Work, rates: Rates) -> Roofline:
         memory=work.memory / rates.memory,
         node_links=work.within / rates.node_link,
         network=work.across / rates.network,
-        latency=work.collectives * COLLECTIVE_LATENCY,
+        latency=work.latency,
     )
 
 
@@ -111,4 +127,12 @@ def card_rates(table: str) -> Mapping[str, Rates]:
             network=float(card["network_Bps"]),
         )
         for card in csv.DictReader(table.splitlines())
+    }
+
+
+def latencies(table: str) -> Mapping[str, Latency]:
+    """The latencies of a table like ``gpus/collectives.csv``, by kind of operation."""
+    return {
+        row["kind"]: Latency(float(row["start_s"]), float(row["node_hop_s"]), float(row["network_hop_s"]))
+        for row in csv.DictReader(table.splitlines())
     }

@@ -53,6 +53,21 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.payload * (self.group - 1) // self.group
 
     @property
+    def hops(self) -> int:
+        """Devices that a message passes one after the other."""
+        if self.group < 2 or self.kind == "collective-permute":
+            return min(self.group - 1, 1)
+        return (2 if self.kind == "all-reduce" else 1) * (self.group - 1)
+
+    @property
+    def network_hops(self) -> int:
+        """Those of them that lead to another node."""
+        if not self.crosses:
+            return 0
+        nodes = -(-self.group // self.in_node)
+        return -(-self.hops * (nodes - 1) // (self.group - 1))
+
+    @property
     def within(self) -> int:
         """Bytes that each device sends over the links of its node."""
         return self.ring if self.in_node > 1 else 0
@@ -65,12 +80,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Sum:
-    """Of several collective operations. ``count``: how often one is run; the others are bytes per device."""
+    """Of several collective operations. ``count``: how often one is run; ``payload``, ``within``, ``across``: bytes per
+    device; ``node_hops``, ``network_hops``: see `Collective.hops`."""
 
     count: int = 0
     payload: int = 0
     within: int = 0
     across: int = 0
+    node_hops: int = 0
+    network_hops: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,12 @@ class Traffic:
         for c, n in self.collectives.items():
             old = sums.get((c.kind, c.crosses), Sum())
             sums[c.kind, c.crosses] = Sum(
-                old.count + n, old.payload + n * c.payload, old.within + n * c.within, old.across + n * c.across
+                old.count + n,
+                old.payload + n * c.payload,
+                old.within + n * c.within,
+                old.across + n * c.across,
+                old.node_hops + n * (c.hops - c.network_hops),
+                old.network_hops + n * c.network_hops,
             )
         return dict(sorted(sums.items(), key=lambda item: -max(item[1].within, item[1].across)))
 

@@ -8,6 +8,7 @@ import typer
 from param_decomp_lab.cli.options import Config, Gpu, Overrides
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
+from param_decomp_lab.probe.search import Goal
 
 
 def fit(
@@ -15,6 +16,9 @@ def fit(
     gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.", show_default=False)],
     gpu: Gpu = "b200",
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    goal: Annotated[
+        Goal, typer.Option("--for", help="The fastest step of the configuration's batch, or the largest batch.")
+    ] = "speed",
     vary: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUES", help="What may be chosen; may be repeated.", show_default=False),
@@ -23,25 +27,35 @@ def fit(
     out: Annotated[
         Path | None, typer.Option(help="The wrapper to write. Default: beside CONFIG, with the GPUs in its name.")
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="With --for speed: ask nothing new after so long.", show_default=False)
+    ] = None,
     mem_fraction: Annotated[float, typer.Option(help="As in `pd probe`.")] = MEM_FRACTION,
     margin_gib: Annotated[float, typer.Option(help="As in `pd probe`.")] = MARGIN_GIB,
 ) -> None:
-    """Find the best run of a configuration that fits on given GPUs, and write the configuration to start it with.
+    """Find the fastest or the largest run of a configuration that fits on given GPUs, and write the configuration to
+    start it with.
 
-    What may be chosen: `--vary batch=64..2048` (doubling), `seq=512,2048`, `mesh=1x64x1,2x32x1` (replica x fsdp x
-    tensor), `memory=plain,balanced,lean` (presets), or any key of the configuration, such as
-    `memory.component_block=4096,8192`. Without it: 1 to 64 rows on each GPU, and the presets.
+    `--for speed` (the default): of the configuration's batch, the layout with the shortest step by the roofline if
+    nothing overlaps. Chosen are the mesh, what is held, what is saved, blocks and micro-batches (docs/probe.md).
+    `--vary` restricts or extends that: `mesh=1x64x1,8x8x1` (replica x fsdp x tensor), `memory=balanced,lean` (presets
+    as they are), or any key of the configuration. What `--set` gives is not changed.
 
-    Bisects the batch of every combination with `pd probe`, several at a time; what was asked before is in its cache,
-    so an interrupted search continues where it was. Best is what takes most tokens in a step, then what is fastest.
-    Written are a wrapper, its schema file under `torch/`, and a figure of all that was asked. The status is 3 when
-    nothing fits.
+    `--for batch`: the largest batch that fits, of every combination of `--vary batch=64..2048` (doubling),
+    `seq=512,2048`, meshes, presets and other keys, by bisection; best is what takes most tokens in a step, then what is
+    fastest. Without `--vary`: 1 to 64 rows on each GPU, and the presets.
+
+    `pd probe` is asked about several runs at a time; what was asked before is in its cache, so an interrupted search
+    continues where it was. Written are a wrapper, its schema file under `torch/`, and a figure of all that was asked.
+    The status is 3 when nothing fits.
 
     Examples:
 
-        pd fit configs/llama8b_l18-26_9layer_chunkwise_seq2048.yaml --gpus 64
+        pd fit configs/llama8b_l18-26_9layer_chunkwise.yaml --gpus 64
 
-        pd fit configs/llama8b_l18.yaml --gpu h100 --gpus 8 --vary batch=16..128 --vary memory=balanced,lean
+        pd fit configs/llama8b_l18-26_9layer_chunkwise_seq2048.yaml --gpus 64 --for batch
+
+        pd fit configs/llama8b_l18.yaml --gpu h100 --gpus 8 --for batch --vary batch=16..128 --vary memory=balanced,lean
     """
     from param_decomp_lab.probe.cards import Pool, card
     from param_decomp_lab.probe.fit import FitRequest
@@ -54,7 +68,8 @@ def fit(
     refuse_taken(written)
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))
     options = [word for name, value, usual in limits if value != usual for word in (name, str(value))]
-    question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options))
+    question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options), goal,
+                          float("inf") if minutes is None else minutes)  # fmt: skip
     found = search(question, vary or (), PlainConsole(stderr=True))
     if not tell(question, found, written, PlainConsole()):
         raise typer.Exit(3)

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
-from param_decomp_aot.roofline import Precision, Rates, Roofline, Work, card_rates, roofline
+from param_decomp_aot.roofline import Latency, Precision, Rates, Roofline, Work, card_rates, latencies, roofline
 from param_decomp_aot.scopes import from_package
 from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.cards import TABLE, Pool
+from param_decomp_lab.probe.cards import LATENCIES, TABLE, Pool
 from param_decomp_lab.probe.measure import Measured, Where, measure
 from param_decomp_lab.probe.subject import STEP, Subject
 
@@ -90,15 +90,16 @@ class Answer:
             return None
         precision: Precision = "bf16" if self.subject.compute_dtype == "bfloat16" else "tf32"
         each = self.step.matmul_flops / self.subject.mesh.n_devices
-        n_collectives = sum(total.count for total in self.step.collectives.values())
-        work = Work({precision: each}, self.step.hbm, self.step.within, self.step.across, n_collectives)
+        waiting = sum(_latency(kind, total) for kind, total in self.step.collectives.items())
+        work = Work({precision: each}, self.step.hbm, self.step.within, self.step.across, waiting)
         return roofline(work, self.rates)
 
-    def collective_seconds(self, total: Sum) -> float | None:
-        """How long collectives take one after the other; None for a card whose rates are not in the table."""
+    def collective_seconds(self, kind: str, total: Sum) -> float | None:
+        """How long collectives of a kind take one after the other; None for a card whose rates are not in the table."""
         if self.rates is None:
             return None
-        return roofline(Work({}, 0, total.within, total.across, total.count), self.rates).one_by_one
+        work = Work({}, 0, total.within, total.across, _latency(kind, total))
+        return roofline(work, self.rates).one_by_one
 
     def as_json(self) -> dict[str, Any]:
         """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step."""
@@ -135,7 +136,7 @@ class Answer:
                 "between_nodes": self.step.across,
             },
             "collectives": {
-                kind: {**asdict(total), "seconds": self.collective_seconds(total)}
+                kind: {**asdict(total), "seconds": self.collective_seconds(kind, total)}
                 for kind, total in self.step.collectives.items()
             },
             "roofline_s": None
@@ -146,6 +147,16 @@ class Answer:
 
     def _others(self) -> list[int]:
         return [part.peak for name, part in self.parts.items() if name != STEP] or [0]
+
+
+def _latency(kind: str, total: Sum) -> float:
+    """Seconds; ``kind`` as in `Step.collectives`."""
+    return _latencies()[kind.partition(",")[0]].of(total.count, total.node_hops, total.network_hops)
+
+
+@cache
+def _latencies() -> Mapping[str, Latency]:
+    return latencies(LATENCIES.read_text())
 
 
 def _part(measured: Measured) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 
 TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
+LATENCIES = TABLE.with_name("collectives.csv")
 
 
 def card(name: str) -> str:

@@ -65,7 +65,19 @@ def compile_without_gpus() -> None:
 
 
 def gpus_per_node_of_mesh(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
-    """UserError unless the mesh takes all GPUs of all nodes."""
+    """UserError unless the mesh takes all GPUs of all nodes, and what it takes for a node is in one."""
+    each = _gpus_per_node(mesh, nodes, per_node)
+    together = mesh.fsdp // mesh.nodes * mesh.tensor
+    if mesh.nodes > 1 and each % together:
+        right = max(1, mesh.fsdp * mesh.tensor // each)
+        raise UserError(
+            f"mesh: fsdp {mesh.fsdp} × tensor {mesh.tensor} in {mesh.nodes} nodes are {together} GPUs in each, but a "
+            f"node has {each}; try --set mesh.nodes={right}"
+        )
+    return each
+
+
+def _gpus_per_node(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
     n = mesh.n_devices
     each = per_node or (8 if nodes is None else max(1, n // nodes))
     axes = f"mesh: replica {mesh.replica} × fsdp {mesh.fsdp} × tensor {mesh.tensor} are {n} devices"

@@ -1,11 +1,15 @@
-"""`pd fit`: the best run of a configuration that fits on given GPUs, and the configuration to start it with."""
+"""`pd fit`: the fastest or the largest run that fits on given GPUs, and the configuration to start it with."""
 
 import io
 import json
 import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,15 @@ from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
-from param_decomp_lab.probe.frontier import draw, points_table
-from param_decomp_lab.probe.search import Kind, Point, best, search
+from param_decomp_lab.probe.fastest import Space, fastest
+from param_decomp_lab.probe.frontier import draw, draw_times, points_table, times_table
+from param_decomp_lab.probe.layouts import spaces
+from param_decomp_lab.probe.search import Goal, Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
+from param_decomp_lab.untrusted.yaml_text import read_mapping
 
 PROBE_GIB = 4.5
 """RAM of one `pd probe`, at most (docs/measurements/probe.md)."""
@@ -36,7 +43,7 @@ EVALUATION_KEYS = {"eval", "eval.batch_size", "eval.n_steps"}
 @dataclass(frozen=True)
 class FitRequest:
     """``overrides``: `--set` of the user's, which hold for every run, but that the mesh is stretched over the GPUs.
-    ``options``: of `pd probe`, passed on."""
+    ``options``: of `pd probe`, passed on. ``minutes``: after so many, for ``speed``, nothing new is asked."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -44,6 +51,8 @@ class FitRequest:
     n_gpus: int
     per_node: int
     options: tuple[str, ...] = ()
+    goal: Goal = "batch"
+    minutes: float = float("inf")
 
     @property
     def set_keys(self) -> set[str]:
@@ -70,18 +79,10 @@ def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult
     UserError for what cannot be asked.
     """
     refuse_another_version()
-    config, varied = load_config(request.path, request.overrides), parse_vary(vary)
-    every = valid_kinds(request, config, varied)
-    count = workers(len(every))
-    console.print(f"{len(every)} kinds of runs, {count} compiled at a time", highlight=False)
-
-    def ask(kind: Kind, batch: int) -> Point:
-        point = _probe_point(request, kind, batch, ("--quick",))
-        console.print(_describe_point(point), highlight=False, soft_wrap=True)
-        return point
-
-    points = search(every, ask, count)
-    while (chosen := best(points)) is not None:
+    config, varied = own_config(request), parse_vary(vary)
+    search_for = _search_for_speed if request.goal == "speed" else _search_for_batch
+    points = search_for(request, config, varied, console)
+    while (chosen := best(points, request.goal)) is not None:
         whole = _probe_all_parts(request, config, chosen, varied, console)
         points = [whole if point is chosen else point for point in points]
         if whole.verdict == "fits":
@@ -92,12 +93,78 @@ def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult
     return FitResult(points, None)
 
 
+def _search_for_batch(
+    request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]], console: Console
+) -> list[Point]:
+    every = valid_kinds(request, config, vary)
+    count = workers(len(every))
+    console.print(f"{len(every)} kinds of runs, {count} compiled at a time", highlight=False)
+    return search(every, partial(_ask, request, console), count)
+
+
+def _search_for_speed(
+    request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]], console: Console
+) -> list[Point]:
+    every = valid_spaces(request, config, vary)
+    count, end = workers(os.cpu_count() or 1), time.monotonic() + 60 * request.minutes
+    n_layouts = sum(prod(len(choice.levels) for choice in space.choices) for space in every)
+    console.print(
+        f"{n_layouts:,} layouts in all, {count} compiled at a time; times are a step's, if nothing overlaps",
+        highlight=False,
+    )
+    n_asked = 0
+
+    def ask_all(kinds: Sequence[Kind]) -> list[Point]:
+        nonlocal n_asked
+        console.print(f"{n_asked} asked about, {len(kinds)} next", highlight=False)
+        n_asked += len(kinds)
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(lambda kind: ask_until(kind, kind.batches[0]), kinds))
+
+    def ask_until(kind: Kind, batch: int) -> Point:
+        if time.monotonic() > end:
+            return Point(kind, batch, None, f"not asked: {request.minutes:g} minutes were over")
+        return _ask(request, console, kind, batch)
+
+    points = fastest(every, ask_all)
+    if time.monotonic() > end:
+        console.print(f"stopped after {request.minutes:g} minutes", highlight=False)
+    return [point for point in points if not point.why.startswith("not asked")]
+
+
+def _ask(request: FitRequest, console: Console, kind: Kind, batch: int) -> Point:
+    point = _probe_point(request, kind, batch, ("--quick",))
+    console.print(_describe_point(point), highlight=False, soft_wrap=True)
+    return point
+
+
+def own_config(request: FitRequest) -> RunConfig:
+    """The configuration as the user has it. For speed, its mesh does not count unless the user has set it: the batch
+    need not be one that this mesh divides."""
+    if request.goal == "batch" or any(key.partition(".")[0] == "mesh" for key in request.set_keys):
+        return load_config(request.path, request.overrides)
+    return load_config(request.path, (*request.overrides, "mesh={replica: 1, fsdp: 1}"))
+
+
 def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
-    """What may be asked about. UserError where one of these runs is none."""
-    every = kinds(config, request.n_gpus, vary, request.set_keys)
+    """What may be asked about for the largest batch. UserError where one of these runs is none."""
+    every = kinds(config, request.n_gpus, vary, request.set_keys, request.per_node)
     for kind in every:
         for batch in kind.batches:
             load_config(request.path, request.sets(kind, batch))
+    return every
+
+
+def valid_spaces(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Space]:
+    """What may be asked about for the fastest step. UserError where a choice makes none a run."""
+    memory = read_mapping(request.path, "the wrapper").get("memory")
+    file_keys = memory if isinstance(memory, dict) else {}
+    every = spaces(config, request.n_gpus, request.per_node, vary, request.set_keys, file_keys)
+    for space in every:
+        for i, choice in enumerate(space.choices):
+            for level in range(len(choice.levels)):
+                levels = (*space.begin[:i], level, *space.begin[i + 1 :])
+                load_config(request.path, request.sets(space.kind(levels), space.batch))
     return every
 
 
@@ -128,16 +195,16 @@ def _probe_all_parts(
 
 def report(request: FitRequest, found: FitResult, out: Path, console: Console) -> bool:
     """Prints the runs, draws them, and writes the best one's configuration as ``out``; False where nothing fits."""
-    table, chosen = points_table(found.points, found.best), found.best
+    for_speed, chosen = request.goal == "speed", found.best
+    table = (times_table if for_speed else points_table)(found.points, chosen)
     console.print(table)
     title = f"{request.path.stem} on {request.n_gpus} {request.gpu.upper()}"
     picture = out.with_suffix(".png")
+    (draw_times if for_speed else draw)(found.points, chosen, title, picture)
     if chosen is None or chosen.answer is None:
-        draw(found.points, None, title, picture)
         console.print(f"picture {picture}", highlight=False, soft_wrap=True)
-        console.print(
-            Text.assemble(("nothing fits", "bold red"), "; vary smaller batches, leaner memory, or take more GPUs")
-        )
+        other = "a smaller batch" if for_speed else "vary smaller batches, leaner memory"
+        console.print(Text.assemble(("nothing fits", "bold red"), f"; {other}, or take more GPUs"))
         return False
     text = io.StringIO()
     PlainConsole(file=text, width=120).print(table)
@@ -148,11 +215,15 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     need = f"needs {answer['peak_gib']:.1f} of {answer['pool_gib']:.1f} GiB of each GPU ({answer['largest_part']})"
     if answer["limit_bound"]:
         need += f"; limit-bound: {answer['peak_gib_unlimited']:.1f} GiB if XLA saw no limit, so it recomputes by itself"
-    header = (f"The best run on {request.n_gpus} {request.gpu.upper()} of those below; {need}.", f"  {command}", "")
+    adjective = "fastest" if for_speed else "largest"
+    header = (
+        f"The {adjective} run on {request.n_gpus} {request.gpu.upper()} of those below; {need}.",
+        f"  {command}",
+        "",
+    )
     write_config(
         request.path, request.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
     )
-    draw(found.points, chosen, title, picture)
     print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
     console.print(
@@ -186,4 +257,4 @@ def _describe_point(point: Point) -> str:
     if point.answer is None:
         return f"{point.kind.name}, batch {point.batch:,}: cannot be told ({point.why})"
     words = {"fits": "fits", "does_not_fit": "does not fit"}[point.verdict]
-    return f"{point.kind.name}, batch {point.batch:,}: {point.answer['peak_gib']:.1f} GiB, {words}"
+    return f"{point.kind.name}, batch {point.batch:,}: {point.peak_gib:.1f} GiB, {words}, {1000 * point.step_s:,.0f} ms"

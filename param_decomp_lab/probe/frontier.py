@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -44,6 +45,83 @@ def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
     return table
 
 
+def times_table(points: Sequence[Point], chosen: Point | None) -> Table:
+    """Every layout that was asked about, fastest first; `→` marks the one chosen."""
+    known = [point for point in points if point.answer is not None]
+    size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing could be told"
+    columns = ("peak GiB", "", "node GiB", "net GiB", "collectives", "ms", "overlapping")
+    title = f"Layouts ({size}; GiB of one GPU; ms if nothing overlaps, and if everything does)"
+    table = plain_table(title, ("", "left"), ("", "wrap"), *((column, "right") for column in columns))
+    for point in sorted(points, key=lambda point: point.step_s):
+        mark = "→" if point is chosen else ""
+        if point.answer is None:
+            table.add_row(mark, point.kind.name, "", f"unknown: {point.why}")
+            continue
+        moved = point.answer["bytes_moved"]
+        sizes = (f"{moved[key] / 2**30:,.1f}" for key in ("within_node", "between_nodes"))
+        table.add_row(
+            mark,
+            point.kind.name,
+            f"{point.peak_gib:.1f}",
+            {"fits": "fits", "does_not_fit": "too large"}[point.verdict],
+            *sizes,
+            f"{point.collectives:,}",
+            f"{1000 * point.step_s:,.0f}",
+            f"{1000 * point.overlapping_s:,.0f}",
+            style="bold" if point is chosen else "",
+        )
+    return table
+
+
+def draw_times(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
+    """Peak against a step's time, from everything overlapping to nothing overlapping; a colour for each mesh, filled
+    what fits."""
+    figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    answered = [point for point in points if point.answer is not None]
+    meshes = list(dict.fromkeys(_mesh_name(point) for point in answered))
+    for point in answered:
+        colour = COLOURS[meshes.index(_mesh_name(point)) % len(COLOURS)]
+        axes.plot(
+            [1000 * point.overlapping_s, 1000 * point.step_s], [point.peak_gib] * 2,
+            color=colour, linewidth=1, alpha=0.25, zorder=2,
+        )  # fmt: skip
+        face = colour if point.verdict == "fits" else "white"
+        axes.scatter(1000 * point.step_s, point.peak_gib, s=28, color=face, edgecolors=colour, zorder=3)
+    for name, colour in zip(meshes, COLOURS * len(meshes), strict=False):
+        axes.scatter([], [], s=28, color=colour, label=name)
+    _memory_lines(axes, answered)
+    if chosen is not None and chosen.answer is not None:
+        axes.scatter(
+            1000 * chosen.step_s, chosen.peak_gib, s=140, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=4
+        )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    style_axes(axes, 8)
+    axes.set_xlabel("ms a step if nothing overlaps; the line goes to where everything does", fontsize=8, color=QUIET)
+    axes.set_ylabel("GiB of each GPU, filled where it fits", fontsize=8, color=QUIET)
+    axes.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold")
+    if meshes:
+        figure.legend(frameon=False, fontsize=8, loc="outside lower left", ncols=3)
+    save_figure(figure, file)
+
+
+def _mesh_name(point: Point) -> str:
+    return point.kind.name.partition(";")[0]
+
+
+def _memory_lines(axes: Axes, answered: Sequence[Point]) -> None:
+    if not answered:
+        return
+    answer = answered[0].answer or {}
+    for value, words in ((answer["pool_gib"], "can be used"), (answer["capacity_gib"], answer["gpu"].upper())):
+        axes.axhline(value, color=QUIET, linewidth=0.9, linestyle="--" if words == "can be used" else "-")
+        axes.text(
+            0.005, value, f"{words}, {value:.0f} GiB", transform=axes.get_yaxis_transform(),
+            fontsize=7, color=QUIET, va="bottom",
+        )  # fmt: skip
+
+
 def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
     """Peak against tokens of a step, a line for each kind of run; filled what fits."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
@@ -67,14 +145,7 @@ def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) 
                 zorder=3,
                 label=label,
             )
-    if answered:
-        answer = answered[0].answer or {}
-        for value, words in ((answer["pool_gib"], "can be used"), (answer["capacity_gib"], answer["gpu"].upper())):
-            axes.axhline(value, color=QUIET, linewidth=0.9, linestyle="--" if words == "can be used" else "-")
-            axes.text(
-                0.005, value, f"{words}, {value:.0f} GiB", transform=axes.get_yaxis_transform(),
-                fontsize=7, color=QUIET, va="bottom",
-            )  # fmt: skip
+    _memory_lines(axes, answered)
     if chosen is not None and chosen.answer is not None:
         axes.scatter(
             chosen.tokens, chosen.answer["peak_gib"], s=140, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=4

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
+Goal = Literal["speed", "batch"]
+"""What `pd fit` looks for: the shortest step of a given batch, or the largest batch."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,37 @@ class Point:
         return 0 if self.answer is None else int(self.answer["tokens_per_step"])
 
     @property
+    def peak_gib(self) -> float:
+        """What the run needs of a GPU; infinite where that could not be told."""
+        return float("inf") if self.answer is None else float(self.answer["peak_gib"])
+
+    @property
+    def pool_gib(self) -> float:
+        """What there is of a GPU."""
+        return 0.0 if self.answer is None else float(self.answer["pool_gib"])
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """Seconds of a step by resource, by the roofline."""
+        times = {} if self.answer is None else self.answer["roofline_s"] or {}
+        return {name: float(seconds) for name, seconds in times.items() if name != "overlapping"}
+
+    @property
     def step_s(self) -> float:
         """A step's time by the roofline, in seconds: nothing overlaps."""
+        return sum(self.terms.values()) or float("inf")
+
+    @property
+    def overlapping_s(self) -> float:
+        """The same where everything overlaps."""
         times = {} if self.answer is None else self.answer["roofline_s"] or {}
-        return float(sum(seconds for name, seconds in times.items() if name != "overlapping")) or float("inf")
+        return float(times.get("overlapping", "inf"))
+
+    @property
+    def collectives(self) -> int:
+        """Collective operations executed in a step."""
+        kinds = {} if self.answer is None else self.answer["collectives"]
+        return sum(int(kind["count"]) for kind in kinds.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,10 +104,12 @@ def largest_that_fits(kind: Kind, ask: Ask) -> list[Point]:
     return asked
 
 
-def best(points: Sequence[Point]) -> Point | None:
-    """Of those that fit the one with most tokens in a step; of such the fastest by the roofline, then the smallest."""
+def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
+    """Of those that fit, for ``batch`` the one with most tokens in a step, of such the fastest by the roofline; for
+    ``speed`` the fastest. Of equals the smallest."""
     fitting = [point for point in points if point.verdict == "fits"]
-    return max(fitting, key=lambda p: (p.tokens, p.tokens_per_s, -(p.answer or {})["peak_gib"]), default=None)
+    tokens = (lambda p: p.tokens) if goal == "batch" else (lambda p: 0)
+    return max(fitting, key=lambda p: (tokens(p), p.tokens_per_s, -p.peak_gib), default=None)
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

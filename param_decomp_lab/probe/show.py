@@ -160,7 +160,7 @@ def _collectives(answer: Answer) -> RenderableType:
     columns = ("times", "MiB each", "GiB in the node", "GiB between", "one by one")
     table = plain_table("Collectives as executed, sent by one GPU", ("", "left"), *((c, "right") for c in columns))
     for kind, total in answer.step.collectives.items():
-        seconds = answer.collective_seconds(total)
+        seconds = answer.collective_seconds(kind, total)
         table.add_row(
             kind,
             f"{total.count:,}",

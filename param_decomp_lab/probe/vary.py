@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from math import gcd
 from typing import Any, get_args
 
 from param_decomp_lab.config import RunConfig
@@ -26,6 +25,10 @@ SHORT = {
     "mesh.tensor": "mesh=1x64x1,1x32x2",
 }
 """Keys of the configuration that are varied by another name here, with an example."""
+
+
+Axes = tuple[int, int, int]
+"""Sizes of a mesh: replica, fsdp, tensor."""
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -72,13 +75,47 @@ def _value(key: str, value_text: str, text: str) -> Any:
 
 
 def kinds(
-    config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]], set_keys: Collection[str] = ()
+    config: RunConfig,
+    n_gpus: int,
+    vary: Mapping[str, Sequence[Any]],
+    set_keys: Collection[str] = (),
+    per_node: int = 8,
 ) -> list[Kind]:
     """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
 
     Batch and preset are varied without being named, unless they are among the keys ``said`` by `--set`. UserError for a
     mesh that does not multiply to the GPUs.
     """
+    meshes = meshes_of(config, n_gpus, vary)
+    own_preset = config.wrapper.memory.preset
+    others = () if {"memory", "memory.preset", "remat_recon_forwards"} & {*set_keys} else ("balanced", "lean")
+    presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
+    seqs = list(vary.get("seq", ())) or [None]
+    keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
+    found = []
+    for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
+        settings: list[tuple[str, Any]] = [
+            *mesh_settings(mesh, per_node if config.wrapper.mesh.nodes > 1 else n_gpus),
+            ("memory.preset", preset),
+            ("remat_recon_forwards", preset != "plain"),
+        ]
+        if seq is not None:
+            settings.append(("data.max_seq_len", seq))
+        settings += zip(keys, rest, strict=True)
+        settings = list(fitting_evaluation(config, dict(settings), keys))
+        rows = batch_multiple(config, dict(settings))
+        batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
+        if "batch" not in vary and "pd.batch_size" in set_keys:
+            batches = (config.method.pd.batch_size,)
+        words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
+        words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
+        found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
+    return found
+
+
+def meshes_of(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> list[Axes]:
+    """Those that ``vary`` gives, else the configuration's, stretched over the GPUs. UserError for a mesh that does not
+    multiply to the GPUs."""
     own = config.wrapper.mesh
     meshes = list(vary.get("mesh", ()))
     if not meshes:
@@ -91,32 +128,27 @@ def kinds(
         if mesh[0] * mesh[1] * mesh[2] != n_gpus:
             shape = "x".join(map(str, mesh))
             raise UserError(f"--vary mesh={shape}: takes {mesh[0] * mesh[1] * mesh[2]} GPUs, --gpus says {n_gpus}")
-    own_preset = config.wrapper.memory.preset
-    others = () if {"memory", "memory.preset", "remat_recon_forwards"} & {*set_keys} else ("balanced", "lean")
-    presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
-    seqs = list(vary.get("seq", ())) or [None]
-    keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
-    found = []
-    for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
-        replica, fsdp, tensor = mesh
-        settings: list[tuple[str, Any]] = [
-            ("mesh", {"replica": replica, "fsdp": fsdp, "tensor": tensor, "nodes": gcd(own.nodes, fsdp)}),
-            ("memory.preset", preset),
-            ("remat_recon_forwards", preset != "plain"),
-        ]
-        if seq is not None:
-            settings.append(("data.max_seq_len", seq))
-        settings += zip(keys, rest, strict=True)
-        rows = _batch_multiple(config, dict(settings))
-        if config.method.eval is not None and config.method.eval.batch_size % rows and "eval.batch_size" not in keys:
-            settings.append(("eval.batch_size", -(-config.method.eval.batch_size // rows) * rows))
-        batches = tuple(vary.get("batch", ())) or tuple(rows * n for n in ROWS_PER_GPU)
-        if "batch" not in vary and "pd.batch_size" in set_keys:
-            batches = (config.method.pd.batch_size,)
-        words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
-        words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
-        found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
-    return found
+    return meshes
+
+
+def mesh_settings(mesh: Axes, per_node: int) -> tuple[tuple[str, Any], ...]:
+    """The mesh, its fsdp axis divided by nodes where it spans several."""
+    replica, fsdp, tensor = mesh
+    nodes, rest = divmod(fsdp * tensor, per_node)
+    whole_nodes = nodes > 1 and not rest and fsdp % nodes == 0
+    sizes = {"replica": replica, "fsdp": fsdp, "tensor": tensor, "nodes": nodes if whole_nodes else 1}
+    return (("mesh", sizes),)
+
+
+def fitting_evaluation(
+    config: RunConfig, settings: Mapping[str, Any], said: Collection[str]
+) -> tuple[tuple[str, Any], ...]:
+    """``settings`` and, where the evaluation's batch is not a multiple of what the mesh needs and nobody has ``said``
+    how large it is, a larger one."""
+    rows, evaluated = batch_multiple(config, settings), config.method.eval
+    if evaluated is not None and evaluated.batch_size % rows and "eval.batch_size" not in said:
+        settings = {**settings, "eval.batch_size": -(-evaluated.batch_size // rows) * rows}
+    return tuple(settings.items())
 
 
 def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
@@ -124,7 +156,7 @@ def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     rows; None where a batch is as small as the mesh allows."""
     own, settings = config.method.eval, dict(kind.settings)
     assert own is not None
-    rows = _batch_multiple(config, settings)
+    rows = batch_multiple(config, settings)
     times = settings.get("eval.batch_size", own.batch_size) // rows
     fewer = max((n for n in range(1, times) if times % n == 0), default=None)
     if fewer is None:
@@ -134,7 +166,7 @@ def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
     return replace(kind, settings=tuple(settings.items()))
 
 
-def _batch_multiple(config: RunConfig, settings: Mapping[str, Any]) -> int:
+def batch_multiple(config: RunConfig, settings: Mapping[str, Any]) -> int:
     """Rows of which a batch is a multiple: one on each GPU that has rows of its own, in each micro-batch."""
     mesh, parts = settings["mesh"], settings.get("memory.micro_batches", config.wrapper.memory.micro_batches)
     return int(mesh["replica"] * mesh["fsdp"] * parts)

@@ -358,6 +358,18 @@ def test_rings() -> None:
     assert Collective("all-reduce", 1600, 1, 1, "", "", "").ring == 0
 
 
+def test_devices_that_a_message_passes() -> None:
+    def hops(kind: str, group: int, in_node: int) -> tuple[int, int]:
+        found = Collective(kind, 1600, group, in_node, "", "", "")
+        return found.hops, found.network_hops
+
+    assert hops("all-gather", 16, 8) == (15, 1)
+    assert hops("reduce-scatter", 8, 8) == (7, 0)
+    assert hops("all-reduce", 8, 1) == (14, 14)
+    assert hops("collective-permute", 2, 1) == (1, 1)
+    assert hops("all-gather", 1, 1) == (0, 0)
+
+
 def test_what_is_started_and_awaited_counts_once_and_has_its_origin() -> None:
     body = """\
     %async (a: f32[80]) -> f32[10]
@@ -440,8 +452,8 @@ def test_the_dump() -> None:
     found = traffic(DUMP)
     layer = 1024 * 1024 * 2
     assert found.by_kind() == {
-        ("all-gather", False): Sum(6, 6 * layer, 6 * layer * 7 // 8, 0),
-        ("reduce-scatter", False): Sum(3, 3 * layer, 3 * layer * 7 // 8, 0),
+        ("all-gather", False): Sum(6, 6 * layer, 6 * layer * 7 // 8, 0, 6 * 7),
+        ("reduce-scatter", False): Sum(3, 3 * layer, 3 * layer * 7 // 8, 0, 3 * 7),
     }
     assert (found.within, found.across, found.host, found.unknown) == (9 * layer * 7 // 8, 0, 0, ())
     assert {stage(c.scope) for c in found.collectives} == {"layers/layer, forward", "layers/layer, backward"}

@@ -30,7 +30,7 @@ from param_decomp_lab.probe.answer import Answer, compile_parts
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.command import gpus_per_node_of_mesh
-from param_decomp_lab.probe.fit import FitRequest, fit, valid_kinds
+from param_decomp_lab.probe.fit import FitRequest, fit, own_config, valid_kinds, valid_spaces
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
@@ -267,6 +267,9 @@ def test_gpus_of_a_node() -> None:
     assert gpus_per_node_of_mesh(mesh, None, None) == 8
     assert gpus_per_node_of_mesh(mesh, 16, None) == 4
     assert gpus_per_node_of_mesh(mesh, None, 4) == 4
+    assert gpus_per_node_of_mesh(replace(mesh, nodes=8), None, None) == 8
+    with pytest.raises(UserError, match=r"are 16 GPUs in each, but a node has 8; try --set mesh\.nodes=8"):
+        gpus_per_node_of_mesh(replace(mesh, nodes=4), None, None)
 
 
 @needs_plugin
@@ -438,10 +441,14 @@ def test_documented_calls_of_fit_are_valid() -> None:
         options: dict[str, list[str]] = {}
         for name, value in zip(words[::2], words[1::2], strict=True):
             options.setdefault(name, []).append(value)
-        assert options.keys() <= {"--gpu", "--gpus", "--vary", "--set"}
-        request = FitRequest(ROOT / path, tuple(options.get("--set", ())), "b200", int(options["--gpus"][0]), 8)
-        config = load_config(request.path, request.overrides)
-        assert valid_kinds(request, config, parse_vary(options.get("--vary", ())))
+        assert options.keys() <= {"--gpu", "--gpus", "--vary", "--set", "--for"}
+        (goal,) = options.get("--for", ["speed"])
+        n_gpus, sets = int(options["--gpus"][0]), tuple(options.get("--set", ()))
+        request = FitRequest(
+            ROOT / path, sets, "b200", n_gpus, min(n_gpus, 8), (), "batch" if goal == "batch" else "speed"
+        )
+        valid = valid_kinds if goal == "batch" else valid_spaces
+        assert valid(request, own_config(request), parse_vary(options.get("--vary", ())))
 
 
 @pytest.mark.parametrize(
@@ -570,7 +577,19 @@ def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: 
     margin = of_16["capacity_gib"] * 0.92 - 1.1 * of_16["peak_gib"]
     vary = ("--vary", "batch=8..32", "--vary", "memory=lean")
     done = tiny.pd(
-        "fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", str(margin), "--out", out, timeout=1200
+        "fit",
+        tiny.config,
+        "--gpus",
+        "8",
+        "--for",
+        "batch",
+        *base,
+        *vary,
+        "--margin-gib",
+        str(margin),
+        "--out",
+        out,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "fits" in done.stdout.splitlines()[-1]
@@ -582,6 +601,44 @@ def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: 
     assert trained.returncode == 0, trained.stderr
     most = of_16["capacity_gib"] * 0.92 - 1e-6
     nothing = tiny.pd(
-        "fit", tiny.config, "--gpus", "8", *base, *vary, "--margin-gib", str(most), "--out", out, timeout=1200
+        "fit",
+        tiny.config,
+        "--gpus",
+        "8",
+        "--for",
+        "batch",
+        *base,
+        *vary,
+        "--margin-gib",
+        str(most),
+        "--out",
+        out,
+        timeout=1200,
     )
     assert nothing.returncode == 3
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_fit_for_speed_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 2 nodes of 4, with less memory than the first layout needs; what is written passes the probe, and trains on
+    simulated devices."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out, file = tmp_path / "fitted.yaml", tmp_path / "fast.json"
+    sets = (f"out_dir={tmp_path}", "runtime.autocast_bf16=true", "eval=null", "pd.batch_size=16")
+    base = ("--gpu", "b200", "--gpus-per-node", "4", *(word for text in sets for word in ("--set", text)))
+    fast = ("--set", "mesh={fsdp: 8, nodes: 2}", "--set", "memory.preset=fast", "--set", "remat_recon_forwards=true")
+    asked = tiny.pd("probe", tiny.config, *base, *fast, "--quick", "--json", file)
+    assert asked.returncode == 0, asked.stderr
+    first = json.loads(file.read_text())
+    margin = ("--margin-gib", str(first["capacity_gib"] * 0.92 - 0.98 * first["peak_gib"]))
+    few = ("--vary", "mesh=1x8x1", "--set", "memory.micro_batches=1", "--set", "memory.component_block=null")
+    done = tiny.pd("fit", tiny.config, "--gpus", "8", *base, *few, *margin, "--out", out, timeout=1200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    written = yaml.safe_load(out.read_text())
+    assert written["mesh"] == {"replica": 1, "fsdp": 8, "tensor": 1, "nodes": 2}
+    assert written["memory"]["preset"] == "fast"
+    assert set(written["memory"]) > {"preset"}
+    assert tiny.pd("probe", out, "--gpus-per-node", "4", *margin).returncode == 0
+    trained = tiny.pd("train", out, "--set", "pd.steps=4")
+    assert trained.returncode == 0, trained.stderr

@@ -1,0 +1,207 @@
+"""Finds the fastest layout that fits, asking about few of very many.
+
+Layouts of one mesh differ in what memory is spent on. The search begins with the one that spends most and should be
+fastest. Where that does not fit, it asks what each choice alone would free and what that would cost, frees enough where
+a GiB is cheapest, and asks whether the sum is right; where a layout fits with room to spare, it asks what each choice
+alone would gain. Meshes come in the order of their first layouts' times, and one whose first layout is slower than what
+has been found is not looked at further.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from param_decomp_lab.probe.search import Kind, Point
+
+WORTH = 0.005
+"""Share of a step's time that a change must save to be one."""
+SPARE = 1.05
+"""So much more is freed than is missing, since the parts of a peak do not quite add up."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something that a layout decides. ``levels``: from the one that needs least memory to the one that needs most,
+    each with what it is called (nothing where it is the usual one) and the assignments that make it. ``helps``: terms
+    of the roofline that a higher level may reduce. ``ordered``: False where nobody knows which level needs more."""
+
+    name: str
+    levels: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+    helps: frozenset[str] = frozenset()
+    ordered: bool = True
+
+
+@dataclass(frozen=True)
+class Space:
+    """Layouts of one mesh. ``begin``: the level of each choice that the search begins with. ``batch``: in rows.
+    ``settings``: what all of them have; ``make``: puts the assignments of chosen levels into a kind's settings."""
+
+    name: str
+    choices: tuple[Choice, ...]
+    begin: tuple[int, ...]
+    batch: int
+    make: Callable[[Sequence[tuple[str, Any]]], tuple[tuple[str, Any], ...]]
+
+    def kind(self, levels: Sequence[int]) -> Kind:
+        """What is asked about."""
+        chosen = [choice.levels[level] for choice, level in zip(self.choices, levels, strict=True)]
+        name = "; ".join(filter(None, (self.name, *(words for words, _ in chosen))))
+        return Kind(name, self.make([pair for _, pairs in chosen for pair in pairs]), (self.batch,))
+
+
+AskAll = Callable[[Sequence[Kind]], list[Point]]
+"""Asks about several layouts at a time; fewer points than layouts where time is up."""
+Levels = tuple[int, ...]
+
+
+@dataclass
+class _Search:
+    ask_all: AskAll
+    points: dict[tuple[str, Levels], Point] = field(default_factory=dict)
+    effects: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
+    """GiB and seconds that a choice's step from one level to the next adds."""
+
+    def ask(self, space: Space, wanted: Sequence[Levels]) -> list[Levels]:
+        """Asks about those not known; gives those that are known then, and could be told."""
+        new = [levels for levels in dict.fromkeys(wanted) if (space.name, levels) not in self.points]
+        found = self.ask_all([space.kind(levels) for levels in new])
+        self.points |= {(space.name, levels): point for levels, point in zip(new, found, strict=False)}
+        return [levels for levels in wanted if self.known(space, levels)]
+
+    def known(self, space: Space, levels: Levels) -> bool:
+        point = self.points.get((space.name, levels))
+        return point is not None and point.answer is not None
+
+    def at(self, space: Space, levels: Levels) -> Point:
+        return self.points[space.name, levels]
+
+    def fits(self, space: Space, levels: Levels) -> bool:
+        return self.at(space, levels).verdict == "fits"
+
+    def fastest(self, space: Space) -> Levels | None:
+        """Of this space's that fit."""
+        fitting = [levels for name, levels in self.points if name == space.name and self.known(space, levels)]
+        fitting = [levels for levels in fitting if self.fits(space, levels)]
+        return min(fitting, key=lambda levels: self.at(space, levels).step_s, default=None)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step that fits."""
+        return min((p.step_s for p in self.points.values() if p.verdict == "fits"), default=float("inf"))
+
+    def effect(self, space: Space, levels: Levels, i: int, to: int) -> tuple[float, float] | None:
+        """GiB and seconds that choice ``i`` adds where it goes from its level to ``to``: measured from ``levels``, else
+        from elsewhere; None where it was not."""
+        name, other = space.choices[i].name, _with(levels, i, to)
+        if self.known(space, other):
+            here, there = self.at(space, levels), self.at(space, other)
+            self.effects[name, levels[i], to] = (there.peak_gib - here.peak_gib, there.step_s - here.step_s)
+        if (back := self.effects.get((name, to, levels[i]))) is not None:
+            self.effects.setdefault((name, levels[i], to), (-back[0], -back[1]))
+        return self.effects.get((name, levels[i], to))
+
+
+def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[Point]:
+    """Every point that was asked about, fastest first; see `search.best` for the one to take."""
+    search = _Search(ask_all)
+    started = ask_all([space.kind(space.begin) for space in spaces])
+    for space, point in zip(spaces, started, strict=False):
+        search.points[space.name, space.begin] = point
+    begun = [space for space, point in zip(spaces, started, strict=False) if point.answer is not None]
+    for space in sorted(begun, key=lambda space: search.at(space, space.begin).step_s):
+        if search.at(space, space.begin).step_s < (1 - WORTH) * search.best_s or search.fits(space, space.begin):
+            _make_fit(space, search)
+    of_each = [(search.at(space, levels).step_s, space) for space in begun if (levels := search.fastest(space))]
+    if of_each:
+        _spend_what_is_left(min(of_each, key=lambda each: each[0])[1], search)
+    return sorted(search.points.values(), key=lambda point: point.step_s)
+
+
+def _make_fit(space: Space, search: _Search) -> None:
+    """Steps down from the space's first layout until one fits, or nothing is left to free."""
+    levels = space.begin
+    while not search.fits(space, levels):
+        steps = [(i, to) for i, choice in enumerate(space.choices) for to in _others(choice, levels[i], -1)]
+        unknown = [(i, to) for i, to in steps if search.effect(space, levels, i, to) is None]
+        search.ask(space, [_with(levels, i, to) for i, to in unknown])
+        found = [(i, to, effect) for i, to in steps if (effect := search.effect(space, levels, i, to)) is not None]
+        here = search.at(space, levels)
+        freeing = [step for step in found if step[2][0] <= 0]
+        freed = _cheapest(freeing, SPARE * (here.pool_gib - here.peak_gib)) or [(i, to) for i, to, _ in freeing]
+        costs = {(i, to): seconds for i, to, (_, seconds) in found}
+        expected = here.step_s + sum(costs[step] for step in freed)
+        if not freed or expected >= search.best_s:
+            return
+        for i, to in freed:
+            levels = _with(levels, i, to)
+        if not search.ask(space, [levels]):
+            return
+
+
+_Step = tuple[int, int, tuple[float, float]]
+"""A choice's number, its new level, and the GiB and seconds that this adds."""
+
+
+def _cheapest(steps: Sequence[_Step], most_gib: float) -> list[tuple[int, int]]:
+    """Of all sets of steps that add at most ``most_gib`` the one that adds least time, by the sums of what each adds
+    alone; empty where there is none, or none is better than to do nothing."""
+    sums: list[tuple[float, float, list[tuple[int, int]]]] = [(0.0, 0.0, [])]
+    for i, of_one in itertools.groupby(sorted(steps), key=lambda step: step[0]):
+        more = [(gib, seconds, to) for _, to, (gib, seconds) in of_one]
+        grown = [(g + gib, s + seconds, [*chosen, (i, to)]) for g, s, chosen in sums for gib, seconds, to in more]
+        sums = _unbeaten([*sums, *grown])
+    return min(((s, chosen) for g, s, chosen in sums if g <= most_gib), key=lambda each: each[0], default=(0.0, []))[1]
+
+
+def _unbeaten(
+    sums: Sequence[tuple[float, float, list[tuple[int, int]]]],
+) -> list[tuple[float, float, list[tuple[int, int]]]]:
+    """Without those that need as much memory as another, and as much time."""
+    kept: list[tuple[float, float, list[tuple[int, int]]]] = []
+    for each in sorted(sums, key=lambda each: each[:2]):
+        if not kept or each[1] < kept[-1][1]:
+            kept.append(each)
+    return kept
+
+
+def _spend_what_is_left(space: Space, search: _Search) -> None:
+    """Steps up from the space's fastest layout, and exchanges of one choice for others, as long as that is faster."""
+    while (levels := search.fastest(space)) is not None:
+        here = search.at(space, levels)
+        room = here.pool_gib - here.peak_gib
+        wanted = []
+        for i, choice in enumerate(space.choices):
+            for to in _others(choice, levels[i], 1):
+                effect = search.effect(space, levels, i, to)
+                hopeless = effect is not None and (effect[0] > room or effect[1] >= 0)
+                if not hopeless and _can_gain(choice, here.terms) > WORTH * here.step_s:
+                    wanted.append(_with(levels, i, to))
+        search.ask(space, wanted)
+        known = []
+        for i, choice in enumerate(space.choices):
+            for to in range(len(choice.levels)):
+                if to != levels[i] and (effect := search.effect(space, levels, i, to)) is not None:
+                    known.append((i, to, effect))
+        together = levels
+        for i, to in _cheapest(known, room):
+            together = _with(together, i, to)
+        search.ask(space, [together])
+        if search.best_s > (1 - WORTH) * here.step_s:
+            return
+
+
+def _can_gain(choice: Choice, terms: Mapping[str, float]) -> float:
+    """Seconds that a higher level could save at most."""
+    return sum(seconds for name, seconds in terms.items() if name in choice.helps or not choice.helps)
+
+
+def _others(choice: Choice, level: int, step: int) -> list[int]:
+    """The next level in this direction; every other one where they have no order."""
+    if not choice.ordered:
+        return [n for n in range(len(choice.levels)) if n != level]
+    return [level + step] if 0 <= level + step < len(choice.levels) else []
+
+
+def _with(levels: Levels, i: int, to: int) -> Levels:
+    return (*levels[:i], to, *levels[i + 1 :])

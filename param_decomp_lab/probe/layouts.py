@@ -1,0 +1,194 @@
+"""The layouts that `pd fit --for speed` chooses from."""
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from param_decomp_jax.memory import FAST, HELD_GROUPS, INTERMEDIATES
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.memory import Memory, Preset
+from param_decomp_lab.config.method_schema import LanguageModelData
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.fastest import Choice, Space
+from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_settings, meshes_of
+
+LINKS = frozenset({"node links", "network", "latency"})
+"""Terms of the roofline that copies reduce."""
+
+_SAVED_LAST = ("layers", "ci", "logits", "vocabulary", "site_inputs")
+"""What a step keeps if memory is left when it has all that the preset `fast` says."""
+
+
+def spaces(
+    config: RunConfig,
+    n_gpus: int,
+    per_node: int,
+    vary: Mapping[str, Sequence[Any]],
+    set_keys: Collection[str] = (),
+    file_keys: Collection[str] = (),
+) -> list[Space]:
+    """One for each mesh and preset. ``set_keys``: keys that the user has set, which no layout changes. ``file_keys``:
+    those of the memory section in the user's file.
+
+    UserError where the batch cannot be divided among the GPUs, and for what `--vary` cannot vary here.
+    """
+    for key in ("batch", "seq"):
+        if key in vary:
+            name = {"batch": "pd.batch_size", "seq": "data.max_seq_len"}[key]
+            raise UserError(
+                f"--vary {key}: the fastest step is one of a given size; set it with --set {name}=…, or ask for the "
+                "largest with --for batch"
+            )
+    presets: Sequence[Preset] = list(vary.get("memory", ()))
+    given = bool(presets) or bool({"memory", "memory.preset", "remat_recon_forwards"} & {*set_keys})
+    if not given:
+        presets = ["fast"]
+    elif not presets:
+        presets = [config.wrapper.memory.preset or "balanced"]
+    found = []
+    meshes = _meshes(config, n_gpus, per_node, vary, set_keys)
+    for mesh, preset in itertools.product(meshes, presets):
+        settings = dict(mesh_settings(mesh, per_node))
+        settings |= {"memory.preset": preset, "remat_recon_forwards": preset != "plain"}
+        fsdp, nodes = settings["mesh"]["fsdp"], settings["mesh"]["nodes"]
+        choices = [
+            *_held(nodes, set_keys) * (fsdp > 1),
+            *([] if given else _saved(config.wrapper.memory, set_keys)),
+            *([] if given else _blocks(config, mesh, set_keys)),
+            *_varied(vary),
+        ]
+        make = partial(_settings, config, settings, {*set_keys}, {*vary}, {*file_keys})
+        name = _words(mesh) if preset == "fast" else f"{_words(mesh)}, {preset}"
+        begin = tuple(_begin(choice) for choice in choices)
+        found.append(Space(name, tuple(choices), begin, config.method.pd.batch_size, make))
+    return found
+
+
+def _meshes(
+    config: RunConfig, n_gpus: int, per_node: int, vary: Mapping[str, Sequence[Any]], set_keys: Collection[str]
+) -> list[Axes]:
+    """Those that `--vary` or `--set` give; else all GPUs as one fsdp axis, and a replica on each node; for the least
+    tensor axis that divides the batch, and twice that."""
+    if "mesh" in vary or any(key.partition(".")[0] == "mesh" for key in set_keys):
+        return meshes_of(config, n_gpus, vary)
+    batch = config.method.pd.batch_size
+    tensors = [t for t in range(1, per_node + 1) if per_node % t == n_gpus % t == 0 and batch % (n_gpus // t) == 0]
+    if not tensors:
+        raise UserError(
+            f"a batch of {batch} rows cannot be divided among {n_gpus} GPUs, nor among groups of up to {per_node} of "
+            f"them; set pd.batch_size to a multiple of {n_gpus // per_node}, or take fewer GPUs"
+        )
+    found: list[Axes] = []
+    for tensor in tensors[:2]:
+        found.append((1, n_gpus // tensor, tensor))
+        if n_gpus > per_node and tensor == tensors[0]:
+            found.append((n_gpus // per_node, per_node // tensor, tensor))
+    return found
+
+
+def _words(mesh: Axes) -> str:
+    return " × ".join(f"{name} {n}" for name, n in zip(("replica", "fsdp", "tensor"), mesh, strict=True) if n > 1) or (
+        "one GPU"
+    )
+
+
+_HELD = "memory.held."
+_SAVE = "memory.save."
+
+
+def _held(nodes: int, set_keys: Collection[str]) -> list[Choice]:
+    if any(key == "memory" or key.startswith("memory.held") for key in set_keys):
+        return []
+    names = {"components": "V, U", "ci": "CI", "sources": "sources", "target": "target"}
+    found = []
+    for group in HELD_GROUPS:
+        key = _HELD + group
+        levels = [(f"{names[group]} not held", ((key, None),)), (f"{names[group]} by node", ((key, "node"),))]
+        levels = [*levels[: 2 if nodes > 1 else 1], ("", ((key, "device"),))]
+        found.append(Choice(key, tuple(levels), LINKS))
+    return found
+
+
+def _saved(own: Memory, set_keys: Collection[str]) -> list[Choice]:
+    if {"memory.save", "memory.recompute", "memory.offload"} & {*set_keys}:
+        return []
+    found = []
+    for name in sorted(INTERMEDIATES, key=lambda name: name in _SAVED_LAST):
+        if name in own.offload:
+            continue
+        key, usual = _SAVE + name, name in FAST.save
+        without = (f"{name} recomputed" if usual else "", ((key, False),))
+        found.append(Choice(key, (without, ("" if usual else f"{name} saved", ((key, True),)))))
+    return found
+
+
+def _blocks(config: RunConfig, mesh: Axes, set_keys: Collection[str]) -> list[Choice]:
+    """Sizes of blocks and numbers of micro-batches; tokens are counted over all GPUs."""
+    found = []
+    sizes: dict[str, tuple[int | None, ...]] = {
+        "memory.component_block": (1 << 12, 1 << 13, None),
+        "memory.token_block": (1 << 20, None),
+    }
+    words = {"memory.component_block": "components", "memory.token_block": "tokens"}
+    data = config.method.data
+    tokens = config.method.pd.batch_size * (data.max_seq_len if isinstance(data, LanguageModelData) else 1)
+    for key, values in sizes.items():
+        if key not in set_keys and not (key == "memory.token_block" and tokens <= 1 << 20):
+            levels = tuple((f"{n:,} {words[key]} at once" if n else "", ((key, n),)) for n in values)
+            found.append(Choice(key, levels))
+    key, batch, shared = "memory.micro_batches", config.method.pd.batch_size, mesh[0] * mesh[1]
+    parts = [n for n in (8, 4, 2, 1) if batch % (n * shared) == 0]
+    if key not in set_keys and len(parts) > 1:
+        found.append(Choice(key, tuple((f"{n} micro-batches" if n > 1 else "", ((key, n),)) for n in parts)))
+    return found
+
+
+def _varied(vary: Mapping[str, Sequence[Any]]) -> list[Choice]:
+    keys = {key: values for key, values in vary.items() if key not in ("mesh", "memory")}
+    return [
+        Choice(key, tuple((f"{key} {value}", ((key, value),)) for value in values), ordered=False)
+        for key, values in keys.items()
+    ]
+
+
+def _begin(choice: Choice) -> int:
+    """What the preset `fast` says, or the first of those that `--vary` gives."""
+    if not choice.ordered or choice.name.removeprefix(_SAVE) in _SAVED_LAST:
+        return 0
+    return len(choice.levels) - 1
+
+
+def _settings(
+    config: RunConfig,
+    fixed: Mapping[str, Any],
+    set_keys: set[str],
+    varied: set[str],
+    file_keys: set[str],
+    pairs: Sequence[tuple[str, Any]],
+) -> tuple[tuple[str, Any], ...]:
+    """``fixed`` and the chosen levels as assignments. Of the memory section only what differs from the preset is said,
+    or from what the file says."""
+    chosen = dict(pairs)
+    settings = dict(fixed)
+    held = {key.removeprefix(_HELD): by for key, by in chosen.items() if key.startswith(_HELD)}
+    if held:
+        settings["memory.held"] = {group: by for group, by in held.items() if by}
+        usual = dict(FAST.held)
+        if fixed["memory.preset"] == "fast" and settings["memory.held"] == usual and "held" not in file_keys:
+            del settings["memory.held"]
+    saves = {key.removeprefix(_SAVE): value for key, value in chosen.items() if key.startswith(_SAVE)}
+    lists = {
+        "save": [name for name, saved in saves.items() if saved and name not in FAST.save],
+        "recompute": [name for name, saved in saves.items() if not saved and name in FAST.save],
+    }
+    for key, names in lists.items():
+        if saves and (names or key in file_keys):
+            settings[f"memory.{key}"] = names
+    for key, value in chosen.items():
+        if key.startswith((_HELD, _SAVE)):
+            continue
+        usual_value = getattr(FAST, key.removeprefix("memory."), None)
+        if key in varied or value != usual_value or key.removeprefix("memory.") in file_keys:
+            settings[key] = value
+    return fitting_evaluation(config, settings, {*set_keys, *varied})
