@@ -48,7 +48,7 @@ def with_views(trained: Components, sites: Sites) -> Components:
         if name not in sites.views:
             return trained[name]
         first = trained[sites.views[name]]
-        return Factors(first.U.swapaxes(1, 2), first.V.swapaxes(1, 2))
+        return replace_fields(first, V=first.U.swapaxes(1, 2), U=first.V.swapaxes(1, 2))  # they may be `Held`
 
     return {stack.name: factors(stack.name) for stack in sites.stacks}
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_aot.buffers import ledger
+from param_decomp_aot.timeline import timeline
+from param_decomp_aot.traffic import traffic
 from param_decomp_jax import mesh as mesh_module
 from param_decomp_jax import objective as objective_module
 from param_decomp_jax import step as step_module
@@ -31,7 +35,7 @@ from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.step import Problem, hold_trained, training_step
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
 from tests.core.test_policies import under
@@ -313,3 +317,36 @@ def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool
     worst = tiny.assert_alike(*of_state, tolerance if exact else 1e-4)
     relative = max(tiny.deviation(x, got[name]) for name, x in want.items())
     print(f"state {worst:.1e}, metrics {relative:.1e}")
+
+
+@pytest.mark.slow
+def test_copies_are_gone_before_the_update(tmp_path: Path) -> None:
+    """In the compiled step: each copy is gathered between the nodes and within them, once, and XLA frees its buffer
+    while the backward pass still runs. The updates' temporaries come after that."""
+    problem, weights = under(make_tms_problem(), POLICIES["fast"]), toys.weights(toys.SPARSE)
+    state = tiny.ruffled_state(problem, step=0, seed=5, leading=LEADING[:1])
+    inputs, mesh = feature_vectors(0), make_mesh(MeshShape(fsdp=8, nodes=2))
+
+    def shapes(tree: Any, places: Any) -> Any:
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+
+    with jax.set_mesh(mesh):
+        places = state_shardings(mesh, problem.decomposition, state)
+        frozen = shardings(mesh, problem.target.weight_axes(weights), weights)
+        step = jax.jit(training_step, static_argnums=0, donate_argnums=1, out_shardings=(places, None))
+        rows = shapes(inputs, batch_sharding(mesh, inputs.shape))
+        lowered = step.lower(problem, shapes(state, places), shapes(weights, frozen), rows)
+        held = jax.tree.leaves(jax.eval_shape(partial(hold_trained, problem), state.components, state.ci))
+        program = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
+
+    def dumped(ending: str) -> str:
+        (file,) = tmp_path.glob(f"*training_step.cpu_after_optimizations{ending}.txt")
+        return file.read_text()
+
+    found = timeline(ledger(dumped("-buffer-assignment"), dumped("-live-range"), dumped("")))
+    copies = [span for span in found.spans if "/hold/" in span.buffer.scope]
+    backward = [n for n, scope in enumerate(found.schedule) if "transpose(jvp(losses))" in scope]
+    assert max(span.last for span in copies) < max(backward)
+    assert found.live[max(backward) + 1 :].max() <= found.live.max() - sum(x.size * x.dtype.itemsize for x in held)
+    gathers = traffic(program.as_text(), gpus_per_node=4).collectives
+    assert sum(n for c, n in gathers.items() if c.kind == "all-gather" and "/hold/" in c.scope) == 2 * len(held)
