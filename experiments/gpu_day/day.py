@@ -243,7 +243,7 @@ class Day:
             steps = steps_in(seconds, step_s)
         planned = cadence(steps, step_s)
         run = self.asked.work / f"p-{secrets.token_hex(4)}"
-        note = {"run": str(run), "planned": [*planned], "unfinished": True, "stopped": "in its first steps"}
+        note = {"run": str(run), "planned": [*planned], "unfinished": True, "stopped": "with the command"}
         self.results.add("measured", item.name, {**note, "asked": item.asked, "parts": [*item.parts], "tries": 0})
         self._say(f"    {planned[0].removeprefix('pd.steps=')} steps in {run}; log {self.asked.work}/logs/train.log")
         return run, planned

@@ -87,9 +87,16 @@ class FakeChildren(Children):
                 return {"plan": {"peak": 60 * GIB}}
             case "run":
                 return {
-                    "run": more[1], "report": f"{more[1]}/report.html", "steps": 100, "reached": 50, "starts": 2,
-                    "batch": [64, 256], "training_s": 600.0, "tokens_per_s": 1e5,
-                    "first": {"eval/ce_kl/kl_ci_masked": 0.5}, "last": {"eval/ce_kl/kl_ci_masked": 0.25},
+                    "run": more[1],
+                    "report": f"{more[1]}/report.html",
+                    "steps": 100,
+                    "reached": 50,
+                    "starts": 2,
+                    "batch": [64, 256],
+                    "training_s": 600.0,
+                    "tokens_per_s": 1e5,
+                    "first": {"eval/ce_kl/kl_ci_masked": 0.5},
+                    "last": {"eval/ce_kl/kl_ci_masked": 0.25},
                 }
         profile = {
             "steps": 3, "step_s_traced": 0.6, "step_s_untraced": 0.5, "busy": 0.9, "unknown_ms": 1.0,
@@ -97,8 +104,13 @@ class FakeChildren(Children):
             "scopes": [{"phase": "losses", "way": "backward", "inner": ["up_proj"], "ms_per_step": 200, "share": 0.5}],
         }  # fmt: skip
         return {
-            "plan": {"peak": 61 * GIB}, "live": {"made": 50 * GIB, "steps": 62 * GIB}, "pool": POOL,
-            "driver_used": POOL + GIB, "step_s": 0.5, "leading": [8, 512], "compile_s": 30.0,
+            "plan": {"peak": 61 * GIB},
+            "live": {"made": 50 * GIB, "steps": 62 * GIB},
+            "pool": POOL,
+            "driver_used": POOL + GIB,
+            "step_s": 0.5,
+            "leading": [8, 512],
+            "compile_s": 30.0,
             **({"phases": profile} if "traced" in name else {}),
         }
 
