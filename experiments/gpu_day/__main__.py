@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, help="logs, text, run (default: runs/gpu_day)")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2's weights, for want of a network")
     parser.add_argument(
+        "--text", type=Path, metavar="PATH",
+        help="what to train on, as pd data tokenize takes it (default: the standard library's 475,000 tokens)",
+    )  # fmt: skip
+    parser.add_argument(
         "--decompose-seconds", type=float, metavar="S",
         help="how long the decomposition is to take, in several calls maybe (default: what is left, up to 1800)",
     )  # fmt: skip
@@ -56,7 +60,11 @@ def _run(options: argparse.Namespace) -> int:
         found = Results(json_file).all
         if "machine" not in found:
             raise UserError(f"{json_file}: holds no results; measure first")
-        page_file.write_text(page(found))
+        try:
+            text = page(found)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{json_file}: was not written by this version of the command ({error!r})") from error
+        page_file.write_text(text)
         print(page_file)
         return 0
     for name in ("seconds", "decompose_seconds"):
@@ -65,8 +73,9 @@ def _run(options: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value:g}: should be at least 30")
     if options.beside < 0:
         raise UserError(f"--beside {options.beside}: should be 0 or more")
-    if options.smollm2 is not None and options.toy:
-        raise UserError("--smollm2: --toy decomposes a target of its own")
+    for name in ("smollm2", "text"):
+        if getattr(options, name) is not None and options.toy:
+            raise UserError(f"--{name}: --toy decomposes a target of its own, on text of its own")
     return run_day(
         Asked(
             parts=options.part or PARTS,
@@ -76,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
             seconds=options.seconds,
             decompose_s=options.decompose_seconds,
             smollm2=None if options.smollm2 is None else options.smollm2.absolute(),
+            text=None if options.text is None else options.text.absolute(),
             beside=options.beside,
             toy=options.toy,
         )

@@ -33,6 +33,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe import MEM_FRACTION
 from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.run_folder.folder import commit_of_the_code
+from param_decomp_lab.untrusted.json_text import read_json
 
 GIB = 2**30
 RESERVE_S = PATIENCE_S + 30.0
@@ -53,6 +55,7 @@ class Asked:
     seconds: float
     decompose_s: float | None
     smollm2: Path | None
+    text: Path | None
     beside: int
     toy: bool
 
@@ -131,7 +134,8 @@ class Day:
             )
         driver = self.cards[0].driver if self.cards else None
         total = self.cards[0].memory if self.cards else None
-        self.results.describe({**found, "cards": here, "driver": driver, "memory": total, "toy": self.asked.toy})
+        of_all = {"cards": here, "driver": driver, "memory": total, "toy": self.asked.toy}
+        self.results.describe({**found, **of_all, "commit": commit_of_the_code()})
         rates = found["rates"]
         self._say(
             f"{_cards(here)}: a product {rates['matmul_flops_per_s'] / 1e12:,.1f} TFLOP/s, "
@@ -215,7 +219,8 @@ class Day:
         ended = self.children.pd(
             train_command(item, run, made, planned), "train", self.left_s - RESERVE_S, extra, PATIENCE_S
         )
-        noted = {"planned": [*planned], "run": str(run)}
+        rows = read_json(made.tokens / "meta.json", "the tokens' description", dict)["train"]["rows"]
+        noted = {"planned": [*planned], "run": str(run), "rows": rows}
         if not (run / "config.yaml").is_file():
             return {"failed": f"{ended.log}: {ended.last_line}", "unfinished": True, **noted}
         found = self.children.do("run", 120.0, "", ON_CPU, "--run", str(run))
@@ -272,7 +277,8 @@ class Day:
 
     def _prepare(self, item: Decomposition) -> Inputs:
         try:
-            return prepare(item, self.children, self.asked.work, self.asked.smollm2, self.asked.toy)
+            asked = self.asked
+            return prepare(item, self.children, asked.work, asked.smollm2, asked.text, asked.toy)
         except NotPrepared as error:
             self._say(f"    {item.name}: {error}; the other parts go on")
             raise
@@ -362,6 +368,8 @@ def run_day(asked: Asked) -> int:
         )
     if asked.smollm2 is not None:
         check_smollm2(asked.smollm2)
+    if asked.text is not None and not asked.text.exists():
+        raise UserError(f"--text {asked.text}: is not there; should be a file or a folder of text")
     asked.work.mkdir(parents=True, exist_ok=True)
     with _only_one(asked.work), _stopping():
         day = Day(asked, Results(asked.json), Children(asked.work, asked.toy), started + asked.seconds, cards)

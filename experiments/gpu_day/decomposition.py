@@ -56,8 +56,13 @@ def check_smollm2(folder: Path) -> None:
         )
 
 
-def prepare(item: Decomposition, children: Children, work: Path, given: Path | None, toy: bool) -> Inputs:
-    """Weights and tokens, fetched and made unless they are there. Raises NotPrepared."""
+def prepare(
+    item: Decomposition, children: Children, work: Path, given: Path | None, text: Path | None, toy: bool
+) -> Inputs:
+    """Weights and tokens, fetched and made unless they are there. Raises NotPrepared.
+
+    ``given``: a folder with the weights. ``text``: what to train on, in place of the standard library's text.
+    """
 
     def run(command: Sequence[str], label: str, what: str, help_: str) -> None:
         ended = children.command(command, label, 900.0, ON_CPU)
@@ -67,8 +72,16 @@ def prepare(item: Decomposition, children: Children, work: Path, given: Path | N
     def pd(words: Sequence[str], label: str, what: str, help_: str = "start again to try again") -> None:
         run([sys.executable, "-m", "experiments.gpu_day.child", "pd", *words], label, what, help_)
 
-    tokens = work / f"tokens-{item.seq_len}"
-    tokenize = ["data", "tokenize", "--stdlib", "--seq-len", str(item.seq_len), "--out", str(tokens)]
+    tokens = work / (f"tokens-{item.seq_len}" if text is None else f"tokens-{item.seq_len}-of-{text.stem}")
+    tokenize = [
+        "data",
+        "tokenize",
+        "--stdlib" if text is None else str(text),
+        "--seq-len",
+        str(item.seq_len),
+        "--out",
+        str(tokens),
+    ]
     tokenize += [] if item.tokens is None else ["--tokens", str(item.tokens)]
     if toy:
         model = work / "model"

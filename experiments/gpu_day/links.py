@@ -248,8 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             item = Links(
                 name="links", parts=(), expected_s=0.0, sizes=sizes_up_to(options.largest), nodes=options.nodes
             )
-            if len(jax.devices()) < 2 or options.nodes < 1 or len(jax.devices()) % options.nodes:
-                raise UserError(f"--nodes {options.nodes}: {len(jax.devices())} devices cannot be divided so")
+            devices = len(jax.devices())
+            if devices < 2:
+                raise UserError("there is one device here, and nothing to send to")
+            if options.nodes < 1 or devices % options.nodes:
+                raise UserError(f"--nodes {options.nodes}: should divide the number of devices, {devices}")
             found = measure_links(item)
             if processes.first:
                 print(as_table([Fit(**one) for one in found["fits"]]))

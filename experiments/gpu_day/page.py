@@ -30,9 +30,10 @@ def _head(found: Tree) -> Iterator[str]:
     yield ""
     what = f"{len(cards)} × {cards[0]} (driver {here['driver']})" if cards else here["device"]
     versions = ", ".join(f"{name} {v}" for name, v in here["packages"].items())
+    commit = f", commit {here['commit']}" if here["commit"] else ""
     yield (
         f"`python -m experiments.gpu_day{toy}`, {here['date']}, {what}, {here['cores']} cores, "
-        f"Python {here['python']}, {versions}."
+        f"Python {here['python']}, {versions}{commit}."
     )
     yield ""
     yield "Of steps, weights and tokens are random, drawn on the card; the state is fresh, all attacks on. A step is"
@@ -222,8 +223,11 @@ def _decomposition(found: Tree) -> Iterator[str]:
         speed = "" if x["tokens_per_s"] is None else f", {x['tokens_per_s']:,.0f} tokens/s in the end"
         spent = "" if x["training_s"] is None else f"{x['training_s'] / 60:.1f} minutes in training steps{speed}. "
         state = f"Stopped {x['stopped']}. " if "stopped" in x else ""
+        times = x["reached"] * x["batch"][0] / x["rows"]
+        seen = f"of {x['rows']:,} rows each was taken {times:,.1f} times; "
         yield (
-            f"{x['reached']:,} of {x['steps']:,} steps of {batch} tokens, in {_times(x['starts'])}; {spent}{state}"
+            f"{x['reached']:,} of {x['steps']:,} steps of {batch} tokens, in {_times(x['starts'])}; "
+            f"{seen}{spent}{state}"
             f"Report: `{x['report'].rpartition('/')[2]}` in the run folder `{x['run'].rpartition('/')[2]}`."
         )
         yield ""

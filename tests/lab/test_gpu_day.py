@@ -138,7 +138,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(day_module, "cards_here", lambda: [H100])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(day_module, "prepare", lambda *arguments: Inputs(tmp_path / "model", tmp_path / "tokens"))
-    return Asked(PARTS, tmp_path / "gpu.json", tmp_path / "gpu.md", tmp_path / "work", 2400.0, None, None, 2, False)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "meta.json").write_text('{"train": {"rows": 1600}}')
+    return Asked(
+        parts=PARTS, json=tmp_path / "gpu.json", page=tmp_path / "gpu.md", work=tmp_path / "work", seconds=2400.0,
+        decompose_s=None, smollm2=None, text=None, beside=2, toy=False,
+    )  # fmt: skip
 
 
 def a_day(asked: Asked, seconds: float = 2400.0, cards: Sequence[Card] = (H100,)) -> tuple[Day, FakeChildren]:
@@ -164,6 +169,7 @@ def test_a_day(asked: Asked) -> None:
     assert "| layer 18, fast, 8 × 512 | 4,096 | 500.0 ms | 8,192 | 200.0 | 40.4% | 50.0% | 40.4% | 30 s |" in text
     assert "| losses | 300.00 | 75.0% | 150.00 | 500 |" in text
     assert "| `ce_kl/kl_ci_masked` | 0.5 | 0.25 |" in text
+    assert "50 of 100 steps of 64 × 256 tokens, in 2 goes; of 1,600 rows each was taken 2.0 times; 10.0 minutes" in text
     assert "it should be **2 GiB**; today it is 5" in text
     # Again: nothing is left to do.
     again, idle = a_day(asked)
