@@ -10,24 +10,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.gpu_day import day as day_module
-from experiments.gpu_day.cards import Card, _parse, table_name
+from experiments.gpu_day.cards import TABLE, Card, _parse, table_name
 from experiments.gpu_day.children import Children, Ended
 from experiments.gpu_day.day import Asked, Day, run_day
 from experiments.gpu_day.decomposition import Inputs, NotPrepared, cadence, check_smollm2, steps_in
 from experiments.gpu_day.items import ITEMS, PARTS, Decomposition, Step, named
-from experiments.gpu_day.links import KINDS, Message, _hops, as_table, fit, fit_all, plan
+from experiments.gpu_day.links import (
+    KINDS,
+    Message,
+    _hops,
+    as_table,
+    fit,
+    fit_all,
+    group_mesh,
+    many,
+    only_collective,
+    plan,
+    time_one,
+)
 from experiments.gpu_day.margin import margin
 from experiments.gpu_day.results import Results
+from param_decomp_aot.compile import OPTIONS
+from param_decomp_aot.topology import gpus, target_configs
+from param_decomp_aot.traffic import traffic
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from tests.lab.tiny_run import ROOT
+from tests.plugin import needs_plugin
 
 GIB = 2**30
 H100 = Card("NVIDIA H100 80GB HBM3", 79 * GIB, 0, "580")
 POOL = int(0.92 * 79 * GIB)
+ONE_TO_ONE = ("all-reduce", "all-to-all", "collective-permute")
+"""Collectives whose result is as large as what they take."""
 
 
 def test_items() -> None:
@@ -355,6 +375,37 @@ def test_groups_of_links() -> None:
     assert list(plan(6, 1, sizes, 2)) == [("node", 2, (1, 2)), ("node", 6, sizes)]
     assert list(plan(8, 4, sizes, 2)) == [("node", 2, sizes), ("network", 4, sizes)]
     assert list(plan(2, 2, sizes, 2)) == [("network", 2, sizes)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_between_simulated_devices(kind: str) -> None:
+    mesh = group_mesh(jax.devices(), "node", 4, 2)
+    found = time_one(kind, "node", mesh, 1 << 16, 4, runs=1)
+    sent = {"all-reduce": 2 * 3 << 14, "collective-permute": 1 << 16}.get(kind, 3 << 14)
+    assert (found.kind, found.group, found.payload, found.ring) == (kind, 4, 1 << 16, sent)
+    assert found.seconds > 0
+
+
+def test_a_program_that_sends_something_else_is_not_timed() -> None:
+    program, shape = many("all-gather", group_mesh(jax.devices(), "node", 4, 2), 1 << 16, 4, jnp.float32)
+    text = program.lower(shape).compile().as_text()
+    with pytest.raises(ValueError, match=r"8 × all-gather: XLA made 4 × all-gather of 65,536 bytes of it"):
+        only_collective(text, "all-gather", 8, 4)
+
+
+@needs_plugin
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_of_a_card_copy_nothing(kind: str) -> None:
+    """A copy of a message would be counted as time of the link."""
+    card = target_configs(TABLE.read_text())["h100"]
+    program, shape = many(kind, group_mesh(gpus(card, 16, 8), "node", 8, 2), 1 << 28, 8, jnp.bfloat16)
+    text = program.lower(shape).compile(compiler_options=dict(OPTIONS)).as_text()
+    assert only_collective(text, kind, 8, 8).payload == 1 << 28
+    moved = traffic(text, 8).memory
+    of_collectives = sum(
+        2 * c.payload if c.kind in ONE_TO_ONE else c.payload * 9 // 8 for c in traffic(text, 8).collectives
+    )
+    assert sum(moved.values()) < 8 * of_collectives * 1.001
 
 
 def test_margin() -> None:
