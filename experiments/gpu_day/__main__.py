@@ -7,7 +7,7 @@ from pathlib import Path
 
 import experiments.gpu_day
 from experiments.gpu_day.items import PARTS
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotTell, CannotWrite, UserError
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -41,13 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         sys.exit(_run(options))
-    except UserError as error:
+    except (UserError, CannotTell, CannotWrite) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from experiments.gpu_day.day import Asked, run_day
+    from experiments.gpu_day.beside import Asked
+    from experiments.gpu_day.day import run_day
     from experiments.gpu_day.page import page
     from experiments.gpu_day.results import Results
 

@@ -6,22 +6,22 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from experiments.gpu_day.cards import Card, cards_here, table_name
+from experiments.gpu_day.beside import Asked, Beside, say
+from experiments.gpu_day.cards import Card, cards_here
 from experiments.gpu_day.children import ON_CPU, PATIENCE_S, Children
 from experiments.gpu_day.decomposition import (
     Inputs,
     NotPrepared,
     cadence,
     check_smollm2,
-    prepare,
     steps_in,
     train_command,
 )
@@ -29,7 +29,7 @@ from experiments.gpu_day.items import ITEMS, Decomposition, Item, Links, Step, n
 from experiments.gpu_day.margin import margin
 from experiments.gpu_day.page import page
 from experiments.gpu_day.results import Results
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe import MEM_FRACTION
 from param_decomp_lab.processes.stop_signal import STOPPED
@@ -43,23 +43,6 @@ TAKEN = GIB
 """Bytes of a card that show that somebody else uses it."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command was asked for. ``decompose_s``: how long the decomposition is to be; None: as long as time is
-    left, within the item's own limit. ``beside``: processes that compile without the card meanwhile."""
-
-    parts: Sequence[str]
-    json: Path
-    page: Path
-    work: Path
-    seconds: float
-    decompose_s: float | None
-    smollm2: Path | None
-    text: Path | None
-    beside: int
-    toy: bool
-
-
 @dataclass
 class Day:
     asked: Asked
@@ -67,11 +50,9 @@ class Day:
     children: Children
     ends: float
     cards: Sequence[Card]
-    _pool: ThreadPoolExecutor = field(init=False)
-    _futures: list[Future[Any]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max(1, self.asked.beside))
+        self.beside = Beside(self.asked, self.results, self.children, self.ends)
 
     @property
     def left_s(self) -> float:
@@ -94,19 +75,20 @@ class Day:
                 if self.results.is_done(item):
                     continue
                 if "toys" in item.parts:
-                    self._wait_beside()  # microseconds of a step depend on what else the processor does
-                elif not self._futures:
-                    inputs = self._begin_beside()
+                    self.beside.wait()  # microseconds of a step depend on what else the processor does
+                elif not self.beside.has_begun:
+                    possible = [one for one in self.items if not self._reason_against(one)]
+                    inputs = self.beside.begin(possible, self.results.all["machine"]["device"])
                 self._say(f"{number}/{len(self.items)} {item.name} …")
                 result = self._measure(item, inputs)
                 if result is not None:
                     self._add(item, result)
-            self._wait_beside()
+            self.beside.wait()
         except BaseException:
             self.children.close()
             raise
         finally:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self.beside.close()
             self._write_page()
         return all(self.results.is_done(item) or self._reason_against(item) for item in self.items)
 
@@ -126,7 +108,7 @@ class Day:
             return
         found = self.children.do("machine", min(300.0, self.left_s), "", self._one_card())
         if "failed" in found:
-            raise RuntimeError(f"the card cannot be used: {found['failed']}")
+            raise CannotTell(f"the card cannot be used: {found['failed']}")
         if not self.asked.toy and found["platform"] != "gpu":
             raise UserError(
                 f"JAX sees no GPU, only {found['device']}: pip install --constraint constraints.txt --editable "
@@ -253,65 +235,15 @@ class Day:
         self._say(f"    {planned[0].removeprefix('pd.steps=')} steps in {run}; log {self.asked.work}/logs/train.log")
         return run, planned
 
-    # ---- what is done without the card, beside it ----
-
-    def _begin_beside(self) -> Future[Inputs] | None:
-        """The weights and text of the decomposition, counts, plans; once. Gives the first of them."""
-        inputs: Future[Inputs] | None = None
-        for item in self.items:
-            if isinstance(item, Decomposition) and not self.results.is_done(item):
-                inputs = self._submit(self._prepare, item)
-        steps = [item for item in self.items if isinstance(item, Step) and not item.needs]
-        if any(not self.results.has("counted", item) for item in steps):
-            self._submit(self._count, steps)
-        device = self.results.all["machine"]["device"]
-        card = None if self.asked.toy or not self.asked.beside else table_name(device)
-        for item in steps if card is not None else []:
-            if not self.results.has("planned", item) and not self._reason_against(item):
-                self._submit(self._plan_beside, item, card)
-        return inputs
-
-    def _submit(self, work: Any, *arguments: Any) -> Future[Any]:
-        self._futures.append(self._pool.submit(work, *arguments))
-        return self._futures[-1]
-
-    def _prepare(self, item: Decomposition) -> Inputs:
-        try:
-            asked = self.asked
-            return prepare(item, self.children, asked.work, asked.smollm2, asked.text, asked.toy)
-        except NotPrepared as error:
-            self._say(f"    {item.name}: {error}; the other parts go on")
-            raise
-
-    def _count(self, steps: Sequence[Step]) -> None:
-        found = self.children.do("count", min(900.0, self.left_s), "", ON_CPU)
-        for item in steps:
-            if item.name in found:
-                self.results.add("counted", item.name, {**found[item.name], "asked": item.asked})
-        if "failed" in found:
-            self._say(f"    the arithmetic could not be counted: {found['failed']}")
-
-    def _plan_beside(self, item: Step, card: str) -> None:
-        found = self.children.do("plan", min(600.0, self.left_s), item.name, ON_CPU, "--card", card)
-        self.results.add("planned", item.name, {**found, "asked": item.asked})
-
-    def _wait_beside(self) -> None:
-        if self._futures:
-            wait(self._futures, timeout=max(1.0, self.left_s))
-        for future in self._futures:
-            if future.done() and not isinstance(future.exception(), NotPrepared | None):
-                future.result()
-
     # ---- what is said ----
 
     def _say(self, text: str) -> None:
-        left = max(0, round(self.left_s))
-        print(f"[{left // 60:d}:{left % 60:02d} left] {text}", flush=True)
+        say(self.left_s, text)
 
     def _write_page(self) -> None:
         if "machine" in self.results.all:
             self.asked.page.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.asked.page, page(self.results.all))
+            write_whole(self.asked.page, page(self.results.copy()))
 
 
 def _variables(item: Step, needed: Mapping[str, Any] | None) -> dict[str, str]:
@@ -378,7 +310,7 @@ def run_day(asked: Asked) -> int:
         except KeyboardInterrupt:
             print(f"stopped; {asked.json} has what was measured. The same command goes on.", flush=True)
             return STOPPED
-    found = margin(day.results.all)
+    found = margin(day.results.copy())
     print(
         "\n".join((f"margin of pd probe: {'unknown' if found.gib is None else f'{found.gib:g} GiB'}", *found.reasons))
     )

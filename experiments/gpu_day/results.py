@@ -55,6 +55,12 @@ class Results:
         found = self.all[kind].get(item.name, {})
         return found.get("asked") == item.asked and "unfinished" not in found
 
+    def copy(self) -> dict[str, Any]:
+        """As it is now: other threads go on adding."""
+        with self._lock:
+            found: dict[str, Any] = json.loads(json.dumps(self.all))
+        return found
+
     def _write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_name(f".{self.file.name}.new")
