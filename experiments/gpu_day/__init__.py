@@ -16,9 +16,9 @@ In this order, the most valuable first:
 6.  decompose: the MLP of a layer of SmolLM2-135M, for the time that is left, up to 30 minutes, with its report;
 7.  larger batches, other policies, if any time is left: cards of more than 80 GB have them in a second call.
 
-Steps 1 to 5 take 10 to 12 of the 40 minutes, so 28 or so are left for the decomposition: as many steps are planned
-as end in that time, from the step time measured before. `--seconds 600 --decompose-seconds 1800` spreads it all over
-calls of ten minutes.
+Steps 1 to 5 should take some 12 of the 40 minutes (a guess so far); the decomposition gets the rest: as many steps are
+planned as end in that time, from the step time measured before. `--seconds 600 --decompose-seconds 1800` spreads it all
+over calls of ten minutes.
 
 Every item is measured in a process of its own, since a process has one peak, and is in the JSON before the next one
 begins. One that was killed is begun again, the decomposition is resumed from its last checkpoint. Status 0: everything

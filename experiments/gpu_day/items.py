@@ -116,6 +116,7 @@ ITEMS: tuple[Item, ...] = (
     _layer_18("layer 18, fast, 8 × 512", ("plan", "step"), "fast", 8, 66.3),
     _layer_18("layer 18, lean, 8 × 512", ("plan", "step"), "lean", 8, 64.7),
     _layer_18("layer 18, plain, 2 × 512", ("plan", "step"), "plain", 2, 64.5),
+    _layer_18("layer 18, lean, 12 × 512", ("plan", "step"), "lean", 12, 67.8),
     Step(
         name=_SMOLLM2_STEP, parts=("plan", "step"), expected_s=60.0, config="configs/demo-smollm2.yaml",
         sets=("eval=null", *_SMOLLM2), rounds=20,
