@@ -26,6 +26,7 @@ from experiments.gpu_day.decomposition import (
     train_command,
 )
 from experiments.gpu_day.items import ITEMS, Decomposition, Item, Links, Step, named, toy_items
+from experiments.gpu_day.links import Fit, as_table
 from experiments.gpu_day.margin import margin
 from experiments.gpu_day.page import page
 from experiments.gpu_day.results import Results
@@ -108,7 +109,7 @@ class Day:
             return
         found = self.children.do("machine", min(300.0, self.left_s), "", self._one_card())
         if "failed" in found:
-            raise CannotTell(f"the card cannot be used: {found['failed']}")
+            raise CannotTell(f"nothing can be measured here: {found['failed']}")
         if not self.asked.toy and found["platform"] != "gpu":
             raise UserError(
                 f"JAX sees no GPU, only {found['device']}: pip install --constraint constraints.txt --editable "
@@ -310,6 +311,8 @@ def run_day(asked: Asked) -> int:
         except KeyboardInterrupt:
             print(f"stopped; {asked.json} has what was measured. The same command goes on.", flush=True)
             return STOPPED
+    for links in (one for one in day.results.all["measured"].values() if "fits" in one):
+        print(as_table([Fit(**one) for one in links["fits"]]), flush=True)
     found = margin(day.results.copy())
     print(
         "\n".join((f"margin of pd probe: {'unknown' if found.gib is None else f'{found.gib:g} GiB'}", *found.reasons))
