@@ -1,44 +1,35 @@
-"""`experiments/gpu_day.py`: small items to their end on a CPU, going on where it stopped, and the page."""
+"""`experiments/gpu_day`: a day with a card that is not there, its figures, and all of it at toy size on a CPU."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.gpu_day import ITEMS, PARTS
-from experiments.gpu_day_page import page
+from experiments.gpu_day import beside as beside_module
+from experiments.gpu_day import day as day_module
+from experiments.gpu_day.beside import Asked
+from experiments.gpu_day.cards import Card, _parse, table_name
+from experiments.gpu_day.children import Children, Ended
+from experiments.gpu_day.day import Day, run_day
+from experiments.gpu_day.decomposition import Inputs, NotPrepared, cadence, check_smollm2, steps_in
+from experiments.gpu_day.items import ITEMS, PARTS, Decomposition, Links, Step, named
+from experiments.gpu_day.links import KINDS
+from experiments.gpu_day.margin import margin
+from experiments.gpu_day.results import Results
 from param_decomp_lab.config import load_config
+from param_decomp_lab.errors import UserError
 from tests.lab.tiny_run import ROOT
 
 GIB = 2**30
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "experiments.gpu_day", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.slow
-def test_small_items_to_the_end(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    run("--toy", "--beside", "0", "--json", str(file))
-    found = json.loads(file.read_text())
-    assert list(found["measured"]) == ["tiny", "tms"]
-    for item in found["measured"].values():
-        assert item["plan"]["peak"] > 0
-        assert item["step_s"] > 0
-        assert item["finite"]
-        assert item["live"]["steps"] is None
-    phases = found["measured"]["tiny"]["phases"]["phases"]
-    assert {"clean_pass", "losses"} <= phases.keys()
-    assert found["machine"]["rates"]["matmul_flops_per_s"] > 0
-    # What is there is not measured again.
-    said = run("--toy", "--beside", "0", "--json", str(file), "--part", "toys")
-    assert said == ""
-    assert json.loads(file.read_text()) == found
+H100 = Card("NVIDIA H100 80GB HBM3", 79 * GIB, 0, "580")
+POOL = int(0.92 * 79 * GIB)
 
 
 def test_items() -> None:
@@ -46,43 +37,417 @@ def test_items() -> None:
     assert len({*names}) == len(names)
     assert {part for item in ITEMS for part in item.parts} == {*PARTS}
     for item in ITEMS:
-        config = load_config(ROOT / item.config, item.sets)
-        assert config.wrapper.mesh.fsdp == 1
-        assert not item.of or item.of in names[: names.index(item.name)]
-    assert sum("plan" in item.parts for item in ITEMS) >= 6
+        assert not item.needs or item.needs in names[: names.index(item.name)]
+        if isinstance(item, Step | Decomposition):
+            assert load_config(ROOT / item.config, item.sets).wrapper.mesh.fsdp == 1
+    steps = [item for item in ITEMS if isinstance(item, Step)]
+    # On a card of 80 GB.
+    fit = [item for item in steps if item.plan_gib < 72.8]
+    assert sum("plan" in item.parts and item.over_plan is None for item in fit) >= 6
+    assert {"plain", "balanced", "lean", "fast"} <= {item.policy for item in fit if "step" in item.parts}
+    before = [item for item in ITEMS[: names.index("SmolLM2-135M decomposed")] if not isinstance(item, Links)]
+    assert sum(item.expected_s for item in before) < 800, "too little of 40 minutes would be left for the decomposition"
 
 
-def test_page() -> None:
-    def item(*parts: str, **more: Any) -> dict[str, Any]:
-        stepped = {"plan": {"peak": 70 * GIB}, "live": {"made": 60 * GIB, "steps": 71 * GIB}, "pool": 129 * GIB}
-        times = {"driver_used": 130 * GIB, "step_s": 0.5, "leading": [16, 512], "compile_s": 30.0}
-        return {"parts": parts, **stepped, **times, **more}
+def test_the_decomposition_has_the_step_that_is_measured() -> None:
+    (item,) = (item for item in ITEMS if isinstance(item, Decomposition))
+    step = named(ITEMS, item.needs)
+    assert isinstance(step, Step)
+    assert step.sets == ("eval=null", *item.sets)
+    load_config(ROOT / item.config, (*item.sets, *cadence(12000, 0.1), "run_id=p-00000000"))
 
-    profile = {
-        "steps": 3, "step_s_traced": 0.6, "step_s_untraced": 0.5, "busy": 0.9, "unknown_ms": 1.0,
-        "phases": {"clean_pass": 100.0, "losses": 300.0},
-        "scopes": [{"phase": "losses", "way": "backward", "inner": ["up_proj"], "ms_per_step": 200.0, "share": 0.5}],
-    }  # fmt: skip
-    text = page(
-        {
-            "machine": {
-                "date": "2026-01-01", "card": None, "device": "card", "cores": 2, "python": "3.12",
-                "packages": {"jax": "1"},
-                "rates": {"size": 64, "matmul_flops_per_s": 800e12, "copy_bytes_per_s": 4e12},
-            },
-            "measured": {
-                "one": item("plan", "step"),
-                "by phase": item("phases", phases=profile),
-                "toy": item("plan", "toys", leading=[8], live={"made": None, "steps": None}, pool=None),
-                "too large": {"parts": ["plan"], "failed": "out of memory: no more\nat all"},
-            },
-            "probed": {"one": {"plan": {"peak": 69 * GIB}}},
-            "counted": {"one": {"total": 200e12}, "by phase": {"total": 1, "by_phase": {"losses": 150e12}}},
+
+# ---- a day with a card that is not there ----
+
+
+class FakeChildren(Children):
+    """Children that answer at once. ``dies_at``: the name of the item in which the day is killed."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work, toy=False)
+        self.asked: list[tuple[str, str, dict[str, str]]] = []
+        self.trained: list[Sequence[str]] = []
+        self.dies_at: str | None = None
+        self.train_status: int | None = 0
+
+    def do(self, what: str, limit_s: float, name: str = "", extra: Mapping[str, str] | None = None, *more: str) -> Any:
+        self.asked.append((what, name, dict(extra or {})))
+        if name == self.dies_at:
+            raise KeyboardInterrupt
+        match what:
+            case "machine":
+                rates = {"size": 64, "matmul_flops_per_s": 800e12, "copy_bytes_per_s": 3e12}
+                here = {"platform": "gpu", "device": H100.name, "rates": rates}
+                return {**here, "date": "2026-01-01", "cores": 16, "python": "3.12", "packages": {"jax": "1"}}
+            case "count":
+                return {
+                    item.name: {"total": 200e12, "leading": [8, 512], "by_phase": {"losses": 150e12}}
+                    for item in ITEMS
+                    if isinstance(item, Step) and not item.needs
+                }
+            case "plan":
+                return {"plan": {"peak": 60 * GIB}}
+            case "run":
+                return {
+                    "run": more[1],
+                    "report": f"{more[1]}/report.html",
+                    "steps": 100,
+                    "reached": 50,
+                    "starts": 2,
+                    "batch": [64, 256],
+                    "training_s": 600.0,
+                    "tokens_per_s": 1e5,
+                    "first": {"eval/ce_kl/kl_ci_masked": 0.5},
+                    "last": {"eval/ce_kl/kl_ci_masked": 0.25},
+                }
+        profile = {
+            "steps": 3, "step_s_traced": 0.6, "step_s_untraced": 0.5, "busy": 0.9, "unknown_ms": 1.0,
+            "phases": {"clean_pass": 100.0, "losses": 300.0},
+            "scopes": [{"phase": "losses", "way": "backward", "inner": ["up_proj"], "ms_per_step": 200, "share": 0.5}],
+        }  # fmt: skip
+        return {
+            "plan": {"peak": 61 * GIB},
+            "live": {"made": 50 * GIB, "steps": 62 * GIB},
+            "pool": POOL,
+            "driver_used": POOL + GIB,
+            "step_s": 0.5,
+            "leading": [8, 512],
+            "compile_s": 30.0,
+            **({"phases": profile} if "traced" in name else {}),
         }
+
+    def pd(
+        self, words: Sequence[str], label: str, limit_s: float, extra: Mapping[str, str] | None = None,
+        patience_s: float = 0.0,
+    ) -> Ended:  # fmt: skip
+        self.trained.append(words)
+        sets = dict(word.split("=", 1) for word in words if "=" in word)
+        if words[1] != "--resume":
+            run = Path(sets["out_dir"]) / sets["run_id"]
+            run.mkdir()
+            (run / "config.yaml").touch()
+        log = self._work / "logs" / "train.log"
+        log.touch()
+        return Ended(self.train_status, log)
+
+    @property
+    def measured(self) -> list[str]:
+        return [name for what, name, _ in self.asked if what in ("step", "links")]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    monkeypatch.setattr(day_module, "cards_here", lambda: [H100])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(beside_module, "prepare", lambda *arguments: Inputs(tmp_path / "model", tmp_path / "tokens"))
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "meta.json").write_text('{"train": {"rows": 1600}}')
+    return Asked(
+        parts=PARTS, json=tmp_path / "gpu.json", page=tmp_path / "gpu.md", work=tmp_path / "work", seconds=2400.0,
+        decompose_s=None, smollm2=None, text=None, beside=2, toy=False,
     )  # fmt: skip
-    assert "| one | 70.000 | 71.000 | +1.000 | 69.000 | +2.000 | 1.000 |" in text
-    assert "| toy | 70.000 | – | – | – | – | – |" in text
-    assert "| one | 500.0 ms | 16,384 | 200.0 | 40.4% | 50.0% | – | 30 s |" in text
+
+
+def a_day(asked: Asked, seconds: float = 2400.0, cards: Sequence[Card] = (H100,)) -> tuple[Day, FakeChildren]:
+    asked.work.mkdir(exist_ok=True)
+    children = FakeChildren(asked.work)
+    return Day(asked, Results(asked.json), children, time.monotonic() + seconds, cards), children
+
+
+def test_a_day(asked: Asked) -> None:
+    day, children = a_day(asked)
+    assert day.run()
+    # What an 80 GB card cannot hold is not begun, one card has no links.
+    fit = [item.name for item in ITEMS if isinstance(item, Step) and item.plan_gib < 72]
+    assert children.measured == [name for name in fit if "32 × 512" not in name]
+    environments = {name: extra for what, name, extra in children.asked if what == "step"}
+    assert {extra["CUDA_VISIBLE_DEVICES"] for extra in environments.values()} == {"0"}
+    assert environments["layer 18, balanced, 8 × 512, traced"]["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
+    tight = environments["layer 18, balanced, 8 × 512, 0.5 GiB over its plan"]
+    assert float(tight["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * 79 == pytest.approx(61.5, abs=1e-2)
+    text = asked.page.read_text()
+    assert "| layer 18, fast, 8 × 512 | 61.000 | 62.000 | +1.000 | 60.000 | +2.000 | 1.000 |" in text
+    # 200 TFLOP in 0.5 s of 989 promised and 800 measured; a plain step has the same arithmetic here.
+    assert "| layer 18, fast, 8 × 512 | 4,096 | 500.0 ms | 8,192 | 200.0 | 40.4% | 50.0% | 40.4% | 30 s |" in text
     assert "| losses | 300.00 | 75.0% | 150.00 | 500 |" in text
-    assert "| toy | 8 | 500.000 ms | 2.0 | 30 s |" in text
-    assert "- too large: out of memory: no more\n" in text
+    assert "| `ce_kl/kl_ci_masked` | 0.5 | 0.25 |" in text
+    assert "50 of 100 steps of 64 × 256 tokens, in 2 goes; of 1,600 rows each was taken 2.0 times; 10.0 minutes" in text
+    assert "it should be **2 GiB**; today it is 5" in text
+    # Again: nothing is left to do.
+    again, idle = a_day(asked)
+    assert again.run()
+    assert idle.measured == []
+    assert idle.trained == []
+
+
+def test_a_day_goes_on_where_it_was_killed(asked: Asked) -> None:
+    day, children = a_day(asked)
+    children.dies_at = "layer 18, lean, 8 × 512"
+    with pytest.raises(KeyboardInterrupt):
+        day.run()
+    assert asked.page.is_file()
+    again, more = a_day(asked)
+    assert again.run()
+    assert more.measured[0] == children.measured[-1] == "layer 18, lean, 8 × 512"
+    assert not {*more.measured[1:]} & {*children.measured}
+    assert "machine" not in [what for what, _, _ in more.asked]
+
+
+def test_what_does_not_end_in_time_is_left(asked: Asked) -> None:
+    day, children = a_day(asked, seconds=70)
+    assert not day.run()
+    assert children.measured == ["tms_5-2, 100 at once", "resid_mlp1, 50 at once", "SmolLM2-135M, balanced, 64 × 256",
+                                 "tms_5-2, 1,000 at once", "resid_mlp1, 1,000 at once"]  # fmt: skip
+
+
+def test_the_decomposition_takes_the_time_that_is_left(asked: Asked) -> None:
+    day, children = a_day(asked, seconds=1000)
+    assert day.run()
+    (words,) = children.trained
+    # Of 1,000 s two minutes are kept to stop it and four are its start; half a second a step.
+    steps = int(next(word for word in words if word.startswith("pd.steps=")).split("=")[1])
+    assert steps == pytest.approx(0.85 * (1000 - 120 - 240) / 0.5, rel=0.01)
+
+
+def test_the_decomposition_is_resumed(asked: Asked) -> None:
+    day, children = a_day(asked)
+    children.train_status = 75
+    assert not day.run()
+    (begun,) = children.trained
+    result = day.results.all["measured"]["SmolLM2-135M decomposed"]
+    assert result["stopped"].startswith("at 50 of 100 steps")
+    assert "Stopped at 50 of 100 steps" in asked.page.read_text()
+    for _ in range(3):  # stopped is not failed: as often as it takes
+        again, more = a_day(asked)
+        more.train_status = 75
+        assert not again.run()
+        assert more.trained == [["train", "--resume", result["run"]]]
+    assert f"run_id={Path(result['run']).name}" in begun
+    last, more = a_day(asked)
+    assert last.run()
+    assert more.trained == [["train", "--resume", result["run"]]]
+    assert "Stopped" not in asked.page.read_text()
+
+
+def test_without_weights_the_others_go_on(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(*arguments: object) -> Inputs:
+        raise NotPrepared("not fetched; --smollm2 FOLDER helps")
+
+    with monkeypatch.context() as without:
+        without.setattr(beside_module, "prepare", prepare)
+        for _ in range(3):
+            day, children = a_day(asked)
+            assert not day.run()
+            assert children.trained == []
+    assert "--smollm2 FOLDER helps; the other parts go on" in capsys.readouterr().out
+    assert "tms_5-2, 1,000 at once" in day.results.all["measured"]
+    day, children = a_day(asked)
+    assert day.run()
+    assert len(children.trained) == 1
+
+
+def test_what_fails_twice_is_not_begun_again(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(FakeChildren):
+        def do(self, what: str, limit_s: float, name: str = "", extra: Any = None, *more: str) -> Any:
+            found = super().do(what, limit_s, name, extra, *more)
+            return (
+                {"failed": "status 1: no\nmore", "unfinished": True} if name == "layer 18, balanced, 8 × 512" else found
+            )
+
+    with monkeypatch.context() as failing:
+        failing.setattr(sys.modules[__name__], "FakeChildren", Failing)
+        first, _ = a_day(asked)
+        assert not first.run()
+        second, children = a_day(asked)
+        assert second.run()
+        assert children.measured == ["layer 18, balanced, 8 × 512"]
+        third, children = a_day(asked)
+        assert third.run()
+        assert children.measured == []
+    assert "- layer 18, balanced, 8 × 512: status 1: no\n" in asked.page.read_text()
+
+
+def test_another_card_is_refused(asked: Asked) -> None:
+    assert a_day(asked)[0].run()
+    with pytest.raises(UserError, match=r"holds figures of 1 × NVIDIA H100 80GB HBM3, and here are 2 × NVIDIA B200"):
+        a_day(asked, cards=[Card("NVIDIA B200", 178 * GIB, 0, "580")] * 2)[0].run()
+
+
+def test_several_cards_have_links(asked: Asked) -> None:
+    day, children = a_day(asked, cards=[H100, H100])
+    day.run()
+    (links,) = (extra for what, _, extra in children.asked if what == "links")
+    assert links == {}, "it sees all cards"
+
+
+def test_parts_bring_what_they_need(asked: Asked) -> None:
+    day, _ = a_day(Asked(**{**vars(asked), "parts": ("phases",)}))
+    needed = ["layer 18, balanced, 8 × 512", "layer 18, balanced, 32 × 512"]
+    assert [item.name for item in day.items if "traced" not in item.name] == needed
+
+
+def test_no_card_and_a_taken_card_are_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(day_module, "cards_here", list)
+    with pytest.raises(UserError, match="lists no GPU here; --toy"):
+        run_day(asked)
+    monkeypatch.setattr(day_module, "cards_here", lambda: [Card(H100.name, H100.memory, 30 * GIB, "580")])
+    with pytest.raises(UserError, match=r"30\.0 GiB of the card are taken"):
+        run_day(asked)
+    assert not asked.work.exists()
+
+
+# ---- its parts ----
+
+
+def test_results_of_another_kind_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    for text, message in (("[1]", "should be an object"), ('{"measured": 3}', "does not hold results"), ("{", "JSON")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            Results(file)
+
+
+def test_a_result_of_other_settings_is_not_taken(tmp_path: Path) -> None:
+    item, other = (Step(name="x", parts=(), expected_s=1, config="c", sets=(s,)) for s in ("a", "b"))
+    results = Results(tmp_path / "gpu.json")
+    results.add("measured", "x", {"asked": item.asked, "step_s": 1.0})
+    again = Results(tmp_path / "gpu.json")
+    assert again.is_done(item)
+    assert not again.is_done(other)
+
+
+def test_cards() -> None:
+    (card,) = _parse("NVIDIA H100 80GB HBM3, 81559, 3, 580.159.04\n")
+    assert card == Card("NVIDIA H100 80GB HBM3", 81559 << 20, 3 << 20, "580.159.04")
+    known = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA H100 PCIe": None}
+    assert {name: table_name(name) for name in known} == known
+
+
+def test_margin() -> None:
+    def item(live: float, made: float = 50, **more: Any) -> dict[str, Any]:
+        return {"live": {"made": made * GIB, "steps": live * GIB}, "step_s": 1.0, "asked": {}, **more}
+
+    def of(planned: float = 60, **measured: dict[str, Any]) -> Any:
+        return margin({"measured": measured, "planned": {name: {"plan": {"peak": planned * GIB}} for name in measured}})
+
+    assert of(a=item(60.2), b=item(59)).gib == 1.5  # 0.2, and 1 for fragmentation
+    assert of(a=item(60.2), tight=item(60, asked={"over_plan": 0.5})).gib == 0.5
+    assert of(a=item(62.1), tight=item(60, asked={"over_plan": 0.5})).gib == 2.5
+    out = {"asked": {"over_plan": 0.5}, "failed": "out of memory while it ran"}
+    assert of(a=item(60.2), tight=out).gib == 5
+    # Where making the state took more than the steps, their own peak is not known.
+    assert of(a=item(66, made=66)).gib is None
+    assert of(a=item(61, driver_used=73.6 * GIB, pool=72.6 * GIB)).reasons[-1].startswith("Libraries took 1.00 GiB")
+
+
+def test_steps_of_the_decomposition() -> None:
+    assert steps_in(1800, 0.1) == int(0.85 * 1560 / 0.1)
+    assert steps_in(100, 0.1) == 20
+    assert "cadence.save_every=1200" in cadence(12000, 0.1)
+    assert "cadence.save_every=30" in cadence(30, 0.1)
+
+
+def test_a_folder_that_is_not_smollm2_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(UserError, match=r"has no model\.safetensors and no tokenizer\.json; should be the folder that"):
+        check_smollm2(tmp_path)
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """Else it would hold the card while the next call measures."""
+    sleeper = "import time; from experiments.gpu_day.child import end_with_parent as e; e(); print(1, flush=True)"
+    starter = f"""
+import sys; from pathlib import Path; from experiments.gpu_day.children import Children
+children = Children(Path({str(tmp_path)!r}), True)
+children.command([sys.executable, "-c", {sleeper + "; time.sleep(60)"!r}], "sleeper", 60.0)
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT) as parent:
+        log = tmp_path / "logs" / "sleeper.log"
+        until(lambda: log.is_file() and bool(log.read_text()))
+        (child,) = (int(text) for text in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+
+
+def test_a_child_is_stopped_at_its_limit(tmp_path: Path) -> None:
+    children = Children(tmp_path, True)
+    ended = children.command(["sh", "-c", "echo begun; sleep 60 & wait"], "slow", 1.0)
+    assert ended.status is None
+    assert ended.last_line == "begun"
+    children.close()
+    with pytest.raises(KeyboardInterrupt):
+        children.command(["true"], "late", 1.0)
+
+
+def until(condition: Any, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "5"], "--seconds 5: should be at least 30"),
+        (["--beside", "-1"], "--beside -1: should be 0 or more"),
+        (["--json", "found.md", "--toy"], "is where the page would be written"),
+        (["--page-only", "--json", "nothing.json"], "holds no results; measure first"),
+        (["--toy", "--smollm2", "x"], "--toy decomposes a target of its own"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from experiments.gpu_day.__main__ import main
+
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- all of it, at toy size ----
+
+
+@pytest.mark.slow
+def test_toy_day_killed_and_gone_on_with(tmp_path: Path) -> None:
+    work, file = tmp_path / "work", tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "experiments.gpu_day", "--toy", "--work", str(work), "--json", str(file)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+    def measured() -> dict[str, Any]:
+        return json.loads(file.read_text())["measured"] if file.is_file() else {}
+
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as first:
+        until(lambda: "tiny, balanced" in measured(), 300.0)
+        first.kill()
+    before = measured()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as second:
+        until(lambda: any(work.glob("p-*/ckpts/[0-9][0-9][0-9]")), 600.0)
+        second.kill()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tiny, balanced" not in done.stdout
+    found = measured()
+    for name, item in found.items():
+        assert "failed" not in item, (name, item)
+        assert name not in before or before[name] == item
+        if "step_s" in item:
+            assert item["plan"]["peak"] > 0
+            assert item["step_s"] > 0
+            assert item["finite"]
+    assert {"clean_pass", "losses"} <= found["tiny, lean, traced"]["phases"]["phases"].keys()
+    links = found["links"]
+    assert {(m["kind"], m["link"]) for m in links["messages"]} == {
+        (kind, link) for kind in KINDS for link in ("node", "network")
+    }
+    run = found["the demo's target decomposed"]
+    assert run["reached"] == run["steps"] == 600
+    assert run["starts"] == 2
+    assert Path(run["report"]).is_file()
+    text = file.with_suffix(".md").read_text()
+    for part in ("Memory: planned and taken", "Steps, by memory policy", "Where the time goes", "Links between 8",
+                 "Toys", "the demo's target decomposed"):  # fmt: skip
+        assert f"## {part}" in text

@@ -1,0 +1,56 @@
+"""The cards of this machine, as `nvidia-smi` tells, and their rates."""
+
+import csv
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import param_decomp_aot
+from param_decomp_aot.roofline import Rates, card_rates
+
+TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
+
+
+@dataclass(frozen=True)
+class Card:
+    """``memory``, ``used``: bytes, of all processes together."""
+
+    name: str
+    memory: int
+    used: int
+    driver: str
+
+
+def cards_here() -> list[Card]:
+    """Those that CUDA programs see; none where there is no `nvidia-smi`."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", *_visible()]
+    try:
+        said = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return _parse(said.stdout) if said.returncode == 0 else []
+
+
+def _parse(text: str) -> list[Card]:
+    rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
+    return [Card(name, int(total) << 20, int(used) << 20, driver) for name, total, used, driver in rows]
+
+
+def _visible() -> Sequence[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return ["-i", visible] if visible else []
+
+
+def table_name(device: str) -> str | None:
+    """The name that a card has in ``cards.csv`` (`h200`), from what CUDA calls it (NVIDIA H200); None for one that is
+    not there, a variant with other rates included."""
+    rows = csv.DictReader(TABLE.read_text().splitlines())
+    return next((row["name"] for row in rows if row["description"].startswith(device)), None)
+
+
+def rates_of(device: str) -> Rates | None:
+    """What the vendor promises of it."""
+    name = table_name(device)
+    return None if name is None else card_rates(TABLE.read_text())[name]

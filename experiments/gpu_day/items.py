@@ -1,0 +1,205 @@
+"""What is measured, in order."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PARTS = ("toys", "plan", "step", "links", "phases", "decompose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """Measured in a process of its own.
+
+    ``parts``: those that show it. ``expected_s``: it is not begun with less time left. ``needs``: the name of the item
+    whose result it depends on.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    expected_s: float
+    needs: str = ""
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the result depends on, as JSON has it: a result for something else is not taken for one of this."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for name in ("name", "parts", "expected_s"):
+            del found[name]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Item):
+    """A configuration whose training step is measured.
+
+    ``policy``: the memory preset, of those that are compared. ``rounds``: dispatches that are timed, after a first.
+    ``traced``: by the profiler, without CUDA graphs, whose kernels have no names. ``plan_gib``: what `pd probe` says it
+    needs; it is not begun on a card that has less. ``over_plan``: GiB that JAX's memory is larger than the plan of the
+    item ``needs``, in place of 0.92 of the card.
+    """
+
+    config: str
+    sets: tuple[str, ...]
+    policy: str = ""
+    rounds: int = 6
+    traced: bool = False
+    plan_gib: float = 0.0
+    over_plan: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links(Item):
+    """Collectives between this machine's cards. ``sizes``: of messages, in bytes. ``few``: how many of these, from the
+    smallest on, also in groups of fewer devices. ``simulated``: CPU devices in place of cards; ``nodes``: among which
+    the devices are divided."""
+
+    sizes: tuple[int, ...]
+    few: int = 3
+    simulated: int = 0
+    nodes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decomposition(Item):
+    """A run of `pd train`. ``needs``: the item that has the same step. ``most_s``: no longer than that. ``steps``: as
+    many instead of what ends in time. ``seq_len``, ``tokens``: of the rows to train on, and how many at most."""
+
+    config: str
+    sets: tuple[str, ...]
+    seq_len: int
+    most_s: float = 1800.0
+    steps: int | None = None
+    tokens: int | None = None
+
+
+ONE_DEVICE = ("mesh={replica: 1, fsdp: 1}", "eval=null")
+
+
+def _layer_18(name: str, parts: tuple[str, ...], policy: str, batch: int, plan_gib: float, **more: Any) -> Step:
+    sets = (
+        *ONE_DEVICE,
+        "data.max_seq_len=512",
+        f"pd.batch_size={batch}",
+        f"memory={{preset: {policy}}}",
+        f"remat_recon_forwards={'false' if policy == 'plain' else 'true'}",
+    )
+    more = {"config": "configs/llama8b_l18.yaml", "expected_s": 90.0, **more}
+    return Step(name=name, parts=parts, sets=sets, policy=policy, plan_gib=plan_gib, **more)
+
+
+def _toy(name: str, at_once: int) -> Step:
+    sets = ("eval=null", f"steps_per_dispatch={at_once}")
+    name_here = f"{name}, {at_once:,} at once"
+    config = f"configs/toys/{name}.yaml"
+    return Step(name=name_here, parts=("toys",), expected_s=30.0, config=config, sets=sets, rounds=20)
+
+
+_SMOLLM2 = (
+    "pd.batch_size=64",
+    "data.max_seq_len=256",
+    "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len=256",
+    "runtime.autocast_bf16=true",
+    "memory={preset: balanced}",
+)
+"""The demo's method at 64 times its batch: settings were tuned for 256 tokens a step, on a CPU."""
+_SMOLLM2_STEP = "SmolLM2-135M, balanced, 64 × 256"
+
+# Plans are `pd probe`'s (`plan.py`), for an H100 what fits there, else for an H200. 0.92 of a card of 80 GB are 72.8
+# GiB; the target and the state of layer 18 alone take 44.
+ITEMS: tuple[Item, ...] = (
+    _toy("tms_5-2", 100),
+    _toy("resid_mlp1", 50),
+    _layer_18("layer 18, balanced, 8 × 512", ("plan", "step"), "balanced", 8, 65.5),
+    _layer_18("layer 18, fast, 8 × 512", ("plan", "step"), "fast", 8, 66.3),
+    _layer_18("layer 18, lean, 8 × 512", ("plan", "step"), "lean", 8, 64.7),
+    _layer_18("layer 18, plain, 2 × 512", ("plan", "step"), "plain", 2, 64.5),
+    _layer_18("layer 18, lean, 12 × 512", ("plan", "step"), "lean", 12, 67.8),
+    Step(
+        name=_SMOLLM2_STEP, parts=("plan", "step"), expected_s=60.0, config="configs/demo-smollm2.yaml",
+        sets=("eval=null", *_SMOLLM2), rounds=20,
+    ),
+    Links(name="links", parts=("links",), expected_s=200.0, sizes=tuple(4**n << 16 for n in range(7))),
+    _layer_18(
+        "layer 18, balanced, 8 × 512, traced", ("phases",), "balanced", 8, 65.5, traced=True,
+        expected_s=110.0, needs="layer 18, balanced, 8 × 512",
+    ),
+    _layer_18(
+        "layer 18, balanced, 8 × 512, 0.5 GiB over its plan", ("plan",), "balanced", 8, 65.5, rounds=2,
+        over_plan=0.5, needs="layer 18, balanced, 8 × 512",
+    ),
+    Decomposition(
+        name="SmolLM2-135M decomposed", parts=("decompose",), expected_s=300.0, needs=_SMOLLM2_STEP,
+        config="configs/demo-smollm2.yaml", sets=_SMOLLM2, seq_len=256,
+    ),
+    _layer_18("layer 18, plain, 8 × 512", ("plan", "step"), "plain", 8, 109.9),
+    _layer_18("layer 18, balanced, 32 × 512", ("plan", "step"), "balanced", 32, 103.3),
+    _layer_18("layer 18, fast, 32 × 512", ("plan", "step"), "fast", 32, 111.2),
+    _layer_18("layer 18, lean, 32 × 512", ("plan", "step"), "lean", 32, 98.1),
+    _layer_18(
+        "layer 18, balanced, 32 × 512, traced", ("phases",), "balanced", 32, 103.3, traced=True,
+        expected_s=110.0, needs="layer 18, balanced, 32 × 512",
+    ),
+    _toy("tms_5-2", 1000),
+    _toy("resid_mlp1", 1000),
+)  # fmt: skip
+
+
+_TINY_TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 64,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 24, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def toy_items(work: Path) -> tuple[Item, ...]:
+    """Of every kind a small one, for a CPU. ``work``: a folder for the description of a small target."""
+    target = work / "tiny-target"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(_TINY_TARGET))
+    demo = (
+        "pd.batch_size=4",
+        "data.max_seq_len=32",
+        "pd.faithfulness_warmup_steps=2",
+        "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
+        "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+    )
+
+    def tiny(name: str, parts: tuple[str, ...], policy: str, **more: Any) -> Step:
+        sets = (
+            *ONE_DEVICE,
+            f"target={{folder: {target}}}",
+            f"memory={{preset: {policy}}}",
+            f"remat_recon_forwards={'false' if policy == 'plain' else 'true'}",
+            "runtime.autocast_bf16=false",
+            "pd.faithfulness_warmup_steps=0",
+            "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
+            "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+            "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
+            "pd.batch_size=2",
+            "data.max_seq_len=8",
+        )
+        config = "configs/llama8b_l18.yaml"
+        return Step(name=name, parts=parts, expected_s=0, config=config, sets=sets, policy=policy, rounds=2, **more)
+
+    return (
+        Step(
+            name="tms_5-2, 2 at once", parts=("toys",), expected_s=0, config="configs/toys/tms_5-2.yaml",
+            sets=("eval=null", "pd.batch_size=8", "steps_per_dispatch=2"), rounds=2,
+        ),
+        *(tiny(f"tiny, {policy}", ("plan", "step"), policy) for policy in ("balanced", "fast", "plain")),
+        tiny("tiny, lean, traced", ("phases",), "lean", traced=True, needs="tiny, balanced"),
+        Links(name="links", parts=("links",), expected_s=0, sizes=(1 << 16, 1 << 18, 1 << 20), few=1, simulated=8,
+              nodes=2),
+        Decomposition(
+            name="the demo's target decomposed", parts=("decompose",), expected_s=0,
+            config="configs/demo/decompose.yaml", seq_len=32, tokens=20_000, steps=600,
+            sets=(*demo, "eval.batch_size=4", "eval.n_steps=1", "eval.metrics.1.groups=null"),
+        ),
+    )  # fmt: skip
+
+
+def named(items: Sequence[Item], name: str) -> Item:
+    return next(item for item in items if item.name == name)
