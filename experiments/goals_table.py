@@ -48,7 +48,7 @@ from param_decomp_jax.mesh import MeshShape
 from param_decomp_lab.probe.measure import dumped
 
 ROOT = Path(__file__).parents[1]
-CARDS = ROOT / "param_decomp_jax" / "aot" / "gpus" / "cards.csv"
+CARDS = ROOT / "param_decomp_aot" / "gpus" / "cards.csv"
 GIB = 2**30
 
 
