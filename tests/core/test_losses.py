@@ -75,6 +75,15 @@ def test_faithfulness(memory: MemoryPolicy) -> None:
         assert_faithfulness(*tiny.to_float64((COMPONENTS, WEIGHTS)), memory, 1e-12)
 
 
+def test_stacks_of_as_many_layers_go_through_one_scan() -> None:
+    """So that XLA can send what the sites of a layer exchange as one collective operation."""
+    components = {**COMPONENTS, "c": jax.tree.map(jnp.negative, COMPONENTS["a"])}
+    weights = {**WEIGHTS, "c": 2 * WEIGHTS["a"]}
+    assert_faithfulness(components, weights, RECOMPUTED, 1e-5)
+    program = jax.make_jaxpr(faithfulness, static_argnums=2)(components, weights, RECOMPUTED)
+    assert [e.primitive.name for e in program.jaxpr.eqns].count("scan") == 1  # b has a single layer
+
+
 @IN_BOTH_WAYS
 def test_faithfulness_of_a_target_stored_in_bf16(memory: MemoryPolicy) -> None:
     """L1, N1: the target's storage is widened before W − VU, not VU rounded to it."""
