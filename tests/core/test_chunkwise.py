@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from param_decomp_jax.adversary import BroadcastAcrossBatch
 from param_decomp_jax.ci import ChunkwiseTransformer, GlobalTransformer, SiteGroup, UnfitGroups, stacks_read
 from param_decomp_jax.ci.chunkwise import runs_of_groups
+from param_decomp_jax.ci.inputs import KeptInputs
 from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.mesh import Axes, MeshShape, is_axes, make_mesh, sharding
 from param_decomp_jax.placement import state_shardings
@@ -98,6 +100,25 @@ def test_heads_are_held_by_themselves(heads: Any, wanted: str) -> None:
     found = jax.tree.map(by, axes, copies.ci, is_leaf=lambda x: is_axes(x) or x is None)
     assert set(jax.tree.leaves(found.heads)) == {wanted}
     assert set(jax.tree.leaves((found.blocks, found.project))) == {"node"}
+
+
+@pytest.mark.parametrize(("collective_mib", "scanned"), [(None, True), (64, False)])
+def test_blocks_are_written_out_where_they_send_together(collective_mib: int | None, scanned: bool) -> None:
+    memory = dataclasses.replace(POLICIES["lean"], collective_mib=collective_mib)
+    sites = tiny.problem(TERMS, ci=tiny.CHUNKWISE).target.sites
+    config = dataclasses.replace(tiny.CHUNKWISE, transformer=dataclasses.replace(tiny.TRANSFORMER, n_blocks=7))
+    ci = initialise(config, KEY, sites)
+    read = {s.name: jax.ShapeDtypeStruct((s.n_layers, 4, 5, s.read_width), jnp.float32) for s in sites.stacks}
+    program = jax.make_jaxpr(lambda x: ci.features(KeptInputs(x, {}), (4, 5), jnp.float32, memory))(read)
+    lengths = lengths_of_scans(program.jaxpr)
+    assert 2 in lengths  # the groups of layers 0 and 1
+    assert (7 in lengths) == scanned
+
+
+def lengths_of_scans(jaxpr: Any) -> set[int]:
+    """Also of those in one another."""
+    inner = [lengths_of_scans(within) for e in jaxpr.eqns for within in jaxprs_in_params(e.params)]
+    return {e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"}.union(*inner)
 
 
 # ---- groups ----
