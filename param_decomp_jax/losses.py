@@ -67,11 +67,11 @@ def faithfulness(
 
     frozen = frozen_axes(memory)
 
-    def add(total: Array, sites: dict[str, tuple[Array, Factors]]) -> tuple[Array, None]:
-        for W, factors in sites.values():
-            W = pin(W, with_lead(frozen, W.ndim))
-            total += jnp.sum(named(delta(W, factors), "deltas") ** 2)
-        return total, None
+    def squares(_: None, sites: dict[str, tuple[Array, Factors]]) -> tuple[None, list[Array]]:
+        """By column, for that is how Δ is split: devices add up what they have when all layers are done."""
+        pinned = [(pin(W, with_lead(frozen, W.ndim)), factors) for W, factors in sites.values()]
+        deltas = [named(delta(W, factors), "deltas") for W, factors in pinned]
+        return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())
     components = at_rest(components)
@@ -79,9 +79,10 @@ def faithfulness(
     for n_layers in sorted({W.shape[0] for W in weights.values()}):
         alike = {name: (W, components[name]) for name, W in weights.items() if W.shape[0] == n_layers}
         if memory.recomputes("layers"):
-            total, _ = over_layers(memory, add, total, alike)
+            _, columns = over_layers(memory, squares, None, alike)
         else:
-            total, _ = add(total, alike)
+            _, columns = squares(None, alike)
+        total += sum(map(jnp.sum, columns))
     return total / float(sum(W.size for W in weights.values()))  # 5.6e9 for the MLPs of an 8B: no int32
 
 
