@@ -67,18 +67,22 @@ def faithfulness(
 
     frozen = frozen_axes(memory)
 
-    def add(total: Array, site: tuple[Array, Factors]) -> tuple[Array, None]:
-        W, factors = site
-        W = pin(W, with_lead(frozen, W.ndim))
-        return total + jnp.sum(named(delta(W, factors), "deltas") ** 2), None
+    def squares(_: None, sites: dict[str, tuple[Array, Factors]]) -> tuple[None, list[Array]]:
+        """By column, for that is how Δ is split: devices add up what they have when all layers are done."""
+        pinned = [(pin(W, with_lead(frozen, W.ndim)), factors) for W, factors in sites.values()]
+        deltas = [named(delta(W, factors), "deltas") for W, factors in pinned]
+        return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())
     components = at_rest(components)
-    for name, W in weights.items():
+    # Stacks of as many layers go through one scan, so that what the sites of a layer send can be sent together.
+    for n_layers in sorted({W.shape[0] for W in weights.values()}):
+        alike = {name: (W, components[name]) for name, W in weights.items() if W.shape[0] == n_layers}
         if memory.recomputes("layers"):
-            total, _ = over_layers(memory, add, total, (W, components[name]))
+            _, columns = over_layers(memory, squares, None, alike)
         else:
-            total, _ = add(total, (W, components[name]))
+            _, columns = squares(None, alike)
+        total += sum(map(jnp.sum, columns))
     return total / float(sum(W.size for W in weights.values()))  # 5.6e9 for the MLPs of an 8B: no int32
 
 

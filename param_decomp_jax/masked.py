@@ -338,7 +338,8 @@ class MaskedLinears:
         found = self._live(first)
         live = {stack.kind: stack_slice(stack, streams) for stack, streams in found.items()}
         # Of what is held each layer takes its row.
-        layers = jnp.arange(first, stop) if {"components", "ci"} & dict(self.memory.held).keys() else None
+        any_held = self.memory.held_by("components") or self.memory.held_by("heads")
+        layers = jnp.arange(first, stop) if any_held else None
         return live, chosen, self.reader.layer_features(found, first, stop), layers
 
     def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.draws import uniform, uniform_of_keys
 from param_decomp_jax.grouped import Groups, at_chosen
-from param_decomp_jax.mesh import Axes, at_rest
+from param_decomp_jax.mesh import Axes, at_rest, replace_fields
 from param_decomp_jax.sites import Stack
 
 
@@ -132,16 +132,32 @@ class ConstantSources:
 
 @dataclass(frozen=True)
 class GivenSources:
-    """Sources given as arrays: an adversary's, or a caller's. ``batch``: rows of the global batch."""
+    """Sources given as arrays: an adversary's, or a caller's. ``batch``: rows of the global batch.
+
+    A slice has the delta that all rows share once for each of them: so its gradient is summed over the batch when all
+    layers are done, and not in every layer.
+    """
 
     bundle: Bundle
     batch: int
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
-        return jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
+        own = jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
+        if own.delta is None:
+            return own
+        rows = _row_axis(stack)
+        each = (self.batch if own.delta.shape[rows] == 1 else own.delta.shape[rows],)
+        return replace_fields(
+            own, delta=jnp.broadcast_to(own.delta, own.delta.shape[:rows] + each + own.delta.shape[rows + 1 :])
+        )
 
     def axes(self, stack: Stack) -> Any:
-        return jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch, stack.experts is not None))
+        own = jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch, stack.experts is not None))
+        delta, rows = self.bundle[stack.name].delta, _row_axis(stack)
+        if delta is None or delta.shape[rows] > 1:
+            return own
+        names = own.delta.names
+        return replace_fields(own, delta=Axes((*names[: rows - 1], "batch", *names[rows:])))
 
     def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
         return self._at(slice_.components, at, groups)
@@ -153,6 +169,11 @@ class GivenSources:
         if groups is None:
             return tile(source, at.shape[0])
         return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
+
+
+def _row_axis(stack: Stack) -> int:
+    """Of a stack's sources, the axis that broadcasts against, or tiles, the batch."""
+    return 1 if stack.experts is None else 2
 
 
 def source_axes(sources: Sources, batch: int, experts: bool = False) -> Any:

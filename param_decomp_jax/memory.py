@@ -46,11 +46,12 @@ STATE_PARTS: dict[StatePart, str] = {
 """Parts of the train state that can lie in pinned host memory between updates, or be kept in fewer bits."""
 
 
-HeldGroup = Literal["components", "ci", "target", "sources"]
+HeldGroup = Literal["components", "ci", "heads", "target", "sources"]
 
 HELD_GROUPS: dict[HeldGroup, str] = {
     "components": "V and U",
-    "ci": "the CI function's matrices",
+    "ci": "the CI function's matrices, those of its heads too unless `heads` says otherwise",
+    "heads": "the heads of the CI function, of which every masked site reads its own",
     "target": "the frozen network; held for good, not for a step",
     "sources": "sources that all rows of the batch share, of persistent and fresh attacks; held for an ascent",
 }
@@ -58,6 +59,9 @@ HELD_GROUPS: dict[HeldGroup, str] = {
 
 HeldBy = Literal["node", "device"]
 """``node``: each node has a whole copy, split over its devices. ``device``: each device has one."""
+
+
+_COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class MemoryPolicy:
     of the state it is given. ``xla_remat``: XLA may recompute more by itself where it sees a limit ahead.
 
     ``held``: of which of `HELD_GROUPS` a copy is held for a step, in the dtype of products, and by what.
+    ``collective_mib``: what devices send each other at the same point of a program goes as one collective operation of
+    up to so many MiB; None: as XLA has it, 30.
 
     ``offload_state``: which of `STATE_PARTS` lie in pinned host memory and are brought in for their update alone.
     ``state_dtypes``: in what they are kept, fp32 where nothing is said; the one choice here that rounds numbers.
@@ -90,6 +96,7 @@ class MemoryPolicy:
     donate: bool = True
     xla_remat: bool = True
     held: tuple[tuple[HeldGroup, HeldBy], ...] = ()
+    collective_mib: int | None = None
     offload_state: frozenset[StatePart] = frozenset()
     state_dtypes: tuple[tuple[StatePart, Literal["float32", "bfloat16"]], ...] = ()
 
@@ -98,13 +105,22 @@ class MemoryPolicy:
         assert self.offload <= OFFLOADABLE, f"cannot be offloaded: {sorted(self.offload - OFFLOADABLE)}"
 
     @property
-    def compiler_options(self) -> dict[str, str]:
-        """Options for XLA when the step is compiled."""
-        return {} if self.xla_remat else {"xla_disable_hlo_passes": "rematerialization"}
+    def compiler_options(self) -> dict[str, str | bool]:
+        """Options for XLA when the step is compiled. Those of GPUs are taken, and do nothing, where there are none."""
+        options: dict[str, str | bool] = {}
+        if not self.xla_remat:
+            options["xla_disable_hlo_passes"] = "rematerialization"
+        if self.collective_mib is not None:
+            most = str(self.collective_mib * 2**20)
+            options |= {f"xla_gpu_{kind}_combine_threshold_bytes": most for kind in _COMBINED}
+            # Else only arrays that are split along axes of the same number would go together: V, but not U.
+            options |= {f"xla_gpu_enable_{kind}_combine_by_dim": False for kind in _COMBINED if kind != "all_reduce"}
+        return options
 
     def held_by(self, group: HeldGroup) -> HeldBy | None:
         """What holds a copy of this group during a step; None: nothing does."""
-        return dict(self.held).get(group)
+        held = dict(self.held)
+        return held.get("heads", held.get("ci")) if group == "heads" else held.get(group)
 
     def recomputes(self, name: Intermediate) -> bool:
         return name not in self.save and name not in self.offload
@@ -138,6 +154,7 @@ FAST = MemoryPolicy(
     attention="flash",
     xla_remat=False,
     held=(("ci", "device"), ("components", "device"), ("sources", "device"), ("target", "device")),
+    collective_mib=1 << 12,
 )
 """Every device has whole copies of what it multiplies by: memory for gathers. Nothing is cut into blocks but the KL."""
 

@@ -26,7 +26,7 @@ from param_decomp_jax.components import Components, components_axes, with_views
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import faithfulness
 from param_decomp_jax.masks import Bundle
-from param_decomp_jax.mesh import at_rest, constrain, held, hold
+from param_decomp_jax.mesh import at_rest, constrain, held, hold, replace_fields
 from param_decomp_jax.objective import Metrics, Objective, term_keys
 from param_decomp_jax.offload import fetch, store
 from param_decomp_jax.optim import Optimizer, clip, global_norm, transformation
@@ -137,10 +137,17 @@ def hold_trained(problem: Problem, components: Components, ci: CIFunction) -> He
     memory = problem.decomposition.memory
     with jax.named_scope("hold"):
         axes = components_axes(components)
+        of_ci, heads = ci.axes(), hold(ci.heads, ci.axes().heads, memory.held_by("heads"), problem.compute_dtype)
+        body = hold(_headless(ci), _headless(of_ci), memory.held_by("ci"), problem.compute_dtype)
         return HeldCopies(
             hold(components, axes, memory.held_by("components"), problem.compute_dtype),
-            hold(ci, ci.axes(), memory.held_by("ci"), problem.compute_dtype),
+            replace_fields(body, heads=heads),
         )
+
+
+def _headless(ci: Any) -> Any:
+    """A CI function, or what describes one, without the heads."""
+    return replace_fields(ci, heads={})
 
 
 def hold_for_reading(problem: Problem, components: Components, ci: CIFunction) -> tuple[Components, CIFunction]:
@@ -154,7 +161,9 @@ def with_copies(
     """Components of every stack and the CI function, with the copies that are used in their place."""
     memory = problem.decomposition.memory
     components = held(components, copies.components, memory.held_by("components"))
-    return with_views(components, problem.target.sites), held(ci, copies.ci, memory.held_by("ci"))
+    body = held(_headless(ci), _headless(copies.ci), memory.held_by("ci"))
+    ci = replace_fields(body, heads=held(ci.heads, copies.ci.heads, memory.held_by("heads")))
+    return with_views(components, problem.target.sites), ci
 
 
 def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
@@ -210,7 +219,7 @@ def importance_reader(
     """Reads the CI function's outputs as λ, as the losses do. ``copies``: of the heads among the outputs, if these have
     none yet."""
     lower, _ = squashings(problem.decomposition.squashing)
-    by = problem.decomposition.memory.held_by("ci")
+    by = problem.decomposition.memory.held_by("heads")
     if copies is not None and isinstance(ci_outputs, LazyLogits) and by is not None:
         ci_outputs = LazyLogits(ci_outputs.features, held(ci_outputs.heads, copies.ci.heads, by))
     return ImportanceReader.from_ci_function(

@@ -1,7 +1,7 @@
 """One CI transformer for each group of sites, usually for each layer (C6)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -147,6 +147,8 @@ class ChunkwiseCI(GlobalCI):
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
         by_group = jax.tree.map(lambda x: x[run.groups], (self.project.b, self.blocks))
         block_axes = jax.tree.map(Axes.under, self.blocks.axes())
+        # A group's blocks are written out where what they send is to go together: that of a loop's rounds cannot.
+        inside = memory if memory.collective_mib is None else replace(memory, layers="unroll")
 
         def group(_: None, own: Any) -> tuple[None, Array]:
             (arrays, rows), (b, blocks) = own
@@ -154,7 +156,7 @@ class ChunkwiseCI(GlobalCI):
             blocks = gather_tree(blocks, block_axes, compute_dtype)
             into = replace_fields(self.project, rows=rows, b=b)
             h = into(of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
-            h = through_blocks(self.config.transformer, blocks, h.astype(compute_dtype), memory)
+            h = through_blocks(self.config.transformer, blocks, h.astype(compute_dtype), inside)
             return None, constrain(h, "batch")
 
         found: Array = over_layers(memory, group, None, (by_layer, by_group), "ci")[1]

@@ -59,6 +59,7 @@ class Memory(Strict):
     donate: bool = True
     xla_remat: bool = True
     held: dict[HeldGroup, HeldBy] = Field(default_factory=dict)
+    collective_mib: Count | None = None
     state_dtypes: dict[StatePart, Literal["float32", "bfloat16"]] = Field(default_factory=dict)
     optimizers: Optimizers = Optimizers()
 
@@ -120,7 +121,7 @@ class Memory(Strict):
 
 _CHOICES = (
     *("layers", "layer_group", "component_block", "token_block", "vocabulary_block"),
-    *("attention", "micro_batches", "donate", "xla_remat"),
+    *("attention", "micro_batches", "donate", "xla_remat", "collective_mib"),
 )
 """Keys that are fields of `MemoryPolicy` under the same name."""
 

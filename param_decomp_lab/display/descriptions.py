@@ -195,8 +195,10 @@ def describe_memory(preset: str, policy: MemoryPolicy) -> str:
     if not policy.donate:
         summary.append("nothing donated")
     for by in ("device", "node"):
-        if groups := [group for group in HELD_GROUPS if policy.held_by(group) == by]:
+        if groups := [group for group in HELD_GROUPS if dict(policy.held).get(group) == by]:
             summary.append(f"each {by} holds {_listed(groups)}")
+    if policy.collective_mib is not None:
+        summary.append(f"collectives of up to {policy.collective_mib:,} MiB")
     summary += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
     return "; ".join(summary)
 

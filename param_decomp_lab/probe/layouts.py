@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from param_decomp_jax.memory import FAST, HELD_GROUPS, INTERMEDIATES
+from param_decomp_jax.memory import FAST, INTERMEDIATES
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.method_schema import LanguageModelData
@@ -102,11 +102,15 @@ def _held(nodes: int, set_keys: Collection[str]) -> list[Choice]:
         return []
     names = {"components": "V, U", "ci": "CI", "sources": "sources", "target": "target"}
     found = []
-    for group in HELD_GROUPS:
+    for group, name in names.items():
         key = _HELD + group
-        levels = [(f"{names[group]} not held", ((key, None),)), (f"{names[group]} by node", ((key, "node"),))]
-        levels = [*levels[: 2 if nodes > 1 else 1], ("", ((key, "device"),))]
-        found.append(Choice(key, tuple(levels), LINKS))
+        levels: list[tuple[str, tuple[tuple[str, Any], ...]]] = [(f"{name} not held", ((key, None),))]
+        if nodes > 1:
+            levels.append((f"{name} by node", ((key, "node"),)))
+        if group == "ci":
+            words, assignments = levels[-1]
+            levels.append((f"{words}, its heads by device", (*assignments, (f"{_HELD}heads", "device"))))
+        found.append(Choice(key, (*levels, ("", ((key, "device"),))), LINKS))
     return found
 
 

@@ -12,13 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from param_decomp_jax.adversary import BroadcastAcrossBatch
 from param_decomp_jax.ci import ChunkwiseTransformer, GlobalTransformer, SiteGroup, UnfitGroups, stacks_read
 from param_decomp_jax.ci.chunkwise import runs_of_groups
+from param_decomp_jax.ci.inputs import KeptInputs
 from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.mesh import Axes, MeshShape, is_axes, make_mesh, sharding
+from param_decomp_jax.placement import state_shardings
 from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.step import hold_trained
 from tests.core import test_devices as devices
 from tests.core import test_experts as experts
 from tests.core import tiny, toys
@@ -58,13 +62,63 @@ def test_a_step_with_experts_is_the_reference(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MeshShape(2, 2, 2), MeshShape(fsdp=8)], ids=["2x2x2", "1x8x1"])
-def test_one_device_is_eight(shape: MeshShape) -> None:
-    """Split over all axes of the mesh, most levers of memory on."""
+@pytest.mark.parametrize(
+    ("shape", "policy"),
+    [(MeshShape(2, 2, 2), "lean"), (MeshShape(fsdp=8), "lean"), (MeshShape(fsdp=8, nodes=2), "whole 8B")],
+    ids=["2x2x2", "1x8x1", "held"],
+)
+def test_one_device_is_eight(shape: MeshShape, policy: str) -> None:
+    """Split over all axes of the mesh, most levers of memory on; held, as the whole 8B model is."""
     terms = devices.terms_with(devices.attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1), TERMS[1])
     target = tiny.target(devices.CONFIG, devices.CHOSEN)
     problem = tiny.problem(terms, target, ci=tiny.CHUNKWISE, batch_size=devices.LEADING[0])
-    devices.assert_lean_on_eight_is_one(problem, 2, shape)
+    devices.assert_eight_is_one(problem, 2, shape, policy)
+
+
+@pytest.mark.parametrize(("heads", "wanted"), [({"heads": "device"}, "device"), ({}, "node")], ids=["own", "as ci"])
+def test_heads_are_held_by_themselves(heads: Any, wanted: str) -> None:
+    """By each device while the transformers are by each node; as they are where nothing is said of heads."""
+    held = tuple(sorted({"ci": "node", **heads}.items()))
+    problem = under(tiny.problem(TERMS, ci=tiny.CHUNKWISE), dataclasses.replace(POLICIES["lean"], held=held))
+    state = tiny.ruffled_state(problem, step=0, seed=2, leading=(8, 5))
+    mesh = make_mesh(MeshShape(fsdp=4, nodes=2))
+    with jax.set_mesh(mesh):
+        places = state_shardings(mesh, problem.decomposition, state)
+        state = jax.device_put(state, places)
+        copies = jax.jit(hold_trained, static_argnums=0)(problem, state.components, state.ci)
+    assert jax.tree.leaves(copies.components) == []
+    axes = state.ci.axes()
+
+    def by(of: Axes, copy: jax.Array | None) -> str | None:
+        """Which of the two the copy is laid out for; None where they are alike."""
+        if copy is None:
+            return None
+        places = {by: sharding(mesh, copy.shape, of.held(by).names) for by in ("node", "device")}
+        (found,) = (by for by, place in places.items() if copy.sharding.is_equivalent_to(place, copy.ndim))
+        return found
+
+    found = jax.tree.map(by, axes, copies.ci, is_leaf=lambda x: is_axes(x) or x is None)
+    assert set(jax.tree.leaves(found.heads)) == {wanted}
+    assert set(jax.tree.leaves((found.blocks, found.project))) == {"node"}
+
+
+@pytest.mark.parametrize(("collective_mib", "scanned"), [(None, True), (64, False)])
+def test_blocks_are_written_out_where_they_send_together(collective_mib: int | None, scanned: bool) -> None:
+    memory = dataclasses.replace(POLICIES["lean"], collective_mib=collective_mib)
+    sites = tiny.problem(TERMS, ci=tiny.CHUNKWISE).target.sites
+    config = dataclasses.replace(tiny.CHUNKWISE, transformer=dataclasses.replace(tiny.TRANSFORMER, n_blocks=7))
+    ci = initialise(config, KEY, sites)
+    read = {s.name: jax.ShapeDtypeStruct((s.n_layers, 4, 5, s.read_width), jnp.float32) for s in sites.stacks}
+    program = jax.make_jaxpr(lambda x: ci.features(KeptInputs(x, {}), (4, 5), jnp.float32, memory))(read)
+    lengths = lengths_of_scans(program.jaxpr)
+    assert 2 in lengths  # the groups of layers 0 and 1
+    assert (7 in lengths) == scanned
+
+
+def lengths_of_scans(jaxpr: Any) -> set[int]:
+    """Also of those in one another."""
+    inner = [lengths_of_scans(within) for e in jaxpr.eqns for within in jaxprs_in_params(e.params)]
+    return {e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"}.union(*inner)
 
 
 # ---- groups ----

@@ -49,6 +49,10 @@ POLICIES["fast"] = dataclasses.replace(FAST, vocabulary_block=8)
 POLICIES["lean, held by nodes"] = dataclasses.replace(
     POLICIES["lean"], held=(("ci", "node"), ("components", "node"), ("sources", "node"), ("target", "node"))
 )
+POLICIES["whole 8B"] = dataclasses.replace(
+    POLICIES["fast"],
+    held=(("ci", "node"), ("components", "device"), ("heads", "device"), ("sources", "device"), ("target", "device")),
+)
 
 # Components that all meshes divide, that some of them do, and that few do.
 CONFIG = dataclasses.replace(tiny.CONFIG, vocab_size=16)
@@ -246,7 +250,7 @@ def test_one_device_is_eight_on_a_toy(shape: MeshShape, exact: bool) -> None:
     assert_one_is_eight(make_tms_problem(), of_toy(ALONE, exact), of_toy(shape, exact), exact)
 
 
-def assert_lean_on_eight_is_one(problem: Problem, seed: int, shape: MeshShape) -> None:
+def assert_eight_is_one(problem: Problem, seed: int, shape: MeshShape, policy: str = "lean") -> None:
     """In float64, most levers of memory on. ``problem``: of a `CONFIG` target. ``seed``: of the state."""
     state = tiny.ruffled_state(problem, step=0, seed=seed, leading=LEADING)
     with jax.enable_x64(True):
@@ -254,7 +258,7 @@ def assert_lean_on_eight_is_one(problem: Problem, seed: int, shape: MeshShape) -
         weights = tiny.to_float64(tiny.weights(CONFIG))
         runs = [
             run(under(problem, policy), state, weights, tokens, of)
-            for policy, of in ((PLAIN, ALONE), (POLICIES["lean"], shape))
+            for policy, of in ((PLAIN, ALONE), (POLICIES[policy], shape))
         ]
     assert_one_is_eight(problem, *runs, exact=True)
 

@@ -97,7 +97,7 @@ def test_one_device_is_eight() -> None:
     target = tiny.target(devices.CONFIG, {EMBEDDING: 8, **devices.CHOSEN})
     problem = tiny.problem(terms, target, ci=tiny.TRANSFORMER, batch_size=devices.LEADING[0])
     # From seed 2, ten steps make 1.4e-9 of one device's rounding.
-    devices.assert_lean_on_eight_is_one(problem, 3, MeshShape(2, 2, 2))
+    devices.assert_eight_is_one(problem, 3, MeshShape(2, 2, 2))
 
 
 @pytest.mark.parametrize("ci", [tiny.SHARED, GlobalMLP((4,))], ids=["layerwise", "global"])

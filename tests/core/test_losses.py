@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import Factors
+from param_decomp_aot.traffic import traffic
+from param_decomp_jax.components import Factors, components_axes
 from param_decomp_jax.losses import (
     Frequency,
     ImportanceMinimality,
@@ -22,6 +23,8 @@ from param_decomp_jax.losses import (
 )  # fmt: skip
 from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.memory import PLAIN as SAVED
+from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.placement import shardings
 from param_decomp_jax.schedules import Anneal, Schedule
 from tests import reference as ref
 from tests.core import tiny
@@ -73,6 +76,27 @@ def test_faithfulness(memory: MemoryPolicy) -> None:
     assert_faithfulness(COMPONENTS, WEIGHTS, memory, 1e-5)
     with jax.enable_x64(True):
         assert_faithfulness(*tiny.to_float64((COMPONENTS, WEIGHTS)), memory, 1e-12)
+
+
+def test_stacks_of_as_many_layers_go_through_one_scan() -> None:
+    """So that XLA can send what the sites of a layer exchange as one collective operation."""
+    components = {**COMPONENTS, "c": jax.tree.map(jnp.negative, COMPONENTS["a"])}
+    weights = {**WEIGHTS, "c": 2 * WEIGHTS["a"]}
+    assert_faithfulness(components, weights, RECOMPUTED, 1e-5)
+    program = jax.make_jaxpr(faithfulness, static_argnums=2)(components, weights, RECOMPUTED)
+    assert [e.primitive.name for e in program.jaxpr.eqns].count("scan") == 1  # b has a single layer
+
+
+def test_devices_add_up_their_squares_once() -> None:
+    """Not in each of the three layers: all-reduces as executed."""
+    mesh, name = make_mesh(MeshShape(fsdp=2)), "a"
+    components = {name: COMPONENTS[name]}
+    with jax.set_mesh(mesh):
+        places = shardings(mesh, components_axes(components), components)
+        placed = jax.device_put(components, places)
+        program = jit_faithfulness.lower(placed, {name: WEIGHTS[name]}, RECOMPUTED).compile()
+    found = traffic(program.as_text()).collectives
+    assert sum(n for c, n in found.items() if c.kind == "all-reduce" and c.payload == 4) == 1  # the others are of VU
 
 
 @IN_BOTH_WAYS

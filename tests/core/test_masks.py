@@ -1,10 +1,13 @@
 """Section 4: masks from importances and sources, and where sources come from."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_aot.traffic import traffic
 from param_decomp_jax.draws import positions
 from param_decomp_jax.masks import (
     Constant,
@@ -17,7 +20,7 @@ from param_decomp_jax.masks import (
     source_axes,
     tile,
 )
-from param_decomp_jax.mesh import Axes, indices, is_axes
+from param_decomp_jax.mesh import Axes, MeshShape, constrain, gather_tree, indices, is_axes, make_mesh
 from tests import reference as ref
 from tests.core import tiny
 
@@ -118,6 +121,30 @@ def test_given_sources_are_cut_by_layer_and_tiled() -> None:
     np.testing.assert_allclose(got_delta, ref.expand_scope(delta[1], (6, 4)), rtol=1e-6)
 
 
+def test_the_gradient_of_a_shared_delta_is_summed_over_the_batch_once() -> None:
+    """All-reduces as executed, for two layers in a scan: one, and the sum itself."""
+    stack, mesh = SITES.stacks[0], make_mesh(MeshShape(fsdp=8))
+    x = np.random.default_rng(0).uniform(size=(2, 8, 4)).astype(np.float32)
+
+    def loss(delta: jax.Array, x: jax.Array) -> jax.Array:
+        given = GivenSources({stack.name: Sources(jnp.zeros((2, 1, 4, stack.C)), delta)}, 8)
+
+        def add(total: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            own = gather_tree(layer[0], given.axes(stack), jnp.float32)
+            return jnp.sin(total + layer[1] * given.delta(own, positions((8, 4)))), None
+
+        layers = given.slices(stack, 0, 2), constrain(x, None, "batch")
+        return jnp.sum(jax.lax.scan(add, jnp.zeros((8, 4)), layers)[0])
+
+    delta = np.random.default_rng(1).uniform(size=(2, 1, 4)).astype(np.float32)
+    gradient = jax.jit(jax.grad(loss))
+    with jax.set_mesh(mesh):
+        got = gradient(delta, x)
+        found = traffic(gradient.lower(delta, x).compile().as_text()).collectives
+    assert sum(n for c, n in found.items() if c.kind == "all-reduce") == 1
+    np.testing.assert_allclose(got, gradient(delta, x), rtol=1e-5)
+
+
 def test_tile() -> None:
     """A2: source i serves the rows i, i + n, …"""
     source = jnp.arange(3.0)[:, None]
@@ -153,4 +180,9 @@ def test_axes_of_sources(
     assert axes.delta == (Axes((None, *of_lead)) if use_delta else None)
     one_layer = GivenSources({stack.name: sources}, 6).axes(stack)
     assert one_layer.components == axes.components.below()
+    # A shared delta is sliced with a row for each of the batch; two that tile it stay two.
+    rows = 2 if lead[0] == 2 else 6
+    assert one_layer.delta == (Axes((None if rows == 2 else "batch", *of_lead[1:])) if use_delta else None)
+    sliced = GivenSources({stack.name: sources}, 6).slices(stack, 1, 2)
+    assert sliced.delta is None or sliced.delta.shape == (1, rows, *lead[1:])
     assert jax.tree.structure(one_layer, is_leaf=is_axes) == jax.tree.structure(sources)

@@ -3,6 +3,7 @@
 That it changes no number of a step is in test_policies.py.
 """
 
+import dataclasses
 from functools import cache, partial
 from typing import Any
 
@@ -11,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
+from param_decomp_aot.compile import compile_for
+from param_decomp_aot.traffic import traffic
+from param_decomp_jax.components import U_AXES, V_AXES
+from param_decomp_jax.memory import FAST, INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
+from param_decomp_jax.mesh import MeshShape, gather_tree, sharding
 from param_decomp_jax.offload import fetch
 from param_decomp_jax.remat import component_blocks, named, over_blocks, over_layers, token_blocks
+from tests.core.test_aot import CARDS
+from tests.plugin import needs_plugin
 
 
 def recomputing(*names: Intermediate, **changes: Any) -> MemoryPolicy:
@@ -250,3 +257,45 @@ def test_moments_on_the_host_wait_for_the_gradients(part: StatePart) -> None:
 
     assert barriers(MemoryPolicy(offload_state=frozenset({part}))) == [[(2, 3), (4, 5)]]
     assert barriers(PLAIN) == []
+
+
+# ---- what devices send each other at the same point ----
+
+
+@needs_plugin
+@pytest.mark.parametrize(("collective_mib", "a_layer"), [(None, 3), (32, 2), (48, 1)])
+def test_what_a_layer_gathers_goes_together(collective_mib: int | None, a_layer: int) -> None:
+    """V, U and another V of 16 MiB each, in a scan of five layers: gathers as executed, compiled for GPUs. All three
+    are more than XLA sends at once by itself."""
+    policy = dataclasses.replace(FAST, collective_mib=collective_mib)
+
+    def forward(layers: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            V, U, other = gather_tree(own, (V_AXES, U_AXES, V_AXES), jnp.bfloat16)
+            return x + jnp.tanh(x @ V) @ U + jnp.sin(x @ other)[:, :2048], None
+
+        return jax.lax.scan(layer, x, layers)[0]
+
+    def program(mesh: Any) -> Any:
+        def array(shape: tuple[int, ...], dtype: Any, *names: str | None) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, shape, names))
+
+        shapes = (2048, 4096), (4096, 2048), (2048, 4096)
+        column, row = (None, None, "component"), (None, "component")
+        layers = tuple(
+            array((5, *shape), jnp.float32, *names) for shape, names in zip(shapes, (column, row, column), strict=True)
+        )
+        x = array((1024, 2048), jnp.bfloat16, "batch")
+        return jax.jit(forward, compiler_options=policy.compiler_options), (layers, x)
+
+    compiled = compile_for(program, MeshShape(fsdp=8), CARDS["b200"])
+    found = traffic(compiled.program.as_text())
+    assert sum(n for c, n in found.collectives.items() if c.kind == "all-gather") == 5 * a_layer
+
+
+def test_options_for_the_compiler() -> None:
+    """A program compiled elsewhere takes them too."""
+    options = FAST.compiler_options
+    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == str(4 * 2**30)
+    assert PLAIN.compiler_options == {}
+    assert float(jax.jit(lambda x: x + 1, compiler_options=options)(1.0)) == 2

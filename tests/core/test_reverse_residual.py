@@ -77,7 +77,7 @@ def test_one_device_is_eight() -> None:
     terms = devices.terms_with(devices.attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1), TERMS[1])
     target = tiny.target(devices.CONFIG, devices.CHOSEN)
     problem = tiny.problem(terms, target, ci=READER, batch_size=devices.LEADING[0])
-    devices.assert_lean_on_eight_is_one(problem, 2, MeshShape(2, 2, 2))
+    devices.assert_eight_is_one(problem, 2, MeshShape(2, 2, 2))
 
 
 @pytest.mark.slow

@@ -140,6 +140,11 @@ def test_layouts_of_a_configuration() -> None:
     assert found[0].kind(by_node).name == "fsdp 64; CI by node"
     held = {"components": "device", "ci": "node", "sources": "device", "target": "device"}
     assert dict(found[0].kind(by_node).settings)["memory.held"] == held
+    but_heads = [
+        2 if choice.name == "memory.held.ci" else n for choice, n in zip(found[0].choices, found[0].begin, strict=True)
+    ]
+    assert found[0].kind(but_heads).name == "fsdp 64; CI by node, its heads by device"
+    assert dict(found[0].kind(but_heads).settings)["memory.held"] == {**held, "heads": "device"}
 
 
 def test_what_is_set_is_no_choice() -> None:
