@@ -6,9 +6,9 @@ B200, H200 and H100, of 200 Gb/s beside the others. No program reaches these rat
 
 A collective operation takes its latency and its bytes at the link's rate, so small messages are slow. Hops are those of
 NCCL's own cost model for a ring under its `Simple` protocol (3.4 µs over NVLink, 14 µs over the network; NCCL 2.2x,
-src/graph/tuning.cc). The start is chosen so that 8 GPUs of a node come to what others measured on B200s under NCCL: 1 MB
-going at 23 GB/s, 64 MB at 580 GB/s, which is 40 µs on top of the link's 900 GB/s. For messages of a few KB, NCCL has
-faster protocols: for those it is a guess from above. `experiments/gpu_day` measures all of it where there are
+src/graph/tuning.cc). The start is chosen so that 8 GPUs of a node come to what others measured on B200s under NCCL:
+1 MB going at 23 GB/s, 64 MB at 580 GB/s, which is 40 µs on top of the link's 900 GB/s. For messages of a few KB, NCCL
+has faster protocols: for those it is a guess from above. `experiments/gpu_day` measures all of it where there are
 several cards; nobody has yet.
 """
 
