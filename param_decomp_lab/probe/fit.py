@@ -111,6 +111,7 @@ def _search_for_speed(
     console.print(
         f"{n_layouts:,} layouts in all, {count} compiled at a time; times are a step's, if nothing overlaps",
         highlight=False,
+        soft_wrap=True,
     )
     n_asked = 0
 

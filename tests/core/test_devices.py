@@ -28,7 +28,7 @@ from param_decomp_jax.ci import LayerwiseMLP
 from param_decomp_jax.draws import positions
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
 from param_decomp_jax.masks import Sources, Stochastic
-from param_decomp_jax.memory import FAST, LEAN, PLAIN, MemoryPolicy
+from param_decomp_jax.memory import BALANCED, FAST, HELD_GROUPS, LEAN, PLAIN, HeldBy, HeldGroup, MemoryPolicy
 from param_decomp_jax.mesh import Axes, MeshShape, make_mesh
 from param_decomp_jax.placement import batch_sharding, from_host, shardings, state_shardings
 from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
@@ -234,6 +234,43 @@ SHARPEST = (MeshShape(2, 2, 2), "lean", True)
 def test_one_device_is_eight(shape: MeshShape, policy: str, exact: bool) -> None:
     """Whatever the mesh and the memory policy on it."""
     assert_one_is_eight(make_problem(), of_llama(PLAIN, ALONE, exact), of_llama(POLICIES[policy], shape, exact), exact)
+
+
+HELD: tuple[dict[HeldGroup, HeldBy], ...] = (
+    dict.fromkeys(HELD_GROUPS, "node"),
+    {"components": "node", "ci": "node", "heads": "device", "sources": "device", "target": "node"},
+    {"components": "device", "ci": "device", "heads": "node", "sources": "node", "target": "device"},
+    {"components": "device", "heads": "device"},
+)
+"""Every group held by a node, by a device, and (but for heads) not at all."""
+PRESETS = {"plain": PLAIN, "balanced": dataclasses.replace(BALANCED, component_block=4, vocabulary_block=8)}
+PRESETS |= {name: POLICIES[name] for name in ("lean", "fast")}
+NODES = [
+    MeshShape(fsdp=8),
+    MeshShape(fsdp=8, nodes=2),
+    MeshShape(fsdp=8, nodes=4),
+    MeshShape(fsdp=4, tensor=2, nodes=2),
+    MeshShape(2, 4, 1, nodes=2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "preset", "held"),
+    [
+        pytest.param(shape, preset, (s + p) % len(HELD), id=f"{shape}-{preset}-{(s + p) % len(HELD)}")
+        for s, shape in enumerate(NODES)
+        for p, preset in enumerate(PRESETS)
+    ],
+)
+def test_whatever_is_held(shape: MeshShape, preset: str, held: int) -> None:
+    """Every preset on every division into nodes, each with some of `HELD`: two steps, of which the second one sees what
+    the first has updated."""
+    policy = dataclasses.replace(PRESETS[preset], held=tuple(sorted(HELD[held].items())))
+    want, _ = of_llama(PLAIN, ALONE, True)
+    got, _ = of_llama.__wrapped__(policy, shape, True, steps=2)
+    for name, trajectory in want.items():
+        np.testing.assert_allclose(got[name], trajectory[:2], rtol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize(

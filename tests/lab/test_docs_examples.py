@@ -159,8 +159,9 @@ def test_command_line(page: str, words: list[str], written: Path) -> None:
         for target in (word for word in words[1:] if "=" not in word):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {target}"
     elif words[0] == "python":
-        module, rest = (words[2].replace(".", "/") + ".py", words[3:]) if words[1] == "-m" else (words[1], words[2:])
-        source = (ROOT / module).read_text()
+        module, rest = (words[2].replace(".", "/"), words[3:]) if words[1] == "-m" else (words[1], words[2:])
+        package = ROOT / module / "__main__.py"
+        source = (package if package.is_file() else (ROOT / module).with_suffix(".py")).read_text()
         for option in (word for word in rest if word.startswith("--")):
             assert option in source or option[2:].replace("-", "_") in source, f"{module} has no option {option}"
     elif words[:2] == ["pip", "install"]:

@@ -51,7 +51,10 @@ LLAMA = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "mesh"), [("lean", "{fsdp: 4, tensor: 2}"), ("published", "{replica: 2, fsdp: 4}")])
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [("lean", "{fsdp: 4, tensor: 2}"), ("published", "{replica: 2, fsdp: 4}"), ("fast", "{fsdp: 8, nodes: 2}")],
+)
 def test_the_probe_lowers_what_the_trainer_lowers(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, mesh: str
 ) -> None:

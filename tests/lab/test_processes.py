@@ -235,3 +235,23 @@ def test_run_of_two_processes_stopped_and_resumed(tiny: Tiny, tmp_path: Path) ->
         for name in want:
             # D4: parameters per array.
             assert np.linalg.norm(got[name] - want[name]) <= 1e-5 * np.linalg.norm(want[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["device", "node"])
+def test_two_processes_hold_copies(tiny: Tiny, tmp_path: Path, by: str) -> None:
+    """D3, D4: two processes, each a node of two devices, with held copies of everything make the run of one device that
+    holds nothing: trained, evaluated, and with the figures of held-out text."""
+    shared = [text.replace("per_batch_per_position", "broadcast_across_batch") for text in SMALL]
+    short = (*shared, "pd.steps=20", "eval.slow_every=20")
+    held = f"memory.held={{components: {by}, ci: {by}, sources: {by}, target: {by}}}"
+    layout = ("mesh={fsdp: 4, nodes: 2}", "memory.preset=fast", held, "remat_recon_forwards=true")
+    first, second = train(tiny, options(), tiny.train(tmp_path, 1, *layout, *short))
+    assert (first.status, second.status) == (0, 0), (first, second)
+    outcome = pd_here(*tiny.train(tmp_path, 2, "mesh={}", *short))
+    assert outcome.status == 0, outcome
+    two, one = tmp_path / "p-00000001", tmp_path / "p-00000002"
+    assert_alike(rows(two), rows(one), 1e-5)
+    want, got = saved_arrays(one, 20), saved_arrays(two, 20)
+    for name in want:
+        assert np.linalg.norm(got[name] - want[name]) <= 1e-5 * np.linalg.norm(want[name]), name
