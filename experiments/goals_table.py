@@ -45,10 +45,10 @@ from param_decomp_aot.compile import Estimate, Memory, estimate
 from param_decomp_aot.topology import target_configs
 from param_decomp_jax.memory import PLAIN
 from param_decomp_jax.mesh import MeshShape
+from param_decomp_lab.probe.cards import TABLE
 from param_decomp_lab.probe.measure import dumped
 
 ROOT = Path(__file__).parents[1]
-CARDS = ROOT / "param_decomp_aot" / "gpus" / "cards.csv"
 GIB = 2**30
 
 
@@ -96,7 +96,7 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
     flops, everything_saved = (flops_of(row.of, p) if row.program == "step" else None for p in (policy, PLAIN))
     flops_s = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as dump:
-        program, card = PROGRAMS[row.program], target_configs(CARDS.read_text())[gpu]
+        program, card = PROGRAMS[row.program], target_configs(TABLE.read_text())[gpu]
         found = estimate(lambda mesh: program(problem, row.of, mesh), row.mesh, card, dump)
         peak = live_at_peak(*dumped(Path(dump)))
     children, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)

@@ -143,13 +143,11 @@ class GivenSources:
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
         own = jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
-        if own.delta is None:
-            return own
         rows = _row_axis(stack)
-        each = (self.batch if own.delta.shape[rows] == 1 else own.delta.shape[rows],)
-        return replace_fields(
-            own, delta=jnp.broadcast_to(own.delta, own.delta.shape[:rows] + each + own.delta.shape[rows + 1 :])
-        )
+        if own.delta is None or own.delta.shape[rows] > 1:
+            return own
+        shape = own.delta.shape
+        return replace_fields(own, delta=jnp.broadcast_to(own.delta, (*shape[:rows], self.batch, *shape[rows + 1 :])))
 
     def axes(self, stack: Stack) -> Any:
         own = jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch, stack.experts is not None))

@@ -136,12 +136,11 @@ def hold_trained(problem: Problem, components: Components, ci: CIFunction) -> He
     """What the policy says is held of V, U and the CI function."""
     memory = problem.decomposition.memory
     with jax.named_scope("hold"):
-        axes = components_axes(components)
-        of_ci, heads = ci.axes(), hold(ci.heads, ci.axes().heads, memory.held_by("heads"), problem.compute_dtype)
-        body = hold(_headless(ci), _headless(of_ci), memory.held_by("ci"), problem.compute_dtype)
+        dtype, of_ci = problem.compute_dtype, ci.axes()
+        body = hold(_headless(ci), _headless(of_ci), memory.held_by("ci"), dtype)
         return HeldCopies(
-            hold(components, axes, memory.held_by("components"), problem.compute_dtype),
-            replace_fields(body, heads=heads),
+            hold(components, components_axes(components), memory.held_by("components"), dtype),
+            replace_fields(body, heads=hold(ci.heads, of_ci.heads, memory.held_by("heads"), dtype)),
         )
 
 

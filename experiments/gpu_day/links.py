@@ -167,7 +167,7 @@ def time_one(kind: str, link: str, mesh: Mesh, size: int, per_node: int, runs: i
         x = jax.block_until_ready(compiled(x))
         times.append(time.perf_counter() - started)
     group, seconds = mesh.shape["group"], statistics.median(times[1:]) / repeats
-    return Message(kind, link, group, found.payload, found.ring, _hops(kind, group), seconds)
+    return Message(kind, link, group, found.payload, found.ring, found.hops, seconds)
 
 
 def many(kind: str, mesh: Any, size: int, repeats: int, dtype: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
@@ -217,12 +217,6 @@ def only_collective(text: str, kind: str, repeats: int, per_node: int) -> Collec
         seen = ", ".join(f"{times} × {one.kind} of {one.payload:,} bytes" for one, times in found.items()) or "nothing"
         raise ValueError(f"{repeats} × {kind}: XLA made {seen} of it")
     return right[0]
-
-
-def _hops(kind: str, group: int) -> int:
-    if kind == "collective-permute":
-        return 1
-    return (2 if kind == "all-reduce" else 1) * (group - 1)
 
 
 def as_table(fits: Sequence[Fit]) -> str:

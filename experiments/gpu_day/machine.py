@@ -5,11 +5,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from param_decomp_lab.probe.compiler import installed
 
 GIB = 2**30
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "equinox", "optax", "numpy")
@@ -23,16 +24,9 @@ def machine(toy: bool) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: found for name in PACKAGES if (found := installed(name)) is not None},
         "rates": measure_rates(64, 1 << 20) if toy else measure_rates(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def measure_rates(size: int = 8192, copied: int = 4 * GIB) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import typer
 
 from param_decomp_lab.cli.options import Config, Gpu, Overrides
 from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 from param_decomp_lab.probe.search import Goal
 
@@ -63,13 +64,23 @@ def fit(
     from param_decomp_lab.probe.fit import report as tell
     from param_decomp_lab.probe.write_config import refuse_taken
 
+    if minutes is not None and goal == "batch":
+        raise UserError("--minutes: only a search --for speed can be cut short")
     Pool.from_card(card(gpu), mem_fraction, margin_gib)
     written = out or config.with_name(f"{config.stem}_{gpu}x{gpus}.yaml")
     refuse_taken(written)
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))
     options = [word for name, value, usual in limits if value != usual for word in (name, str(value))]
-    question = FitRequest(config, tuple(overrides or ()), gpu, gpus, min(gpus, gpus_per_node), tuple(options), goal,
-                          float("inf") if minutes is None else minutes)  # fmt: skip
+    question = FitRequest(
+        path=config,
+        overrides=tuple(overrides or ()),
+        gpu=gpu,
+        n_gpus=gpus,
+        per_node=min(gpus, gpus_per_node),
+        options=tuple(options),
+        goal=goal,
+        minutes=float("inf") if minutes is None else minutes,
+    )
     found = search(question, vary or (), PlainConsole(stderr=True))
     if not tell(question, found, written, PlainConsole()):
         raise typer.Exit(3)

@@ -35,7 +35,7 @@ class Choice:
 @dataclass(frozen=True)
 class Space:
     """Layouts of one mesh. ``begin``: the level of each choice that the search begins with. ``batch``: in rows.
-    ``settings``: what all of them have; ``make``: puts the assignments of chosen levels into a kind's settings."""
+    ``make``: from the assignments of chosen levels to a kind's settings."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -62,12 +62,12 @@ class _Search:
     effects: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
     """GiB and seconds that a choice's step from one level to the next adds."""
 
-    def ask(self, space: Space, wanted: Sequence[Levels]) -> list[Levels]:
-        """Asks about those not known; gives those that are known then, and could be told."""
-        new = [levels for levels in dict.fromkeys(wanted) if (space.name, levels) not in self.points]
-        found = self.ask_all([space.kind(levels) for levels in new])
-        self.points |= {(space.name, levels): point for levels, point in zip(new, found, strict=False)}
-        return [levels for levels in wanted if self.known(space, levels)]
+    def ask(self, wanted: Sequence[tuple[Space, Levels]]) -> None:
+        """Asks about those that nobody has asked about."""
+        new = {(space.name, levels): space.kind(levels) for space, levels in wanted}
+        new = {key: kind for key, kind in new.items() if key not in self.points}
+        if new:
+            self.points |= zip(new, self.ask_all([*new.values()]), strict=False)
 
     def known(self, space: Space, levels: Levels) -> bool:
         point = self.points.get((space.name, levels))
@@ -81,8 +81,7 @@ class _Search:
 
     def fastest(self, space: Space) -> Levels | None:
         """Of this space's that fit."""
-        fitting = [levels for name, levels in self.points if name == space.name and self.known(space, levels)]
-        fitting = [levels for levels in fitting if self.fits(space, levels)]
+        fitting = [levels for name, levels in self.points if name == space.name and self.fits(space, levels)]
         return min(fitting, key=lambda levels: self.at(space, levels).step_s, default=None)
 
     @property
@@ -105,12 +104,10 @@ class _Search:
 def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[Point]:
     """Every point that was asked about, fastest first; see `search.best` for the one to take."""
     search = _Search(ask_all)
-    started = ask_all([space.kind(space.begin) for space in spaces])
-    for space, point in zip(spaces, started, strict=False):
-        search.points[space.name, space.begin] = point
-    begun = [space for space, point in zip(spaces, started, strict=False) if point.answer is not None]
+    search.ask([(space, space.begin) for space in spaces])
+    begun = [space for space in spaces if search.known(space, space.begin)]
     for space in sorted(begun, key=lambda space: search.at(space, space.begin).step_s):
-        if search.at(space, space.begin).step_s < (1 - WORTH) * search.best_s or search.fits(space, space.begin):
+        if search.at(space, space.begin).step_s < (1 - WORTH) * search.best_s:
             _make_fit(space, search)
     of_each = [(search.at(space, levels).step_s, space) for space in begun if (levels := search.fastest(space))]
     if of_each:
@@ -124,7 +121,7 @@ def _make_fit(space: Space, search: _Search) -> None:
     while not search.fits(space, levels):
         steps = [(i, to) for i, choice in enumerate(space.choices) for to in _others(choice, levels[i], -1)]
         unknown = [(i, to) for i, to in steps if search.effect(space, levels, i, to) is None]
-        search.ask(space, [_with(levels, i, to) for i, to in unknown])
+        search.ask([(space, _with(levels, i, to)) for i, to in unknown])
         found = [(i, to, effect) for i, to in steps if (effect := search.effect(space, levels, i, to)) is not None]
         here = search.at(space, levels)
         freeing = [step for step in found if step[2][0] <= 0]
@@ -135,7 +132,8 @@ def _make_fit(space: Space, search: _Search) -> None:
             return
         for i, to in freed:
             levels = _with(levels, i, to)
-        if not search.ask(space, [levels]):
+        search.ask([(space, levels)])
+        if not search.known(space, levels):
             return
 
 
@@ -176,8 +174,8 @@ def _spend_what_is_left(space: Space, search: _Search) -> None:
                 effect = search.effect(space, levels, i, to)
                 hopeless = effect is not None and (effect[0] > room or effect[1] >= 0)
                 if not hopeless and _can_gain(choice, here.terms) > WORTH * here.step_s:
-                    wanted.append(_with(levels, i, to))
-        search.ask(space, wanted)
+                    wanted.append((space, _with(levels, i, to)))
+        search.ask(wanted)
         known = []
         for i, choice in enumerate(space.choices):
             for to in range(len(choice.levels)):
@@ -186,7 +184,7 @@ def _spend_what_is_left(space: Space, search: _Search) -> None:
         together = levels
         for i, to in _cheapest(known, room):
             together = _with(together, i, to)
-        search.ask(space, [together])
+        search.ask([(space, together)])
         if search.best_s > (1 - WORTH) * here.step_s:
             return
 

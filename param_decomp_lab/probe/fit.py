@@ -1,6 +1,7 @@
 """`pd fit`: the fastest or the largest run that fits on given GPUs, and the configuration to start it with."""
 
 import io
+import itertools
 import json
 import os
 import shlex
@@ -28,7 +29,7 @@ from param_decomp_lab.probe.layouts import spaces
 from param_decomp_lab.probe.search import Goal, Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
-from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
+from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary, sets_mesh
 from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.untrusted.yaml_text import read_mapping
 
@@ -113,24 +114,20 @@ def _search_for_speed(
         highlight=False,
         soft_wrap=True,
     )
-    n_asked = 0
+    n_asked, ask = 0, partial(_ask, request, console)
 
     def ask_all(kinds: Sequence[Kind]) -> list[Point]:
         nonlocal n_asked
         console.print(f"{n_asked} asked about, {len(kinds)} next", highlight=False)
         n_asked += len(kinds)
         with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(lambda kind: ask_until(kind, kind.batches[0]), kinds))
-
-    def ask_until(kind: Kind, batch: int) -> Point:
-        if time.monotonic() > end:
-            return Point(kind, batch, None, f"not asked: {request.minutes:g} minutes were over")
-        return _ask(request, console, kind, batch)
+            points = pool.map(lambda kind: None if time.monotonic() > end else ask(kind, kind.batches[0]), kinds)
+            return [point for point in itertools.takewhile(lambda point: point is not None, points) if point]
 
     points = fastest(every, ask_all)
     if time.monotonic() > end:
         console.print(f"stopped after {request.minutes:g} minutes", highlight=False)
-    return [point for point in points if not point.why.startswith("not asked")]
+    return points
 
 
 def _ask(request: FitRequest, console: Console, kind: Kind, batch: int) -> Point:
@@ -142,7 +139,7 @@ def _ask(request: FitRequest, console: Console, kind: Kind, batch: int) -> Point
 def own_config(request: FitRequest) -> RunConfig:
     """The configuration as the user has it. For speed, its mesh does not count unless the user has set it: the batch
     need not be one that this mesh divides."""
-    if request.goal == "batch" or any(key.partition(".")[0] == "mesh" for key in request.set_keys):
+    if request.goal == "batch" or sets_mesh(request.set_keys):
         return load_config(request.path, request.overrides)
     return load_config(request.path, (*request.overrides, "mesh={replica: 1, fsdp: 1}"))
 

@@ -11,7 +11,7 @@ from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.method_schema import LanguageModelData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.fastest import Choice, Space
-from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_settings, meshes_of
+from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_sizes, meshes_of, sets_mesh
 
 LINKS = frozenset({"node links", "network", "latency"})
 """Terms of the roofline that copies reduce."""
@@ -46,16 +46,16 @@ def spaces(
         presets = ["fast"]
     elif not presets:
         presets = [config.wrapper.memory.preset or "balanced"]
+    decided = {*set_keys, *vary}
     found = []
     meshes = _meshes(config, n_gpus, per_node, vary, set_keys)
     for mesh, preset in itertools.product(meshes, presets):
-        settings = dict(mesh_settings(mesh, per_node))
-        settings |= {"memory.preset": preset, "remat_recon_forwards": preset != "plain"}
-        fsdp, nodes = settings["mesh"]["fsdp"], settings["mesh"]["nodes"]
+        sizes = mesh_sizes(mesh, per_node)
+        settings = {"mesh": sizes, "memory.preset": preset, "remat_recon_forwards": preset != "plain"}
         choices = [
-            *_held(nodes, set_keys) * (fsdp > 1),
-            *([] if given else _saved(config.wrapper.memory, set_keys)),
-            *([] if given else _blocks(config, mesh, set_keys)),
+            *([] if sizes["fsdp"] == 1 else _held(sizes["nodes"], decided)),
+            *([] if given else _saved(config.wrapper.memory, decided)),
+            *([] if given else _blocks(config, mesh, decided)),
             *_varied(vary),
         ]
         make = partial(_settings, config, settings, {*set_keys}, {*vary}, {*file_keys})
@@ -70,7 +70,7 @@ def _meshes(
 ) -> list[Axes]:
     """Those that `--vary` or `--set` give; else all GPUs as one fsdp axis, and a replica on each node; for the least
     tensor axis that divides the batch, and twice that."""
-    if "mesh" in vary or any(key.partition(".")[0] == "mesh" for key in set_keys):
+    if "mesh" in vary or sets_mesh(set_keys):
         return meshes_of(config, n_gpus, vary)
     batch = config.method.pd.batch_size
     tensors = [t for t in range(1, per_node + 1) if per_node % t == n_gpus % t == 0 and batch % (n_gpus // t) == 0]
@@ -97,8 +97,8 @@ _HELD = "memory.held."
 _SAVE = "memory.save."
 
 
-def _held(nodes: int, set_keys: Collection[str]) -> list[Choice]:
-    if any(key == "memory" or key.startswith("memory.held") for key in set_keys):
+def _held(nodes: int, decided: Collection[str]) -> list[Choice]:
+    if any(key == "memory" or key.startswith("memory.held") for key in decided):
         return []
     names = {"components": "V, U", "ci": "CI", "sources": "sources", "target": "target"}
     found = []
@@ -114,8 +114,8 @@ def _held(nodes: int, set_keys: Collection[str]) -> list[Choice]:
     return found
 
 
-def _saved(own: Memory, set_keys: Collection[str]) -> list[Choice]:
-    if {"memory.save", "memory.recompute", "memory.offload"} & {*set_keys}:
+def _saved(own: Memory, decided: Collection[str]) -> list[Choice]:
+    if {"memory.save", "memory.recompute", "memory.offload"} & {*decided}:
         return []
     found = []
     for name in sorted(INTERMEDIATES, key=lambda name: name in _SAVED_LAST):
@@ -127,7 +127,7 @@ def _saved(own: Memory, set_keys: Collection[str]) -> list[Choice]:
     return found
 
 
-def _blocks(config: RunConfig, mesh: Axes, set_keys: Collection[str]) -> list[Choice]:
+def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[Choice]:
     """Sizes of blocks and numbers of micro-batches; tokens are counted over all GPUs."""
     found = []
     sizes: dict[str, tuple[int | None, ...]] = {
@@ -138,12 +138,12 @@ def _blocks(config: RunConfig, mesh: Axes, set_keys: Collection[str]) -> list[Ch
     data = config.method.data
     tokens = config.method.pd.batch_size * (data.max_seq_len if isinstance(data, LanguageModelData) else 1)
     for key, values in sizes.items():
-        if key not in set_keys and not (key == "memory.token_block" and tokens <= 1 << 20):
+        if key not in decided and not (key == "memory.token_block" and tokens <= 1 << 20):
             levels = tuple((f"{n:,} {words[key]} at once" if n else "", ((key, n),)) for n in values)
             found.append(Choice(key, levels))
     key, batch, shared = "memory.micro_batches", config.method.pd.batch_size, mesh[0] * mesh[1]
     parts = [n for n in (8, 4, 2, 1) if batch % (n * shared) == 0]
-    if key not in set_keys and len(parts) > 1:
+    if key not in decided and len(parts) > 1:
         found.append(Choice(key, tuple((f"{n} micro-batches" if n > 1 else "", ((key, n),)) for n in parts)))
     return found
 

@@ -92,10 +92,12 @@ def kinds(
     presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
     seqs = list(vary.get("seq", ())) or [None]
     keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
+    # A configuration that makes no difference between nodes stays so: as if all GPUs were in one.
+    in_node = per_node if config.wrapper.mesh.nodes > 1 else n_gpus
     found = []
     for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
         settings: list[tuple[str, Any]] = [
-            *mesh_settings(mesh, per_node if config.wrapper.mesh.nodes > 1 else n_gpus),
+            ("mesh", mesh_sizes(mesh, in_node)),
             ("memory.preset", preset),
             ("remat_recon_forwards", preset != "plain"),
         ]
@@ -111,6 +113,11 @@ def kinds(
         words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
         found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
     return found
+
+
+def sets_mesh(keys: Collection[str]) -> bool:
+    """Whether the mesh is among ``keys``, or a part of it."""
+    return any(key.partition(".")[0] == "mesh" for key in keys)
 
 
 def meshes_of(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> list[Axes]:
@@ -131,13 +138,12 @@ def meshes_of(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]])
     return meshes
 
 
-def mesh_settings(mesh: Axes, per_node: int) -> tuple[tuple[str, Any], ...]:
-    """The mesh, its fsdp axis divided by nodes where it spans several."""
+def mesh_sizes(mesh: Axes, per_node: int) -> dict[str, int]:
+    """The mesh as a setting, its fsdp axis divided by nodes where it spans several."""
     replica, fsdp, tensor = mesh
     nodes, rest = divmod(fsdp * tensor, per_node)
     whole_nodes = nodes > 1 and not rest and fsdp % nodes == 0
-    sizes = {"replica": replica, "fsdp": fsdp, "tensor": tensor, "nodes": nodes if whole_nodes else 1}
-    return (("mesh", sizes),)
+    return {"replica": replica, "fsdp": fsdp, "tensor": tensor, "nodes": nodes if whole_nodes else 1}
 
 
 def fitting_evaluation(

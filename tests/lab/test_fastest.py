@@ -164,6 +164,9 @@ def test_what_is_set_is_no_choice() -> None:
     several = names(8, vary=["memory=lean,balanced", "mesh=1x8x1", "pd.seed=1,2"])
     assert list(several) == ["fsdp 8, lean", "fsdp 8, balanced"]
     assert several["fsdp 8, lean"][-1] == "pd.seed"
+    varied = names(8, vary=["memory.component_block=2048,null", "memory.held={ci: device},{}"])["fsdp 8"]
+    assert varied.count("memory.component_block") == varied.count("memory.held") == 1
+    assert not any(name.startswith("memory.held.") for name in varied)
     alone = names(1)
     assert list(alone) == ["one GPU"]
     assert not any(name.startswith("memory.held") for name in alone["one GPU"])

@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.gpu_day.cards import TABLE
 from experiments.gpu_day.links import (
     KINDS,
     Message,
-    _hops,
     as_table,
     fit,
     fit_all,
@@ -20,7 +18,8 @@ from experiments.gpu_day.links import (
 )
 from param_decomp_aot.compile import OPTIONS
 from param_decomp_aot.topology import gpus, target_configs
-from param_decomp_aot.traffic import traffic
+from param_decomp_aot.traffic import Collective, traffic
+from param_decomp_lab.probe.cards import TABLE
 from tests.plugin import needs_plugin
 
 ONE_TO_ONE = ("all-reduce", "all-to-all", "collective-permute")
@@ -29,7 +28,7 @@ ONE_TO_ONE = ("all-reduce", "all-to-all", "collective-permute")
 
 def test_latency_and_rate_of_links() -> None:
     def message(kind: str, group: int, size: int, off: float) -> Message:
-        hops, ring = _hops(kind, group), size * (group - 1) // group
+        hops, ring = Collective(kind, size, group, group, "", "", "").hops, size * (group - 1) // group
         seconds = (20e-6 + hops * 3e-6 + ring / 400e9) * off
         return Message(kind, "node", group, size, ring, hops, seconds)
 

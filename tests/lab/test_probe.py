@@ -237,6 +237,12 @@ def test_with_a_compiler_of_another_version(tmp_path: Path, command: str) -> Non
     assert "Traceback" not in done.stderr
 
 
+def test_a_search_for_the_batch_is_not_cut_short() -> None:
+    outcome = pd_here("fit", LLAMA, "--gpus", "8", "--for", "batch", "--minutes", "1")
+    assert outcome.status == 2
+    assert "--minutes: only a search --for speed can be cut short" in outcome.err
+
+
 def test_without_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that finds no cuDNN; the file for scripts says so, too."""
 
@@ -579,21 +585,12 @@ def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: 
     of_16 = json.loads(file.read_text())
     margin = of_16["capacity_gib"] * 0.92 - 1.1 * of_16["peak_gib"]
     vary = ("--vary", "batch=8..32", "--vary", "memory=lean")
-    done = tiny.pd(
-        "fit",
-        tiny.config,
-        "--gpus",
-        "8",
-        "--for",
-        "batch",
-        *base,
-        *vary,
-        "--margin-gib",
-        str(margin),
-        "--out",
-        out,
-        timeout=1200,
-    )
+
+    def fit_with(margin: float) -> Any:
+        words = ("--gpus", "8", "--for", "batch", *base, *vary, "--margin-gib", str(margin), "--out", out)
+        return tiny.pd("fit", tiny.config, *words, timeout=1200)
+
+    done = fit_with(margin)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "fits" in done.stdout.splitlines()[-1]
     assert out.with_suffix(".png").stat().st_size > 10_000
@@ -602,22 +599,7 @@ def test_fit_from_question_to_training(tiny: Tiny, tmp_path: Path, monkeypatch: 
     assert tiny.pd("probe", out, "--margin-gib", str(margin)).returncode == 0
     trained = tiny.pd("train", out, "--set", "pd.steps=4")
     assert trained.returncode == 0, trained.stderr
-    most = of_16["capacity_gib"] * 0.92 - 1e-6
-    nothing = tiny.pd(
-        "fit",
-        tiny.config,
-        "--gpus",
-        "8",
-        "--for",
-        "batch",
-        *base,
-        *vary,
-        "--margin-gib",
-        str(most),
-        "--out",
-        out,
-        timeout=1200,
-    )
+    nothing = fit_with(of_16["capacity_gib"] * 0.92 - 1e-6)
     assert nothing.returncode == 3
 
 
