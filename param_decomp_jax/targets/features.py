@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from param_decomp_jax.draws import positions, uniform
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import held_axes
-from param_decomp_jax.numerics import mean_squared_error
+from param_decomp_jax.numerics import mean_squared_error, wide
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.targets.base import Weights
 
@@ -52,13 +52,17 @@ class FeatureTarget:
     memory: MemoryPolicy = PLAIN
     compute_dtype: Any = jnp.float32
 
+    def embed(self, weights: Weights, inputs: Float[Array, "B n"]) -> Float[Array, "B d"]:
+        """What goes into the first layer, linear in the features: here the features themselves."""
+        return inputs.astype(self.compute_dtype)
+
     def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """The batch."""
         return inputs[:1]
 
     def predictions(self, weights: Weights, output: Float[Array, "B n"]) -> Float[Array, "B n"]:
-        """The output in fp32."""
-        return output.astype(jnp.float32)
+        """The output in fp32 (at least)."""
+        return wide(output)
 
     def errors(
         self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]

@@ -97,10 +97,12 @@ class ResidMLP(FeatureTarget):
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
         """Features to features."""
-        embed = weights["embed"]
-        first, x = start if start is not None else (0, matmul(inputs.astype(self.compute_dtype), embed))
+        first, x = start if start is not None else (0, self.embed(weights, inputs))
         x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
-        return Forward(matmul(x, embed.T), records)
+        return Forward(matmul(x, weights["embed"].T), records)
+
+    def embed(self, weights: Weights, inputs: Float[Array, "B n"]) -> Float[Array, "B d"]:
+        return matmul(inputs.astype(self.compute_dtype), weights["embed"])
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
         """All layers are alike."""

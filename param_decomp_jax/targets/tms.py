@@ -84,7 +84,7 @@ class TMS(FeatureTarget):
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
         """Features to their reconstruction."""
-        first, x = start if start is not None else (0, inputs.astype(self.compute_dtype))
+        first, x = start if start is not None else (0, self.embed(weights, inputs))
         x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
         return Forward(jax.nn.relu(x + weights["bias"].astype(x.dtype)), records)
 
