@@ -188,7 +188,7 @@ class Cut(eqx.Module):
 
 class Edges(NamedTuple):
     """Incoming edges of K targets (E2, E5). ``components``: by stack, of those that fire. ``rest`` (the delta's part
-    included) and ``delta``: by stack, of every position or slot. ``embeddings`` is empty where the embedding is a site."""
+    included) and ``delta``: by stack, of every position or slot. ``embeddings``: none where the embedding is a site."""
 
     components: dict[str, Float[Array, "_K _layers _rows _M"]]
     rest: dict[str, Float[Array, "_K _layers _rows"]]
@@ -204,7 +204,9 @@ def for_attribution(problem: Problem) -> Problem:
     """
     wide = jnp.promote_types(problem.compute_dtype, jnp.float32)
     target = replace(problem.target, memory=PLAIN, compute_dtype=wide)  # type: ignore[type-var]
-    decomposition = replace(problem.decomposition, compute_dtype=wide.name, memory=PLAIN)
+    decomposition = replace(
+        problem.decomposition, compute_dtype="float64" if wide == jnp.float64 else "float32", memory=PLAIN
+    )
     return replace(problem, target=target, decomposition=decomposition)
 
 
@@ -245,9 +247,10 @@ def _parts_of_site(stack: Stack, of_layer: Any) -> tuple[Array, Array, Array]:
     y = y.reshape(-1, y.shape[-1])
     inner_of_firing = jnp.take_along_axis(inner, firing.number, axis=1) * firing.fires
     U = _rows_of(own.U, firing.number, experts)
-    if experts is None:
+    if groups is None:
         all_components = inner @ own.U
     else:
+        assert experts is not None
         shape = (*experts.shape, inner.shape[-1])
         all_components = grouped_matmul(inner.reshape(shape), own.U, groups).reshape(y.shape)
     fired = jnp.einsum("rm,rmd->rd", inner_of_firing, U)
@@ -324,11 +327,12 @@ def edges(
     sites = problem.target.sites
     components = with_views(components, sites)
     biases, others = split_biases(weights)
-    measure = partial(_measure, problem, components, inputs, cut.chosen, others)
 
     def back(wanted: Targets | Outputs) -> tuple[Any, Any, Any]:
-        leaves = cut.held, cut.entry, biases
-        gradients: tuple[Any, Any, Any] = jax.grad(lambda leaves: measure(*leaves, wanted))(leaves)
+        def value(leaves: tuple[Any, Any, Any]) -> Float[Array, ""]:
+            return _measure(problem, components, inputs, cut.chosen, others, *leaves, wanted)
+
+        gradients: tuple[Any, Any, Any] = jax.grad(value)((cut.held, cut.entry, biases))
         return gradients
 
     to_held, to_entry, to_biases = jax.vmap(back)(targets)

@@ -108,7 +108,9 @@ def serve(pipe: Connection, run: Path, step: int, sites: tuple[str, ...], thresh
 
 
 def _answer(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> Answer:
-    inputs, tokens = _inputs(run, text)
+    from param_decomp_lab.opening.prompt import read_prompt
+
+    inputs, tokens = read_prompt(run, text)
     importances, activations = run.causal_importances(inputs, sites), run.activations(inputs, sites)
     found = {}
     for name in sites:
@@ -118,31 +120,3 @@ def _answer(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> An
         values = importance[position, component].astype(np.float32), activation.astype(np.float32)
         found[name] = SiteFirings(position.astype(np.int32), component.astype(np.int32), *values)
     return Answer(tokens, len(importance), found)
-
-
-def _inputs(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
-    """What the target reads, and the tokens or features it consists of. Raises UserError."""
-    from param_decomp_jax.targets.architecture import FeatureInputs
-
-    reads = run.architecture.inputs
-    if isinstance(reads, FeatureInputs):
-        values = np.zeros(reads.n_features, np.float32)
-        for word in text.replace(",", " ").split():
-            feature, _, value = word.partition("=")
-            try:
-                number, size = int(feature), float(value or 1)
-            except ValueError as error:
-                raise UserError(f"'{word[:40]}' should be the number of a feature, such as 3 or 3=0.5") from error
-            if not 0 <= number < reads.n_features or not np.isfinite(size):
-                raise UserError(f"'{word[:40]}': features go from 0 to {reads.n_features - 1}")
-            values[number] = size
-        return values, np.flatnonzero(values).tolist()
-    if run.text is None:
-        raise UserError("no tokenizer beside the run's data or target: texts cannot be read")
-    tokens = run.text.ids(text)
-    if not tokens:
-        raise UserError("this text has no tokens")
-    longest = run.longest_row
-    if longest is not None:
-        tokens = tokens[:longest]
-    return np.asarray(tokens, np.int32), tokens

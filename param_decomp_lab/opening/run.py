@@ -1,6 +1,6 @@
 """A run opened for reading: its target, components and CI function, and their outputs on inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,10 +24,14 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.build import GraphRequest, Progress, Prompt, build_graph
+from param_decomp_lab.graph.graph import Graph
+from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.harvest_files import Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import activations, clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
+from param_decomp_lab.opening.prompt import read_output, read_prompt
 from param_decomp_lab.opening.target import load_weights, weights_folder
 from param_decomp_lab.setup.language_model import find_tokenizer
 
@@ -235,6 +239,47 @@ class Run:
         if not self._is_language_model:
             raise UserError("a toy has no logits; use run.output(inputs, masks)")
         return self.output(tokens, masks, delta)
+
+    def graph(
+        self,
+        prompt: str | Sequence[int] | Sequence[float],
+        target: str | int | Sequence[str | int] | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Graph:
+        """The attribution graph of a prompt: which components its prediction comes from, through which others.
+
+        ``prompt``: a text or token ids; for a toy, the active features as text (``"3 7=0.5"``) or all features.
+        ``target``: the tokens (as text or number; of a toy, features) whose logits are followed back; None for those
+        that the model finds most likely. ``options``: fields of `param_decomp_lab.graph.build.GraphRequest`.
+
+        Computed in fp32 with all components on and Δ on (E1 to E7). Raises UserError if the prompt or an option is
+        wrong.
+        """
+        values, ids = read_prompt(self, prompt) if isinstance(prompt, str) else (np.asarray(prompt), None)
+        if values.ndim != 1:
+            raise UserError(f"a graph is about one row of inputs, not about {list(values.shape)}")
+        if ids is None:
+            ids = np.flatnonzero(values).tolist() if not self._is_language_model else values.tolist()
+        wanted = None
+        if target is not None:
+            chosen = [target] if isinstance(target, str | int) else list(target)
+            wanted = tuple(read_output(self, t) if isinstance(t, str) else int(t) for t in chosen)
+        request = GraphRequest(outputs=wanted, **options)
+        batch, _ = self._batch(values)
+        name: Callable[[int], str]
+        if self._is_language_model:
+            tokens = self.text
+            name = str if tokens is None else lambda i: tokens.tokens([i])[0]
+            names = tuple(map(name, ids))
+        else:
+            name = str
+            names = (" ".join(f"{i}={values[i]:g}" for i in ids) or "nothing",)
+            ids = []
+        text = prompt if isinstance(prompt, str) else ("" if self._is_language_model else " ").join(names)
+        about = Prompt(self.id, self.step, text, names, tuple(map(int, ids)), name)
+        return build_graph(Incoming(self, batch, request.threshold), about, request, progress)
 
     def _sources(
         self, wanted: dict[str, Any], batch: Array, delta: float, pinned: bool

@@ -190,10 +190,8 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
 
                     def moved(by: float) -> Any:
                         given = (held, entry, of_biases)
-                        return [
-                            old if part is None else jax.tree.map(lambda x, d: x + by * d, old, part)
-                            for old, part in zip(leaves, given, strict=True)
-                        ]
+                        pairs = zip(leaves, given, strict=True)
+                        return [old if part is None else added(old, part, by) for old, part in pairs]
 
                     return float(value(*moved(1e-4), one) - value(*moved(-1e-4), one)) / 2e-4
 
@@ -218,6 +216,10 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
                 # E4: all sources together are the derivative along all leaves together.
                 total += float(found.embeddings[k].sum()) + float(found.biases[k])
                 assert total == pytest.approx(change(case.cut.held, whole_entry(case), biases), rel=1e-6, abs=1e-8)
+
+
+def added(old: Any, part: Any, by: float) -> Any:
+    return jax.tree.map(lambda x, d: x + by * d, old, part)
 
 
 def whole_entry(case: Case) -> Any:

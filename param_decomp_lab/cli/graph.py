@@ -1,0 +1,72 @@
+"""`pd graph`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from param_decomp_lab.cli.options import RunFolder, Step
+
+
+def graph(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Argument(help="A text; of a toy its active features, such as '3 7=0.5'.")],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="Follow this output; may be repeated. Default: the most likely tokens, to 95 % of probability.",
+            show_default=False,
+        ),
+    ] = None,
+    position: Annotated[int, typer.Option(help="Of the output, from 0; -1 is the last token.")] = -1,
+    threshold: Annotated[float, typer.Option(help="A component fires where λ is above it.")] = 0.0,
+    nodes: Annotated[float, typer.Option(help="Share of influence that the nodes kept have.")] = 0.8,
+    edges: Annotated[float, typer.Option(help="Share of the edges' scores that is kept.")] = 0.98,
+    most_nodes: Annotated[int, typer.Option(min=1, help="Nodes kept at most.")] = 2000,
+    follow: Annotated[int, typer.Option(min=1, help="Components followed back at most.")] = 2000,
+    step: Step = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/graphs.", show_default=False)
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
+    ] = None,
+    moved: Annotated[
+        Path | None,
+        typer.Option("--weights", help="Folder with the target's weights, if it has moved.", show_default=False),
+    ] = None,
+) -> None:
+    """Follow a prediction back: which components it comes from, at which tokens, and through which other components.
+
+    An edge is a direct effect: what a component adds to an activation or a logit without passing through another
+    component. The nodes of largest influence are followed first, and the graph is pruned to those that make up most of
+    it; what was left out is said. The graph is written as JSON, which `Graph.load` reads and `pd browse` shows.
+
+    Examples:
+
+        pd graph runs/p-1a2b3c4d "The capital of France is"
+
+        pd graph runs/p-1a2b3c4d "The capital of France is" --target " Paris" --nodes 0.9
+
+        pd graph runs/p-5e6f7a8b "3=0.75" --target 3
+    """
+    from param_decomp_lab.display.console import PlainConsole
+    from param_decomp_lab.graph.show import follow_with_progress, graph_file, show_graph
+    from param_decomp_lab.opening import load_run
+    from param_decomp_lab.run_folder.output_file import check_output_file
+
+    console = PlainConsole()
+    if out is not None:
+        check_output_file(out, "--out")
+    opened = load_run(run, step, devices=devices, target=moved)
+    with follow_with_progress(PlainConsole(stderr=True), follow) as progress:
+        found = opened.graph(
+            prompt, target or None, position=position, threshold=threshold, nodes_share=nodes, edges_share=edges,
+            most_nodes=most_nodes, most_followed=follow, progress=progress,
+        )  # fmt: skip
+    file = out if out is not None else graph_file(opened.folder, found)
+    found.save(file)
+    show_graph(console, found)
+    console.print(str(file), highlight=False, soft_wrap=True)

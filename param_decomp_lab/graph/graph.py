@@ -1,0 +1,183 @@
+"""An attribution graph as it is kept: nodes, edges, and what was left out."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.untrusted.json_text import read_json
+
+VERSION = 1
+FOLDER = "graphs"
+"""Subfolder of a run's folder."""
+LARGEST = 64 << 20
+"""Bytes of a file that is read."""
+
+NodeKind = Literal["component", "embedding", "rest", "biases", "output"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node (E5). ``number``: of a component within its site; of an embedding, the token or feature; of an output, the
+    token or feature. ``position``: in the prompt, -1 for all biases together. ``value``: the activation a, or an
+    output's value (E3). ``importance``: λ, of components alone. ``influence``: E6; of an output, its probability
+    among those chosen. ``probability``: of an output that is a token, the model's own."""
+
+    kind: NodeKind
+    site: str
+    position: int
+    number: int
+    value: float
+    importance: float
+    influence: float
+    probability: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """``layers.3.mlp.down_proj:17@4``: component 17 at position 4."""
+        match self.kind:
+            case "component":
+                return f"{self.site}:{self.number}@{self.position}"
+            case "rest":
+                return f"{self.site}:rest@{self.position}"
+            case "biases":
+                return "biases"
+            case _:
+                return f"{self.kind}:{self.number}@{self.position}"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """``weight``: E2. ``share``: its part in all that leads to the target, by absolute weight (A of E6)."""
+
+    source: int
+    target: int
+    weight: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a graph covers. ``influence``: of all influence, that of the nodes kept. ``edges``: of the scores between
+    kept nodes, those of the edges kept (E7). Where influence ends, adding up to 1: ``embeddings``, ``rests`` (and in
+    them ``deltas``), ``biases``, ``not_followed`` (components whose incoming edges were not computed)."""
+
+    influence: float
+    edges: float
+    embeddings: float
+    rests: float
+    deltas: float
+    biases: float
+    not_followed: float
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The attribution graph of a prompt, pruned.
+
+    ``tokens``: of the prompt, as text, and ``token_ids``; a toy has one position, named by its active features, and no
+    ids. ``output_names``: of the outputs, by number. ``firing``: components that fire in all; ``followed``: those whose
+    incoming edges were computed.
+    """
+
+    run: str
+    step: int
+    prompt: str
+    tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    threshold: float
+    firing: int
+    followed: int
+    shares: Shares
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    output_names: dict[int, str]
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.kind == "output")
+
+    @property
+    def components(self) -> tuple[Node, ...]:
+        """Of largest influence first."""
+        found = (node for node in self.nodes if node.kind == "component")
+        return tuple(sorted(found, key=lambda node: -node.influence))
+
+    def node(self, id: str) -> Node:
+        """The node of this id. Raises UserError if the graph has none."""
+        for node in self.nodes:
+            if node.id == id:
+                return node
+        raise UserError(f"the graph has no node {id}; it has those such as {self.nodes[0].id}")
+
+    def into(self, node: Node | str) -> list[tuple[Node, Edge]]:
+        """What leads to a node, the largest weight first."""
+        number = self._number(node)
+        found = [(self.nodes[edge.source], edge) for edge in self.edges if edge.target == number]
+        return sorted(found, key=lambda pair: -abs(pair[1].weight))
+
+    def out_of(self, node: Node | str) -> list[tuple[Node, Edge]]:
+        """What a node leads to, the largest weight first."""
+        number = self._number(node)
+        found = [(self.nodes[edge.target], edge) for edge in self.edges if edge.source == number]
+        return sorted(found, key=lambda pair: -abs(pair[1].weight))
+
+    def _number(self, node: Node | str) -> int:
+        return self.nodes.index(self.node(node) if isinstance(node, str) else node)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph as JSON; a reader finds the old file or the new one, never a part."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":")) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` reads it. Nodes and edges are columns: names once, then rows."""
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("nodes", "edges", "shares")}
+        return {
+            "version": VERSION,
+            **head,
+            "shares": asdict(self.shares),
+            "nodes": _columns(Node, self.nodes),
+            "edges": _columns(Edge, self.edges),
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Graph":
+        """Reads what `save` wrote. Raises UserError for anything else."""
+        path = Path(path)
+        return cls.from_json(read_json(path, "a graph", dict, LARGEST), str(path))
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], where: str) -> "Graph":
+        """From `to_json`'s result. Raises UserError, which names ``where``."""
+        version = raw.get("version")
+        if version != VERSION:
+            raise UserError(f"{where} is no graph of version {VERSION}, which is what this code reads")
+        try:
+            tables = {name: list(_rows(raw[name])) for name in ("nodes", "edges")}
+            graph = TypeAdapter(cls).validate_python({**raw, **tables})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where} is not a graph that `pd graph` wrote: {error}") from error
+        n = len(graph.nodes)
+        if not all(0 <= end < n for edge in graph.edges for end in (edge.source, edge.target)):
+            raise UserError(f"{where} is not a graph that `pd graph` wrote: an edge leads to no node")
+        return graph
+
+
+def _columns(kind: Any, entries: tuple[Any, ...]) -> dict[str, list[Any]]:
+    def plain(value: Any) -> Any:
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    return {f.name: [plain(getattr(entry, f.name)) for entry in entries] for f in fields(kind)}
+
+
+def _rows(columns: Any) -> Iterator[dict[str, Any]]:
+    names = list(columns)
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(names, values, strict=True))

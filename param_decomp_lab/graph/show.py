@@ -1,0 +1,98 @@
+"""What `pd graph` prints, and where it writes."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+from rich.progress import TextColumn, TimeElapsedColumn
+
+from param_decomp_lab.display.numbers import number, percent
+from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.graph.build import Progress
+from param_decomp_lab.graph.graph import FOLDER, Graph, Node
+
+SHOWN = 20
+"""Components that are printed."""
+
+
+@contextmanager
+def follow_with_progress(console: Console, most: int) -> Iterator[Progress]:
+    """A line that tells how many components have been followed, and how much of influence is left."""
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading the prompt")
+
+        def report(followed: int, left: float) -> None:
+            bar.update(
+                task,
+                description=f"followed {followed:,} components (at most {most:,}); {percent(left)} of influence "
+                "ends in others",
+            )
+
+        yield report
+
+
+def graph_file(run_folder: Path, graph: Graph) -> Path:
+    """Where a run's folder keeps a graph: under a name that follows from what it is about and how it was made."""
+    about = graph.to_json() | {"nodes": None, "edges": None}
+    about["outputs"] = [node.id for node in graph.outputs]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-z0-9]+", "-", graph.prompt.lower())[:40].strip("-") or "prompt"
+    return run_folder / FOLDER / f"{words}-{digest}.json"
+
+
+def show_graph(console: Console, graph: Graph) -> None:
+    """Outputs, the components of largest influence, and what the graph covers."""
+    outputs = plain_table("Outputs", ("output", "left"), ("probability", "right"), ("logit less mean", "right"))
+    for node in graph.outputs:
+        likely = percent(node.probability) if graph.token_ids else "–"
+        outputs.add_row(repr(graph.output_names[node.number]), likely, number(node.value))
+    console.print(outputs)
+    table = plain_table(
+        "Components of largest influence",
+        ("component", "left"), ("at", "left"), ("influence", "right"), ("λ", "right"), ("a", "right"),
+        ("leads to most", "left"),
+    )  # fmt: skip
+    for node in graph.components[:SHOWN]:
+        leads = graph.out_of(node)
+        table.add_row(
+            f"{node.site} {node.number}",
+            _place(graph, node),
+            percent(node.influence),
+            number(node.importance),
+            number(node.value),
+            _brief(graph, leads[0][0]) if leads else "",
+        )
+    console.print(table)
+    shares = graph.shares
+    n_components = len(graph.components)
+    console.print(
+        f"{graph.firing:,} components fire; {graph.followed:,} were followed back. The graph keeps {n_components:,} "
+        f"of them, {len(graph.nodes):,} nodes in all, with {percent(shares.influence)} of influence, and "
+        f"{len(graph.edges):,} edges, {percent(shares.edges)} of those between them.",
+        highlight=False,
+    )
+    console.print(
+        f"Influence ends in embeddings {percent(shares.embeddings)}, rests {percent(shares.rests)} (deltas "
+        f"{percent(shares.deltas)}), biases {percent(shares.biases)}, components not followed "
+        f"{percent(shares.not_followed)}.",
+        highlight=False,
+    )
+
+
+def _place(graph: Graph, node: Node) -> str:
+    """The token at a node's position, and its number."""
+    if 0 <= node.position < len(graph.tokens):
+        return f"{graph.tokens[node.position]!r} {node.position}"
+    return ""
+
+
+def _brief(graph: Graph, node: Node) -> str:
+    if node.kind == "output":
+        return f"output {graph.output_names[node.number]!r}"
+    return f"{node.site} {node.number} at {node.position}"
