@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11 and 12, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8 and 11-13, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -658,6 +658,8 @@ def live_sets(loss: dict, sites: Sequence[str], n_mask_samples: int) -> list[tup
 Linear = Callable[[str, Num, Array], Num]  # (module, x, W) -> y
 Target = Callable[[Linear], Num]  # the target on a fixed batch, every x @ W done by the argument
 Choose = Callable[[str, Array], Array]  # (mixture, the S of its own router) -> the S it uses, both bool [..., E]
+Hold = Callable[[str, Array], Num]  # (FEATURES or a bias, its own value) -> the value it uses
+FEATURES = "features"
 
 
 @dataclass(frozen=True)
@@ -670,8 +672,20 @@ class MixtureTarget:
         return self.run(linear, lambda mixture, own: own)
 
 
-def run_target(target: Target, linear: Linear, choose: Choose) -> Num:
-    return target.run(linear, choose) if isinstance(target, MixtureTarget) else target(linear)
+@dataclass(frozen=True)
+class ToyTarget:
+    """A `Target` whose features and biases can be leaves (E1). Called as any other, it uses its own."""
+
+    run: Callable[[Linear, Hold], Num]
+
+    def __call__(self, linear: Linear) -> Num:
+        return self.run(linear, lambda name, own: own)
+
+
+def run_target(target: Target, linear: Linear, choose: Choose, hold: Hold = lambda name, own: own) -> Num:
+    if isinstance(target, MixtureTarget):
+        return target.run(linear, choose)
+    return target.run(linear, hold) if isinstance(target, ToyTarget) else target(linear)
 
 
 PRE_IDENTITY = ".pre_identity"
@@ -691,8 +705,8 @@ def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
 
         return apply
 
-    if isinstance(target, MixtureTarget):
-        return MixtureTarget(lambda linear, choose: target.run(extended(linear), choose))
+    if isinstance(target, MixtureTarget | ToyTarget):
+        return replace(target, run=lambda linear, hook: target.run(extended(linear), hook))
     return lambda linear: target(extended(linear))
 
 
@@ -1264,33 +1278,36 @@ def llama_target(weights: dict, tokens: Array, **arch: Any) -> MixtureTarget:
 # ---- The toy models ----
 
 
-def tms_target(weights: dict, features: Array) -> Target:
+def tms_target(weights: dict, features: Array) -> ToyTarget:
     """features `[B, n]` -> `[B, n]`: ReLU(h W2 + b), where h is x W1 through the hidden layers, which have neither
     bias nor activation. weights: linear1 [n, h], hidden_layers [[h, h], ...], linear2 [h, n], bias [n]."""
 
-    def target(linear: Linear) -> Num:
-        h = linear("linear1", features, weights["linear1"])
+    def run(linear: Linear, hold: Hold) -> Num:
+        h = linear("linear1", hold(FEATURES, features), weights["linear1"])
         for i, W in enumerate(weights["hidden_layers"]):
             h = linear(f"hidden_layers.{i}", h, W)
-        return relu(linear("linear2", h, weights["linear2"]) + weights["bias"])
+        return relu(linear("linear2", h, weights["linear2"]) + hold("bias", weights["bias"]))
 
-    return target
+    return ToyTarget(run)
 
 
-def resid_mlp_target(embed: Array, layers: Sequence[dict], features: Array, activation: str) -> Target:
+def resid_mlp_target(embed: Array, layers: Sequence[dict], features: Array, activation: str) -> ToyTarget:
     """features `[B, n]` -> `[B, n]`: into the residual stream by embed `[n, d]` and out of it by its transpose.
     layers: {mlp_in [d, m], mlp_out [m, d], optional in_bias [m], out_bias [d]}; activation relu or gelu (exact)."""
     act = {"relu": relu, "gelu": gelu}[activation]
 
-    def target(linear: Linear) -> Num:
-        residual = features @ embed
+    def run(linear: Linear, hold: Hold) -> Num:
+        def bias(layer: int, name: str) -> Num | float:
+            return hold(f"layers.{layer}.{name}", layers[layer][name]) if name in layers[layer] else 0.0
+
+        residual = hold(FEATURES, features) @ embed
         for i, layer in enumerate(layers):
-            hidden = linear(f"layers.{i}.mlp_in", residual, layer["mlp_in"]) + layer.get("in_bias", 0.0)
-            update = linear(f"layers.{i}.mlp_out", act(hidden), layer["mlp_out"]) + layer.get("out_bias", 0.0)
+            hidden = linear(f"layers.{i}.mlp_in", residual, layer["mlp_in"]) + bias(i, "in_bias")
+            update = linear(f"layers.{i}.mlp_out", act(hidden), layer["mlp_out"]) + bias(i, "out_bias")
             residual = residual + update
         return residual @ embed.T
 
-    return target
+    return ToyTarget(run)
 
 
 # ---- Section 11: evaluation ----
@@ -1381,3 +1398,173 @@ def mmcs_and_ml2r(W: Array, V: Array, U: Array) -> tuple[float, float]:
     best = cosines.argmax(axis=1)
     rows = np.arange(len(W))
     return float(cosines[rows, best].mean()), float((lengths[rows, best] / target_lengths).mean())
+
+
+# ---- Section 13: attribution graphs ----
+
+
+def activations(x: Num, V: Array, U: Array) -> Num:
+    """E1: a `[..., C]` of x `[..., d_in]`."""
+    return (x @ V) * np.linalg.norm(U, axis=-1)
+
+
+def directions(U: Array) -> Array:
+    """E1: the rows of U `[C, d_out]`, each of length 1; a row of zeros, of which a is 0 too, stays."""
+    lengths = np.linalg.norm(U, axis=-1, keepdims=True)
+    return U / np.where(lengths > 0, lengths, 1.0)
+
+
+def cut_leaves(target: Target, components: dict) -> tuple[dict, dict[str, Array]]:
+    """E1: the leaves by what they are on the clean pass, and the S of every mixture, {mixture: bool `[..., E]`}.
+    Every site is one of `components`.
+
+    leaves: {components {site: a [..., C]}, deltas {site: x Delta [..., d_out]}, embeddings: of a Llama
+            [B, T, d] (no such entry where the embedding is a site), of a `ToyTarget` its features [B, n],
+            biases {name: the bias}}"""
+    leaves: dict[str, Tree] = {"components": {}, "deltas": {}, "biases": {}}
+    chosen: dict[str, Array] = {}
+
+    def linear(module: str, x: Array, W: Array) -> Array:
+        if module in components:
+            V, U = components[module]["V"], components[module]["U"]
+            leaves["components"][module] = activations(x, V, U)
+            leaves["deltas"][module] = x @ delta_component(W, V, U)
+        elif module.endswith(EMBEDDING):
+            leaves["embeddings"] = x @ W
+        return x @ W
+
+    def choose(mixture: str, own: Array) -> Array:
+        chosen[mixture] = own
+        return own
+
+    def hold(name: str, own: Array) -> Array:
+        if name == FEATURES:
+            leaves["embeddings"] = own
+        else:
+            leaves["biases"][name] = own
+        return own
+
+    run_target(target, linear, choose, hold)
+    return leaves, chosen
+
+
+def cut_pass(
+    target: Target, components: dict, leaves: dict, chosen: Mapping[str, Array] = NO_EXPERTS
+) -> tuple[dict[str, Num], Num]:
+    """E1: the cut network on these leaves -> ({site: a `[..., C]`}, output). No entry in `chosen`: the mixture chooses
+    by itself."""
+    acts: dict[str, Num] = {}
+
+    def linear(module: str, x: Num, W: Array) -> Num:
+        if module in components:
+            V, U = components[module]["V"], components[module]["U"]
+            acts[module] = activations(x, V, U)
+            return leaves["components"][module] @ directions(U) + leaves["deltas"][module]
+        return leaves["embeddings"] if module.endswith(EMBEDDING) else x @ W
+
+    def hold(name: str, own: Array) -> Num:
+        return leaves["embeddings"] if name == FEATURES else leaves["biases"][name]
+
+    output = run_target(target, linear, lambda mixture, own: chosen.get(mixture, own), hold)
+    return acts, output
+
+
+LOGIT, FEATURE = "logit", "feature"
+
+
+class Node(NamedTuple):
+    """E3: at the position `at`, component `index` of the site `of`; or an output, of LOGIT or FEATURE."""
+
+    of: str
+    at: tuple[int, ...]
+    index: int
+
+
+def node_value(acts: Mapping[str, Num], output: Num, node: Node) -> Num:
+    """E3: a_t, a scalar."""
+    if node.of == LOGIT:
+        return output[(*node.at, node.index)] - output[node.at].mean()
+    return (output if node.of == FEATURE else acts[node.of])[(*node.at, node.index)]
+
+
+class Edges(NamedTuple):
+    """E2: the weights of all edges into one target. `embeddings`: of a Llama [B, T], of a `ToyTarget` [B, n], None
+    where the embedding is a site or cannot be a leaf. A site that comes after the target has zeros."""
+
+    components: dict[str, Array]  # {site: [..., C]}
+    deltas: dict[str, Array]  # {site: [...]}
+    embeddings: Array | None
+    biases: float
+
+    def total(self) -> float:
+        """E4."""
+        embeddings = [] if self.embeddings is None else [self.embeddings]
+        return self.biases + sum(float(w.sum()) for w in tree_leaves([self.components, self.deltas, embeddings]))
+
+
+def attributions(target: Target, components: dict, node: Node) -> Edges:
+    """E2, E3: the edges into `node`."""
+    at_clean, chosen = cut_leaves(target, components)
+    leaves = tree_map(Var, at_clean)
+    a = node_value(*cut_pass(target, components, leaves, chosen), node)
+    # What reads no leaf (a component of the embedding) is an array.
+    slopes = gradients(a if isinstance(a, Var) else Var(a), leaves)
+    weights = tree_map(lambda leaf, slope: leaf * slope, at_clean, slopes)
+    embeddings = weights.get("embeddings")
+    if embeddings is not None and not isinstance(target, ToyTarget):
+        embeddings = embeddings.sum(axis=-1)
+    deltas = {s: w.sum(axis=-1) for s, w in weights["deltas"].items()}
+    biases = sum(float(w.sum()) for w in weights["biases"].values())
+    return Edges(weights["components"], deltas, embeddings, biases)
+
+
+def with_rests(edges: Edges, fires: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """E5: ({site: `[..., C]`} from the components that fire, 0 elsewhere; {site: `[...]`} from the rests).
+    fires: {site: bool `[..., C]`}."""
+    firing = {s: w * fires[s] for s, w in edges.components.items()}
+    rests = {s: edges.deltas[s] + (w * ~fires[s]).sum(axis=-1) for s, w in edges.components.items()}
+    return firing, rests
+
+
+def influence_rows(weights: Array, biases: Array) -> Array:
+    """E6: A `[n, n]`, by target and source, from the weights of the edges between nodes `[n, n]` and of those from the
+    biases `[n]`. The rows of nodes without incoming edges are 0."""
+    sums = np.abs(weights).sum(axis=1) + np.abs(biases)
+    return np.abs(weights) / np.where(sums > 0, sums, 1.0)[:, None]
+
+
+def influence(A: Array, p: Array) -> Array:
+    """E6: `[n]`. p `[n]`: the probabilities of the outputs, 0 for other nodes; of any sum."""
+    p = p / p.sum()
+    return sum(p @ np.linalg.matrix_power(A, k) for k in range(1, len(A) + 1))
+
+
+def largest(scores: Array, share: float) -> Array:
+    """E7: bool, the fewest of the largest scores that have this share of their sum; of equal ones, the first."""
+    order = np.argsort(-scores, axis=None, kind="stable")
+    sums = np.cumsum(scores.flat[order])
+    before = np.concatenate([[0.0], sums[:-1]])
+    kept = np.zeros(scores.size, dtype=bool)
+    kept[order] = before < share * sums[-1]
+    return kept.reshape(scores.shape)
+
+
+class Pruned(NamedTuple):
+    """`nodes` bool [n] and `edges` bool [n, n], by target and source: those kept. `influence`: the share of all
+    influence that the nodes left out had; `scores`: that of the scores of edges between kept nodes."""
+
+    nodes: Array
+    edges: Array
+    influence: float
+    scores: float
+
+
+def prune(A: Array, p: Array, node_share: float = 0.8, edge_share: float = 0.98) -> Pruned:
+    """E7. Outputs (p > 0) are kept."""
+    of_node = influence(A, p)
+    nodes = largest(of_node, node_share) | (p > 0)
+    scores = (of_node + p / p.sum())[:, None] * A * np.outer(nodes, nodes)
+    edges = largest(scores, edge_share)
+    return Pruned(
+        nodes, edges, float(of_node[~nodes].sum() / of_node.sum()), float(scores[~edges].sum() / scores.sum())
+    )

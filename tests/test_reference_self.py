@@ -1505,3 +1505,273 @@ def test_identity_before_an_expert() -> None:
     np.testing.assert_array_equal(clean.output, MOE.target()(lambda module, x, W: x @ W))
     np.testing.assert_array_equal(clean.exists[sites[0]], clean.chosen[MIXTURE][..., 1])
     np.testing.assert_array_equal(clean.outputs[sites[0]], clean.inputs[sites[1]])
+
+
+# ---- attribution graphs ----
+
+
+def random_components(target: ref.Target, sites: list[str]) -> dict:
+    """3, 4 or 5 components of every site."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    target(lambda module, x, W: (shapes.setdefault(module, W.shape), x @ W)[1])
+    return {
+        s: {"V": normal(shapes[s][0], 3 + i % 3), "U": normal(3 + i % 3, shapes[s][1])}
+        for i, s in enumerate(sorted(sites, key=list(shapes).index))
+    }
+
+
+def resid_mlp(activation: str) -> ref.Target:
+    layers = [
+        {"mlp_in": normal(6, 3), "mlp_out": normal(3, 6), "in_bias": normal(3), "out_bias": normal(6)} for _ in range(2)
+    ]
+    return ref.resid_mlp_target(normal(4, 6), layers, normal(2, 4), activation)
+
+
+def tms(bias: np.ndarray, n_hidden: int = 1) -> ref.Target:
+    hidden = [normal(2, 2) for _ in range(n_hidden)]
+    weights = {"linear1": normal(5, 2), "hidden_layers": hidden, "linear2": normal(2, 5), "bias": bias}
+    return ref.tms_target(weights, uniform(2, 5))
+
+
+EMBED = "model.embed_tokens"
+TMS_SITES, MLP_SITES = ["linear1", "linear2"], [f"layers.{i}.mlp_{end}" for i in range(2) for end in ("in", "out")]
+CUT_CASES: dict[str, Callable[[], tuple[ref.Target, list[str], str]]] = {
+    "Llama": lambda: (ref.llama_target(LLAMA, TOKENS[:1], **ARCH), SITES, ref.LOGIT),
+    "Llama, the embedding a site": lambda: (ref.llama_target(LLAMA, TOKENS[:1], **ARCH), [EMBED, *SITES], ref.LOGIT),
+    "experts": lambda: (ref.llama_target(MOE.weights, TOKENS[:1], **MOE.arch), MOE.sites, ref.LOGIT),
+    "TMS": lambda: (tms(normal(5)), TMS_SITES, ref.FEATURE),
+    "ResidMLP": lambda: (resid_mlp("gelu"), MLP_SITES, ref.FEATURE),
+    "identities": lambda: (
+        ref.with_identity_sites(resid_mlp("relu"), [f"{MLP_SITES[2]}.pre_identity"]),
+        [MLP_SITES[1], f"{MLP_SITES[2]}.pre_identity", MLP_SITES[2]],
+        ref.FEATURE,
+    ),
+}
+cut_cases = pytest.mark.parametrize("name", CUT_CASES)
+
+
+def nodes_of(acts: dict[str, np.ndarray], output: np.ndarray, kind: str) -> list[ref.Node]:
+    return [ref.Node(s, at[:-1], at[-1]) for s, a in [*acts.items(), (kind, output)] for at in np.ndindex(*a.shape)]
+
+
+@cut_cases
+def test_the_cut_network_is_the_clean_pass(name: str) -> None:
+    """E1: at the leaves' own values, which are the activations and xΔ."""
+    target, sites, _ = CUT_CASES[name]()
+    components, clean = random_components(target, sites), ref.clean_pass(target, sites)
+    components[sites[0]]["U"][1] = 0.0  # a component that was never used
+    leaves, chosen = ref.cut_leaves(target, components)
+    acts, output = ref.cut_pass(target, components, leaves, chosen)
+    np.testing.assert_allclose(output, clean.output, atol=1e-12)
+    assert list(acts) == list(components) == list(leaves["components"])
+    for s, pair in components.items():
+        x = np.eye(VOCAB)[TOKENS[:1]] if s == EMBED else clean.inputs[s]
+        for c, (v, u) in enumerate(zip(pair["V"].T, pair["U"], strict=True)):
+            np.testing.assert_allclose(acts[s][..., c], x @ v * math.sqrt(u @ u), atol=1e-12)
+        np.testing.assert_allclose(leaves["components"][s], acts[s], atol=1e-12)
+        written = leaves["deltas"][s] + (x @ pair["V"]) @ pair["U"]
+        np.testing.assert_allclose(written, clean.outputs[s], atol=1e-12)
+    assert ("embeddings" in leaves) == (EMBED not in sites)
+
+
+def test_the_chosen_experts_are_constants() -> None:
+    """E1: wherever the leaves are, in mixtures without sites too."""
+    target, sites, _ = CUT_CASES["experts"]()
+    components = random_components(target, sites)
+    leaves, chosen = ref.cut_leaves(target, components)
+    assert set(chosen) == {MIXTURE, "model.layers.2.mlp"}
+    leaves["embeddings"] = normal(*leaves["embeddings"].shape)
+    used = ref.cut_pass(target, components, leaves, chosen)
+    assert np.abs(used[1] - ref.cut_pass(target, components, leaves)[1]).max() > 1e-3
+    for s in EXPERTS:
+        there = chosen[MIXTURE][..., ref.expert_of(s)[1]]
+        np.testing.assert_array_equal(used[0][s].any(axis=-1), there)
+
+
+@cut_cases
+def test_every_edge_is_a_finite_difference(name: str) -> None:
+    """E2, E3: ℓ · ∂a_t/∂ℓ is the slope of a_t as the leaf alone is scaled. Every pair of source and target."""
+    target, sites, kind = CUT_CASES[name]()
+    components = random_components(target, sites)
+    leaves, chosen = ref.cut_leaves(target, components)
+    start = ref.cut_pass(target, components, leaves, chosen)
+    nodes, h = nodes_of(*start, kind), 1e-5
+
+    def centred(output: np.ndarray) -> np.ndarray:
+        return output - output.mean(axis=-1, keepdims=True) if kind == ref.LOGIT else output
+
+    def flat(acts: dict[str, np.ndarray], output: np.ndarray) -> np.ndarray:
+        return np.concatenate([a.ravel() for a in [*acts.values(), centred(output)]])
+
+    def slope(scales: dict) -> np.ndarray:
+        """Of every target. scales: like the leaves, in each leaf's shape or one that it broadcasts with."""
+
+        def moved(by: float) -> np.ndarray:
+            at = tree_map(lambda x, scale: x * (1 + by * scale), leaves, scales)
+            return flat(*ref.cut_pass(target, components, at, chosen))
+
+        return (moved(h) - moved(-h)) / (2 * h)
+
+    found = [ref.attributions(target, components, node) for node in nodes]
+    scale = np.abs(flat(*start)).max()
+
+    def compare(part: str, key: str | None, shape: tuple[int, ...], got: list[np.ndarray], pad: int) -> None:
+        for at in np.ndindex(*shape):
+            one = np.zeros(shape)
+            one[at] = 1.0
+            scales = tree_map(lambda x: np.zeros(x.shape), leaves)
+            spread = one.reshape(*shape, *[1] * pad)
+            scales[part] = spread if key is None else scales[part] | {key: spread}
+            np.testing.assert_allclose([g[at] for g in got], slope(scales), rtol=1e-5, atol=1e-6 * scale)
+
+    for s in components:
+        a = leaves["components"][s]
+        compare("components", s, a.shape, [e.components[s] for e in found], 0)
+        compare("deltas", s, a.shape[:-1], [e.deltas[s] for e in found], 1)
+    if EMBED in sites:
+        assert all(e.embeddings is None for e in found)
+    else:
+        into = leaves["embeddings"].shape[: None if kind == ref.FEATURE else -1]
+        compare("embeddings", None, into, [e.embeddings for e in found], kind == ref.LOGIT)
+    nothing, everything = (tree_map(lambda x, v=v: np.full(x.shape, v), leaves) for v in (0.0, 1.0))
+    biases = slope({**nothing, "biases": everything["biases"]})
+    np.testing.assert_allclose([e.biases for e in found], biases, rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose([e.total() for e in found], slope(everything), rtol=1e-5, atol=1e-6 * scale)  # E4
+    assert np.any(biases != 0) == (kind == ref.FEATURE)
+    used = [s for s, a in leaves["components"].items() if a.any()]  # not every expert is
+    assert len(used) > len(sites) / 2
+    assert all(np.any([e.components[s] for e in found]) for s in used)
+
+
+def test_edges_between_matrices_written_out() -> None:
+    """E1, E2: two matrices in a row, the edge is ‖U1_c‖ (x · V1_c) Û1_c · V2_e ‖U2_e‖, and none passes a leaf."""
+    W1, W2, W3, x = normal(4, 3), normal(3, 5), normal(5, 2), normal(2, 4)
+
+    def target(linear: ref.Linear) -> ref.Num:
+        return linear("c", linear("b", linear("a", x, W1), W2), W3)
+
+    components = random_components(target, ["a", "b", "c"])
+    (V1, U1), (V2, U2) = ((components[s]["V"], components[s]["U"]) for s in "ab")
+    for e in range(4):
+        edges = ref.attributions(target, components, ref.Node("b", (1,), e))
+        want = [(x[1] @ V1[:, c]) * (U1[c] @ V2[:, e]) * np.linalg.norm(U2[e]) for c in range(3)]
+        np.testing.assert_allclose(edges.components["a"], [[0, 0, 0], want])
+        delta = x[1] @ (W1 - V1 @ U1) @ V2[:, e] * np.linalg.norm(U2[e])
+        np.testing.assert_allclose(edges.deltas["a"], [0, delta], atol=1e-14)
+        assert not any(edges.components[s].any() or edges.deltas[s].any() for s in "bc")
+        assert edges.embeddings is None
+    into_c = ref.attributions(target, components, ref.Node("c", (0,), 0))
+    assert not into_c.components["a"].any()
+    assert into_c.components["b"][0].all()
+    output = ref.attributions(target, components, ref.Node(ref.FEATURE, (0,), 1))
+    np.testing.assert_allclose(output.total(), (x[0] @ W1 @ W2 @ W3)[1])
+
+
+def test_what_edges_pass_and_what_they_do_not() -> None:
+    """In a Llama: a query reaches the output through o alone, later positions through attention, earlier ones never."""
+    target = ref.llama_target(LLAMA, TOKENS[:1], **ARCH)
+    components = random_components(target, SITES)
+    q, o, down, k1, _ = SITES
+    into_o, into_k = (ref.attributions(target, components, ref.Node(s, (0, 1), 0)) for s in (o, k1))
+    assert into_o.components[q][0, 1].all()
+    assert not into_o.components[q][0, [0, 2]].any()
+    assert into_o.embeddings[0, :2].all()
+    assert into_o.embeddings[0, 2] == 0
+    assert not into_k.components[q].any()
+    assert into_k.components[o][0, 1].all()
+    assert into_k.components[down][0, 1].all()
+    everywhere = ref.attributions(target, components, ref.Node(ref.LOGIT, (0, 2), 4))
+    assert everywhere.components[k1][0].all()
+    assert everywhere.biases == 0.0
+
+
+@pytest.mark.parametrize("sites", [TMS_SITES, [*TMS_SITES, "hidden_layers.0"]])
+def test_linear_networks_sum_to_the_activation(sites: list[str]) -> None:
+    """E4: where no ReLU is at 0."""
+    target = tms(np.full(5, 40.0))
+    components = random_components(target, sites)
+    acts, output = ref.cut_pass(target, components, *ref.cut_leaves(target, components))
+    assert (output > 0).all()
+    for node in nodes_of(acts, output, ref.FEATURE):
+        edges = ref.attributions(target, components, node)
+        np.testing.assert_allclose(edges.total(), ref.node_value(acts, output, node), rtol=1e-12)
+        np.testing.assert_allclose(edges.biases, 40.0 if node.of == ref.FEATURE else 0.0)
+        np.testing.assert_array_equal(edges.embeddings.any(), node.of == "linear1")
+
+
+def test_rests() -> None:
+    target, sites, kind = CUT_CASES["Llama"]()
+    edges = ref.attributions(target, random_components(target, sites), ref.Node(kind, (0, 2), 5))
+    fires = {s: uniform(*w.shape) > 0.5 for s, w in edges.components.items()}
+    firing, rests = ref.with_rests(edges, fires)
+    for s, w in edges.components.items():
+        for at in np.ndindex(1, 3):
+            silent = [w[at][c] for c in range(w.shape[-1]) if not fires[s][at][c]]
+            np.testing.assert_allclose(rests[s][at], edges.deltas[s][at] + sum(silent))
+            np.testing.assert_array_equal(firing[s][at][~fires[s][at]], 0)
+    total = sum(x.sum() for x in tree_leaves([firing, rests])) + edges.embeddings.sum() + edges.biases
+    np.testing.assert_allclose(total, edges.total())
+
+
+# Nodes 0 to 5 feed later ones, 6 and 7 are outputs; 0, 1 and 3 have no incoming edges.
+def small_graph() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(weights by target and source, weights of biases, p)."""
+    weights = np.tril(normal(8, 8), -1)
+    weights[7, 6] = 0.0
+    weights[[0, 1, 3]] = 0.0
+    biases = np.where(weights.any(axis=1), normal(8), 0.0)
+    return weights, biases, np.array([0, 0, 0, 0, 0, 0, 0.3, 0.1])
+
+
+def test_influence_is_a_sum_over_paths() -> None:
+    """E6."""
+    weights, biases, p = small_graph()
+    A = ref.influence_rows(weights, biases)
+    for t in range(8):
+        incoming = sum(abs(w) for w in weights[t]) + abs(biases[t])
+        np.testing.assert_allclose(A[t], [abs(w) / incoming if incoming else 0.0 for w in weights[t]])
+    assert (A.sum(axis=1) < 1).all()  # the biases have the rest
+
+    def paths(t: int, s: int) -> float:
+        return sum(A[t, m] * ((m == s) + paths(m, s)) for m in range(t))
+
+    want = [0.75 * paths(6, s) + 0.25 * paths(7, s) for s in range(8)]
+    np.testing.assert_allclose(ref.influence(A, p), want, rtol=1e-12)
+    np.testing.assert_allclose(ref.influence(A, p), (p / 0.4) @ (np.linalg.inv(np.eye(8) - A) - np.eye(8)))
+    assert ref.influence(A, p)[6:].tolist() == [0, 0]
+
+
+def test_largest() -> None:
+    scores = np.array([0.1, 0.5, 0.0, 0.3, 0.1])
+    for share, kept in [(0.0, []), (0.4, [1]), (0.51, [1, 3]), (0.85, [0, 1, 3]), (1.0, [0, 1, 3, 4])]:
+        assert np.flatnonzero(ref.largest(scores, share)).tolist() == kept
+    # A share that is reached exactly takes no more.
+    np.testing.assert_array_equal(ref.largest(np.array([[2.0, 1.0], [1.0, 4.0]]), 0.75), [[1, 0], [0, 1]])
+    assert not ref.largest(np.zeros(3), 0.9).any()
+
+
+@pytest.mark.parametrize("shares", [(0.8, 0.98), (0.5, 0.6), (1.0, 1.0)])
+def test_prune(shares: tuple[float, float]) -> None:
+    """E7, written out: the nodes, then the edges between them, one after another until their share is reached."""
+    weights, biases, p = small_graph()
+    A = ref.influence_rows(weights, biases)
+    of_node = ref.influence(A, p)
+    pruned = ref.prune(A, p, *shares)
+
+    def until(scores: dict, share: float) -> list:
+        kept: list = []
+        for key in sorted((k for k in scores if scores[k] > 0), key=lambda k: -scores[k]):
+            if sum(scores[k] for k in kept) >= share * sum(scores.values()) - 1e-12:
+                break
+            kept.append(key)
+        return kept
+
+    nodes = sorted([*until(dict(enumerate(of_node)), shares[0]), 6, 7])
+    assert np.flatnonzero(pruned.nodes).tolist() == nodes
+    at = of_node + np.array([0, 0, 0, 0, 0, 0, 0.75, 0.25])
+    scores = {(t, s): at[t] * A[t, s] for t in nodes for s in nodes}
+    edges = until(scores, shares[1])
+    assert sorted(map(tuple, np.argwhere(pruned.edges).tolist())) == sorted(edges)
+    left_out = sum(of_node[n] for n in range(8) if n not in nodes) / of_node.sum()
+    np.testing.assert_allclose(pruned.influence, left_out, atol=1e-12)
+    np.testing.assert_allclose(pruned.scores, 1 - sum(scores[e] for e in edges) / sum(scores.values()), atol=1e-12)
