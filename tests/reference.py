@@ -1564,7 +1564,9 @@ def prune(A: Array, p: Array, node_share: float = 0.8, edge_share: float = 0.98)
     of_node = influence(A, p)
     nodes = largest(of_node, node_share) | (p > 0)
     scores = (of_node + p / p.sum())[:, None] * A * np.outer(nodes, nodes)
-    edges = largest(scores, edge_share)
+    edges = largest(scores, edge_share) & (scores > 0)
+    while (dead := nodes & (p == 0) & ~edges.any(axis=0)).any():  # by target and source: nothing leads on from these
+        nodes, edges = nodes & ~dead, edges & ~dead[:, None]
     return Pruned(
         nodes, edges, float(of_node[~nodes].sum() / of_node.sum()), float(scores[~edges].sum() / scores.sum())
     )

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from param_decomp_jax.adversary import FreshAttack, attack
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.importances import read_batch, read_sites, site_logits, squash_existing
 from param_decomp_jax.masked import Stream
-from param_decomp_jax.masks import Bundle, GivenSources
+from param_decomp_jax.masks import Bundle, GivenSources, Sources, interpolate
 from param_decomp_jax.recon import run_masked
 from param_decomp_jax.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
@@ -53,6 +55,43 @@ def masked(
         reader = replace(reader, squash=jnp.zeros_like)
     [forward], _ = run_masked(clean_pass, components, reader, [Stream(live, GivenSources(sources, clean_pass.batch))])
     return _predictions(problem, weights, forward.output)
+
+
+def attacked(
+    problem: Problem,
+    components: Any,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    importances: Bundle,
+    fixed: Bundle,
+    value: Array,
+    start: Bundle,
+    steps: int,
+    step_size: float,
+) -> Bundle:
+    """Sources that an attack finds from ``start`` (A1, I3): it raises the error (R1) of the output against the one that
+    the importances alone give. Masks are ``value`` where they are ``fixed``, whatever the sources are."""
+    components, ci = hold_for_reading(problem, components, ci)
+    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+    reader = replace(reader, squash=jnp.zeros_like)
+    live = tuple(range(len(problem.target.sites)))
+
+    def mask(importance: Sources, fixed: Sources, source: Sources) -> Sources:
+        own = importance.components
+        masks = jnp.where(fixed.components > 0, value, interpolate(own, source.components))
+        return Sources(masks, source.delta)
+
+    def run(sources: Bundle) -> Array:
+        masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}
+        stream = Stream(live, GivenSources(masks, clean_pass.batch))
+        [forward], _ = run_masked(clean_pass, components, reader, [stream])
+        return forward.output
+
+    no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}
+    reference = jax.lax.stop_gradient(run(no_sources))
+    spec = FreshAttack("random", step_size, steps, "unique_per_datapoint")
+    return attack(spec, lambda sources: problem.target.errors(weights, reference, [run(sources)])[0], start)
 
 
 def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:

@@ -82,24 +82,58 @@ def _these_on(site: Site, numbers: np.ndarray) -> np.ndarray:
     return mask
 
 
+Delta = float | Mapping[str, Any]
+"""Weight of Δ at the masked sites: a number, or by site an array that broadcasts to the leading axes of the inputs."""
+
+
 def bundle(
-    sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], n_leading: int, delta: float
+    sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], leading: tuple[int, ...], delta: Delta
 ) -> tuple[tuple[int, ...], Bundle]:
-    """The live sites, and sources equal to these masks when λ is taken as 0. ``delta``: weight of Δ at live sites."""
+    """The live sites, and sources equal to these masks when λ is taken as 0.
+
+    Raises UserError for a delta of the wrong shape, or of a site that is not masked.
+    """
+    weights = delta_weights(masks, leading, delta)
     names = [site.name for site in sites.all]
     made = {}
     for stack in sites.stacks:
         own = {row: masks[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if names[n] in masks}
         if not own:
             continue
-        lead = np.broadcast_shapes((1,) * n_leading, *(mask.shape[:-1] for mask in own.values()))
+        lead = np.broadcast_shapes((1,) * len(leading), *(mask.shape[:-1] for mask in own.values()))
         components = np.zeros((*stack.lead, *lead, stack.C), np.float32)
         for row, mask in own.items():
             components[row] = mask
-        deltas = None if delta == 0 else jnp.full((*stack.lead, *lead), delta, jnp.float32)
-        made[stack.name] = Sources(jnp.asarray(components), deltas)
+        deltas = None
+        if weights is not None:
+            of_sites = {row: weights[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if row in own}
+            lead = np.broadcast_shapes((1,) * len(leading), *(weight.shape for weight in of_sites.values()))
+            deltas = np.zeros((*stack.lead, *lead), np.float32)
+            for row, weight in of_sites.items():
+                deltas[row] = weight
+        made[stack.name] = Sources(jnp.asarray(components), None if deltas is None else jnp.asarray(deltas))
     live = tuple(n for n, name in enumerate(names) if name in masks)
     return live, made
+
+
+def delta_weights(masks: Mapping[str, Any], leading: tuple[int, ...], delta: Delta) -> dict[str, np.ndarray] | None:
+    """The weight of Δ by site; None where it is 0 everywhere."""
+    if not isinstance(delta, Mapping):
+        return None if delta == 0 else {name: np.full((1,) * len(leading), delta, np.float32) for name in masks}
+    unknown = [name for name in delta if name not in masks]
+    if unknown:
+        raise UserError(f"delta: {unknown[0]} is not among the masked sites")
+    found = {}
+    for name in masks:
+        weight = np.asarray(delta.get(name, 0.0), np.float32)
+        try:
+            np.broadcast_to(weight, leading)
+        except ValueError:
+            raise UserError(
+                f"delta: {name}: weights of shape {list(weight.shape)} do not broadcast to {list(leading)}"
+            ) from None
+        found[name] = weight.reshape((1,) * (len(leading) - weight.ndim) + weight.shape)
+    return found
 
 
 def chosen_sites(sites: Sites, patterns: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.ci.function import CIFunction
+from param_decomp_jax.inspection import unstack_sites
 from param_decomp_jax.masks import Bundle
 from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_jax.sites import Site, Stack
@@ -29,9 +30,11 @@ from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.harvest_files import Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.opening.forward import activations, clean, importances, masked
-from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
+from param_decomp_lab.opening.forward import activations, attacked, clean, importances, masked
+from param_decomp_lab.opening.intervention import Intervention, intervene
+from param_decomp_lab.opening.masks import CI, Delta, Masks, bundle, by_site, chosen_sites
 from param_decomp_lab.opening.prompt import read_output, read_prompt
+from param_decomp_lab.opening.selection import Selection
 from param_decomp_lab.opening.target import load_weights, weights_folder
 from param_decomp_lab.setup.language_model import find_tokenizer
 
@@ -212,13 +215,13 @@ class Run:
             found = self._activations(*self.learned, weights, batch, names)
         return {name: found[name][0] if single else found[name] for name in names}
 
-    def output(self, inputs: Inputs, masks: Masks | None = None, delta: float = 0.0) -> Float[Array, "*n d"]:
+    def output(self, inputs: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n d"]:
         """The target's output in fp32: next-token logits ``[B, T, vocabulary]``, or a toy's output.
 
         ``masks``: None runs the original target; ``"ci"`` masks every site by λ; a mapping from site names or patterns
         gives each of them ``"ci"``, the numbers of the components to keep, or a mask that broadcasts to ``[B, T, C]``.
         Sites not named use the target's own matrix (F3). ``delta``: weight of Δ = W - V @ U at the masked sites (F1),
-        usually 0 or 1. ``inputs``: as for `causal_importances`.
+        usually 0 or 1; or by site, weights that broadcast to ``[B, T]``. ``inputs``: as for `causal_importances`.
 
         Raises UserError if the inputs or masks do not fit the target, or the weights are missing.
         """
@@ -234,7 +237,7 @@ class Run:
                 y = self._masked(*self.learned, weights, batch, sources, live, pinned)
         return y[0] if single else y
 
-    def logits(self, tokens: Inputs, masks: Masks | None = None, delta: float = 0.0) -> Float[Array, "*n vocabulary"]:
+    def logits(self, tokens: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n vocabulary"]:
         """Next-token logits of a language model: `output` with the same arguments. Raises UserError for a toy."""
         if not self._is_language_model:
             raise UserError("a toy has no logits; use run.output(inputs, masks)")
@@ -281,8 +284,59 @@ class Run:
         about = Prompt(self.id, self.step, text, names, tuple(map(int, ids)), name)
         return build_graph(Incoming(self, batch, request.threshold), about, request, progress)
 
+    def intervene(
+        self, prompt: str | Sequence[int] | Sequence[float], selection: Selection, **options: Any
+    ) -> Intervention:
+        """Runs a prompt without and with an intervention on some components: off, scaled, or on alone (I1 to I4).
+
+        ``prompt``: as for `graph`. ``selection``: components as text (``layers.3.mlp.down_proj:17``, at position 4
+        alone ``layers.3.mlp.down_proj:17@4``), as nodes of a graph, or ``{site: numbers}``. ``options``: fields of
+        `param_decomp_lab.opening.intervention.InterventionRequest`.
+
+        Raises UserError for what is no component, no position, or no option.
+        """
+        return intervene(self, prompt, selection, **options)
+
+    def attack_masks(
+        self,
+        row: np.ndarray,
+        importances: dict[str, np.ndarray],
+        fixed: dict[str, np.ndarray],
+        value: float,
+        start: tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None],
+        steps: int,
+        step_size: float,
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+        """The sources, of components ``[T, C]`` and deltas ``[T]``, that an attack finds on one row of inputs (I3).
+
+        ``importances``, ``fixed``: by site, at every position; masks are ``value`` where they are fixed. ``start``:
+        sources that it starts from.
+        """
+        batch, _ = self._batch(row)
+        leading, sites = self._leading(batch), self.target.sites
+
+        def laid_out(by_site: dict[str, np.ndarray]) -> Bundle:
+            return bundle(sites, {n: x.reshape(*leading, -1) for n, x in by_site.items()}, leading, 0.0)[1]
+
+        components, deltas = start
+        shaped = None if deltas is None else {name: x.reshape(leading) for name, x in deltas.items()}
+        started = bundle(
+            sites,
+            {n: x.reshape(*leading, -1) for n, x in components.items()},
+            leading,
+            0.0 if shaped is None else shaped,
+        )[1]
+        weights = self.weights
+        with jax.set_mesh(self.mesh):
+            found = self._attacked(
+                *self.learned, weights, batch, laid_out(importances), laid_out(fixed), value, started, steps, step_size
+            )
+        by_site = unstack_sites(sites, jax.device_get(found))
+        of_components = {name: x.components.reshape(-1, x.components.shape[-1]) for name, x in by_site.items()}
+        return of_components, None if deltas is None else {name: x.delta.reshape(-1) for name, x in by_site.items()}
+
     def _sources(
-        self, wanted: dict[str, Any], batch: Array, delta: float, pinned: bool
+        self, wanted: dict[str, Any], batch: Array, delta: Delta, pinned: bool
     ) -> tuple[tuple[int, ...], Bundle]:
         """The live sites, and the sources of a masked forward pass.
 
@@ -295,7 +349,7 @@ class Run:
             with_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
             found = self._importances(*self.learned, self.weights, batch, with_ci, "lower") if with_ci else {}
             masks = {name: np.asarray(found[name]) if name in found else mask for name, mask in wanted.items()}
-        return bundle(self.target.sites, masks, len(leading), delta)
+        return bundle(self.target.sites, masks, leading, delta)
 
     @cached_property
     def _importances(self) -> Any:
@@ -308,6 +362,10 @@ class Run:
     @cached_property
     def _masked(self) -> Any:
         return jax.jit(partial(masked, self.problem), static_argnums=(5, 6))
+
+    @cached_property
+    def _attacked(self) -> Any:
+        return jax.jit(partial(attacked, self.problem), static_argnums=(8, 9))
 
     @cached_property
     def _clean(self) -> Any:

@@ -6,12 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
+from param_decomp_lab.graph.influence import Rows, influence, prune
 from param_decomp_lab.opening import Run, load_run
+from tests import reference as ref
+from tests.lab.tiny_run import pd_here
 
 TEXT = "def f(x):"
+WHOLE = {"threshold": -1.0, "most_followed": 10**6, "unfollowed": 0.0, "nodes_share": 1.0, "edges_share": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +26,152 @@ def run(finished: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def graph(run: Run) -> Graph:
-    return run.graph(TEXT, threshold=-1.0, most_followed=10**6, unfollowed=0.0, nodes_share=1.0, edges_share=1.0)
+def whole(run: Run) -> Graph:
+    """Every component a node, everything followed, nothing left out."""
+    return run.graph(TEXT, target=[104, 7], **WHOLE)
 
 
-def test_everything_is_in_a_graph_that_is_not_pruned(graph: Graph, run: Run) -> None:
-    assert graph.firing == len(TEXT) * sum(site.C for site in run.sites.values())
-    shares = graph.shares
+def test_everything_is_in_a_graph_that_is_not_pruned(whole: Graph, run: Run) -> None:
+    assert whole.firing == len(TEXT) * sum(site.C for site in run.sites.values())
+    shares = whole.shares
     assert shares.influence == pytest.approx(1)
-    assert shares.embeddings + shares.rests + shares.biases + shares.not_followed == pytest.approx(1, abs=1e-5)
+    assert shares.edges == pytest.approx(1)
+    assert shares.embeddings + shares.rests + shares.biases == pytest.approx(1, abs=1e-5)
     assert shares.not_followed == pytest.approx(0, abs=1e-6)
-    print(shares, len(graph.nodes), len(graph.edges), [n.id for n in graph.components[:5]])
+    assert whole.tokens == tuple(TEXT)
+    assert [whole.output_names[node.number] for node in whole.outputs] == ["h", "\u2407"]
+    assert sum(node.influence for node in whole.outputs) == pytest.approx(1)
+    for node in whole.components[:5]:
+        a = run.activations(TEXT, node.site)[node.site][node.position, node.number]
+        lam = run.causal_importances(TEXT, node.site)[node.site][node.position, node.number]
+        assert (node.value, node.importance) == (pytest.approx(float(a), abs=1e-5), pytest.approx(float(lam), abs=1e-5))
+    logits = np.asarray(run.logits(TEXT))[-1]
+    assert whole.outputs[0].value == pytest.approx(logits[104] - logits.mean(), abs=1e-4)
+
+
+def test_edges_into_a_component_are_direct(whole: Graph) -> None:
+    """What an `up_proj` of layer 1 reads, components of layer 0 have written; its own layer's have not."""
+    node = next(node for node in whole.components if node.site == "layers.1.mlp.up_proj")
+    sources = whole.into(node)
+    assert {source.site for source, _ in sources} <= {"", "layers.0.mlp.down_proj"}
+    assert all(source.position <= node.position for source, _ in sources)
+    assert sum(edge.share for _, edge in sources) == pytest.approx(1, abs=1e-5)
+    assert [abs(edge.weight) for _, edge in sources] == sorted((abs(edge.weight) for _, edge in sources), reverse=True)
+
+
+def test_pruned(run: Run, whole: Graph) -> None:
+    graph = run.graph(TEXT, target=[104, 7], threshold=-1.0, nodes_share=0.5, edges_share=0.9, unfollowed=0.0)
+    assert len(graph.nodes) < len(whole.nodes) / 2
+    assert 0.4 < graph.shares.influence <= 0.51 + max(node.influence for node in graph.components)
+    kept = {node.id: node for node in graph.nodes}
+    for node in whole.nodes:
+        if node.id in kept:
+            assert kept[node.id].influence == pytest.approx(node.influence, rel=1e-4)
+    least = min(node.influence for node in graph.nodes if node.kind != "output")
+    dropped = [node for node in whole.nodes if node.id not in kept and node.influence > least * 1.001]
+    assert all(not graph_has_way_out(whole, node, kept) for node in dropped)
+    followed = run.graph(TEXT, threshold=-1.0, most_followed=70)
+    assert followed.followed == 70
+    assert followed.shares.not_followed > 0
+
+
+def graph_has_way_out(whole: Graph, node: Any, kept: dict[str, Any]) -> bool:
+    """Whether a dropped node of large influence leads to anything that was kept by more than the share left out."""
+    total = sum(edge.share for target, edge in whole.out_of(node) if target.id in kept)
+    return total > 0.5
+
+
+def test_on_eight_devices(run: Run, finished: Path, whole: Graph) -> None:
+    parts = load_run(finished, devices=8).graph(TEXT, target=[104, 7], **WHOLE)
+    assert {node.id for node in parts.nodes} == {node.id for node in whole.nodes}
+    place = {node.id: k for k, node in enumerate(parts.nodes)}
+    weights = {(edge.source, edge.target): edge.weight for edge in parts.edges}
+    scale = max(abs(edge.weight) for edge in whole.edges)
+    for edge in whole.edges:
+        ends = tuple(place[whole.nodes[end].id] for end in (edge.source, edge.target))
+        assert weights.get(ends, 0.0) == pytest.approx(edge.weight, abs=1e-5 * scale)
+
+
+def test_files(whole: Graph, tmp_path: Path) -> None:
+    whole.save(tmp_path / "graphs" / "a.json")
+    read = Graph.load(tmp_path / "graphs" / "a.json")
+    assert read.nodes[0] == whole.nodes[0] or read.nodes[0].id == whole.nodes[0].id
+    assert [(e.source, e.target) for e in read.edges] == [(e.source, e.target) for e in whole.edges]
+    assert read.to_json() == whole.to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "no graph of version 1"),
+        ({"nodes": {"kind": ["component"]}}, "is not a graph"),
+        ({"nodes": 3}, "is not a graph"),
+        ({"edges": {"source": [0], "target": [10**6], "weight": [1.0], "share": [1.0]}}, "an edge leads to no node"),
+        ({"edges": {"source": [0], "target": [], "weight": [1.0], "share": [1.0]}}, "is not a graph"),
+        ({"tokens": 4}, "is not a graph"),
+    ],
+)
+def test_damaged_files(whole: Graph, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(whole.to_json() | change))
+    with pytest.raises(UserError, match=message):
+        Graph.load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt": ""}, "no tokens"),
+        ({"target": "the"}, "should be one token of the vocabulary, not 3"),
+        ({"target": 300}, "output 300: they go from 0 to 255"),
+        ({"target": [4, 4]}, "one is given twice"),
+        ({"position": 9}, "position 9: the inputs have 9 positions"),
+        ({"nodes_share": 0.0}, "nodes_share: 0.0 should be above 0"),
+        ({"most_nodes": 0}, "most_nodes: 0 should be at least 1"),
+    ],
+)
+def test_wrong_requests(run: Run, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run.graph(asked.pop("prompt", TEXT), **asked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_influence_and_pruning_are_the_reference_s(data: st.DataObject) -> None:
+    """On random graphs; the reference takes powers of whole matrices, outputs among the nodes."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    n_outputs, levels, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    level = rng.integers(0, levels, n)
+    followed = rng.permutation(n)[: data.draw(st.integers(0, n))]
+    weights = rng.normal(size=(n_outputs + len(followed), n)) * (rng.uniform(size=(n_outputs + len(followed), n)) < 0.6)
+    weights[n_outputs:] *= level[None] < level[followed][:, None]
+    p = rng.uniform(0.1, 1, n_outputs)
+    rows = Rows(weights, followed, level[followed], p / p.sum())
+    values = influence(rows.shares, followed, level[followed], rows.probability)
+    assume(values.sum() > 0)
+    dense = np.zeros((n + n_outputs, n + n_outputs))
+    dense[n:, :n] = weights[:n_outputs]
+    dense[followed, :n] = weights[n_outputs:]
+    A = ref.influence_rows(dense, np.zeros(n + n_outputs))
+    want_p = np.concatenate([np.zeros(n), p])
+    np.testing.assert_allclose(values, ref.influence(A, want_p)[:n], atol=1e-12)
+    want = ref.prune(A, want_p, 0.6, 0.9)
+    kept = prune(rows, values, 0.6, 0.9)
+    assert set(kept.nodes.tolist()) == set(np.flatnonzero(want.nodes[:n]))
+    mine = {(n + r if r < n_outputs else followed[r - n_outputs], source) for r, source in kept.edges.tolist()}
+    assert mine == {tuple(pair) for pair in np.argwhere(want.edges)}
+
+
+def test_the_command(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "graph.json"
+    told = pd_here("graph", finished, TEXT, "--target", "h", "--out", out)
+    assert told.status == 0, told
+    assert "components fire" in told.out
+    assert Graph.load(out).prompt == TEXT
+
+
+def test_a_toy(toy: Path) -> None:
+    graph = load_run(toy / "p-00000001").graph("1=0.75 3", target="3")
+    assert graph.tokens == ("1=0.75 3=1",)
+    assert [node.id for node in graph.outputs] == ["output:3@0"]
+    embeddings = {node.number for node in graph.nodes if node.kind == "embedding"}
+    assert embeddings <= {1, 3}

@@ -1,0 +1,239 @@
+"""Interventions: a prompt with some components off, scaled, or on alone (section 14 of the method)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening.prompt import read_prompt
+from param_decomp_lab.opening.selection import Selection, selected
+
+ReadingName = Literal["ci", "random", "attack"]
+READINGS: tuple[ReadingName, ...] = ("ci", "random", "attack")
+"""What the components that are not selected do (I3)."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Masks of all sites ``[T, C]`` and weights of their deltas ``[T]``: arguments of `Run.logits`."""
+
+    masks: dict[str, Float[np.ndarray, "T C"]]
+    delta: dict[str, Float[np.ndarray, " T"]] | float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading: outputs ``[samples, T, d]`` without and with the intervention, and the masks that gave each."""
+
+    before: Float[np.ndarray, "samples T d"]
+    after: Float[np.ndarray, "samples T d"]
+    before_masking: tuple[Masking, ...]
+    after_masking: tuple[Masking, ...]
+
+    def probabilities(self, position: int = -1) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
+        """Next-token probabilities at a position, without and with the intervention; means over the samples."""
+        return _softmax(self.before[:, position]).mean(axis=0), _softmax(self.after[:, position]).mean(axis=0)
+
+    def kl(self, position: int | None = -1) -> float:
+        """KL(before ‖ after) at a position, or the mean over all (None), in nats; a mean over the samples."""
+        where = slice(None) if position is None else position
+        log_p, log_q = (_log_softmax(x[:, where]) for x in (self.before, self.after))
+        return float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean())
+
+    def change(self, output: int, position: int = -1) -> float:
+        """By how much an output changes: a token's logit less the mean of all logits. A mean over the samples."""
+
+        def value(x: np.ndarray) -> np.ndarray:
+            difference: np.ndarray = x[:, position, output] - x[:, position].mean(axis=-1)
+            return difference
+
+        return float((value(self.after) - value(self.before)).mean())
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What an intervention does to a prompt. ``readings``: by name. ``continuation``: the most likely text after the
+    prompt, token by token, without and with it, at the importances (reading ``ci``); empty if not asked for."""
+
+    tokens: tuple[int, ...]
+    readings: dict[ReadingName, Reading]
+    continuation: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class InterventionRequest:
+    """``scale``: the mask of the selected components; 0 takes them out. ``alone``: they are on, and all others count as
+    unimportant. ``positions``: where; None for everywhere. ``readings``: which to compute. ``samples``: draws of
+    ``random``. ``attack_steps``, ``attack_step_size``: A1. ``continue_tokens``: length of the continuation."""
+
+    scale: float = 0.0
+    alone: bool = False
+    positions: tuple[int, ...] | None = None
+    readings: tuple[ReadingName, ...] = READINGS
+    samples: int = 8
+    attack_steps: int = 20
+    attack_step_size: float = 0.1
+    seed: int = 0
+    continue_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.readings if name not in READINGS]
+        if wrong:
+            raise UserError(f"readings: '{wrong[0]}' should be one of {', '.join(READINGS)}")
+        if self.samples < 1 or self.attack_steps < 1 or self.continue_tokens < 0:
+            raise UserError("samples and attack_steps should be at least 1, and continue_tokens at least 0")
+        if not np.isfinite(self.scale) or not self.attack_step_size > 0:
+            raise UserError("scale should be a finite number, and attack_step_size above 0")
+        if self.alone and self.scale not in (0.0, 1.0):
+            raise UserError("alone: the selected components are on as they are; leave out scale")
+
+
+def intervene(run: Any, prompt: Any, selection: Selection, **options: Any) -> Intervention:
+    """`Run.intervene`; ``options``: fields of `InterventionRequest`."""
+    request = InterventionRequest(**options)
+    values = read_prompt(run, prompt)[0] if isinstance(prompt, str) else np.asarray(prompt)
+    if values.ndim != 1:
+        raise UserError(f"an intervention is about one row of inputs, not about {list(values.shape)}")
+    importances = _importances(run, values)
+    n_positions = next(iter(importances.values())).shape[0]
+    chosen = selected(selection, run.sites, n_positions, request.positions)
+    maskings = _Maskings(importances, chosen, request)
+    readings = {name: _read(run, values, name, maskings, request) for name in request.readings}
+    continuation: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    if request.continue_tokens:
+        if values.dtype.kind not in "iu":
+            raise UserError("continue_tokens: a toy has no text to continue")
+        without = _continue(run, values, None, request)
+        continuation = without, _continue(run, values, selection, request)
+    return Intervention(tuple(values.tolist()) if values.dtype.kind in "iu" else (), readings, continuation)
+
+
+def _importances(run: Any, values: np.ndarray) -> dict[str, np.ndarray]:
+    found = run.causal_importances(values)
+    return {name: np.asarray(x).reshape(-1, x.shape[-1]) for name, x in found.items()}
+
+
+class _Maskings:
+    """The masks of I1 to I3. ``before``: without the intervention."""
+
+    def __init__(
+        self, importances: Mapping[str, np.ndarray], chosen: Mapping[str, np.ndarray], request: InterventionRequest
+    ) -> None:
+        self._importances, self._chosen = importances, chosen
+        self._value = 1.0 if request.alone else request.scale
+        self._alone = request.alone
+
+    def importance(self, before: bool) -> dict[str, np.ndarray]:
+        """λ of I1: of what is not selected."""
+        if before or not self._alone:
+            return dict(self._importances)
+        return {name: np.zeros_like(x) for name, x in self._importances.items()}
+
+    def fixed(self, before: bool) -> dict[str, np.ndarray]:
+        """Where masks are set whatever the sources are."""
+        return {
+            name: np.zeros(x.shape, bool) if before or name not in self._chosen else self._chosen[name]
+            for name, x in self._importances.items()
+        }
+
+    def with_sources(self, before: bool, sources: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+        """I2; None: sources are 0."""
+        importance, fixed = self.importance(before), self.fixed(before)
+        found = {}
+        for name, x in importance.items():
+            mask = x if sources is None else x + (1 - x) * sources[name]
+            found[name] = np.where(fixed[name], np.float32(self._value), mask).astype(np.float32)
+        return found
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+
+def _read(
+    run: Any, values: np.ndarray, name: ReadingName, maskings: _Maskings, request: InterventionRequest
+) -> Reading:
+    def outputs(found: Sequence[Masking]) -> np.ndarray:
+        rows = [np.asarray(run.output(values, _shaped(values, m.masks), _shaped_delta(values, m.delta))) for m in found]
+        return np.stack([row.reshape(-1, row.shape[-1]) for row in rows])
+
+    before, after = (_masked(run, values, name, maskings, request, without) for without in (True, False))
+    return Reading(outputs(before), outputs(after), tuple(before), tuple(after))
+
+
+def _masked(
+    run: Any, values: np.ndarray, name: ReadingName, maskings: _Maskings, request: InterventionRequest, before: bool
+) -> list[Masking]:
+    match name:
+        case "ci":
+            return [Masking(maskings.with_sources(before, None), 0.0)]
+        case "random":
+            found = []
+            for sample in range(request.samples):  # the same draws without and with the intervention
+                rng = np.random.default_rng([request.seed, sample])
+                found.append(_drawn(rng, maskings, before, with_delta=run.problem.decomposition.use_delta))
+            return found
+        case "attack":
+            rng = np.random.default_rng([request.seed, request.samples])
+            start = _draw_sources(rng, maskings.importance(before), run.problem.decomposition.use_delta)
+            sources, deltas = run.attack_masks(
+                values, maskings.importance(before), maskings.fixed(before), maskings.value, start,
+                request.attack_steps, request.attack_step_size,
+            )  # fmt: skip
+            return [Masking(maskings.with_sources(before, sources), 0.0 if deltas is None else deltas)]
+
+
+Sources = tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]
+
+
+def _draw_sources(rng: np.random.Generator, like: Mapping[str, np.ndarray], with_delta: bool) -> Sources:
+    """Uniform sources of components ``[T, C]`` and of deltas ``[T]``."""
+    sources = {name: rng.random(x.shape, np.float32) for name, x in like.items()}
+    deltas = {name: rng.random(x.shape[:1], np.float32) for name, x in like.items()} if with_delta else None
+    return sources, deltas
+
+
+def _drawn(rng: np.random.Generator, maskings: _Maskings, before: bool, with_delta: bool) -> Masking:
+    sources, deltas = _draw_sources(rng, maskings.importance(before), with_delta)
+    return Masking(maskings.with_sources(before, sources), 0.0 if deltas is None else deltas)
+
+
+def _shaped(values: np.ndarray, masks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A toy's row has no axis of positions."""
+    return dict(masks) if values.dtype.kind in "iu" else {name: mask[0] for name, mask in masks.items()}
+
+
+def _shaped_delta(values: np.ndarray, delta: Mapping[str, np.ndarray] | float) -> Any:
+    if not isinstance(delta, Mapping) or values.dtype.kind in "iu":
+        return delta
+    return {name: own[0] for name, own in delta.items()}
+
+
+def _continue(
+    run: Any, values: np.ndarray, selection: Selection | None, request: InterventionRequest
+) -> tuple[int, ...]:
+    """The most likely tokens after the prompt, each read with the importances of the text so far."""
+    tokens = values.tolist()
+    longest = run.longest_row
+    for _ in range(request.continue_tokens):
+        if longest is not None and len(tokens) >= longest:
+            break
+        row = np.asarray(tokens, np.int32)
+        importances = _importances(run, row)
+        chosen = {} if selection is None else selected(selection, run.sites, len(tokens), request.positions)
+        masks = _Maskings(importances, chosen, request).with_sources(selection is None, None)
+        tokens.append(int(np.asarray(run.logits(row, masks))[-1].argmax()))
+    return tuple(tokens[len(values) :])
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    return np.exp(_log_softmax(x))

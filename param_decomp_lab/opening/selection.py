@@ -1,0 +1,71 @@
+"""A selection of components, at some or all positions: what an intervention is done to."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from param_decomp_jax.sites import Site
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.graph import Node
+
+Selection = Any
+"""Components as text (``layers.3.mlp.down_proj:17``, at one position ``layers.3.mlp.down_proj:17@4``), as nodes of a
+graph, or numbers by site: one or many."""
+
+
+def selected(
+    selection: Selection, sites: Mapping[str, Site], n_positions: int, positions: Iterable[int] | None = None
+) -> dict[str, Bool[np.ndarray, "T C"]]:
+    """By site, which components are selected at which positions; sites without any are left out.
+
+    ``positions``: of the components that are selected without a position of their own; None for all.
+    Raises UserError for what is no component, or no position.
+    """
+    everywhere = range(n_positions) if positions is None else [_position(p, n_positions) for p in positions]
+    found: dict[str, np.ndarray] = {}
+
+    def add(name: str, number: int, own: int | None) -> None:
+        site = name.removeprefix("model.").removesuffix(".weight")
+        if site not in sites:
+            raise UserError(f"'{name}' is no site; {nearest(site, sites)}")
+        C = sites[site].C
+        if not 0 <= number < C:
+            raise UserError(f"{site} has components 0 to {C - 1}, and no component {number}")
+        mask = found.setdefault(site, np.zeros((n_positions, C), bool))
+        mask[everywhere if own is None else _position(own, n_positions), number] = True
+
+    for entry in _entries(selection):
+        match entry:
+            case Node(kind="component", site=site, number=number, position=position):
+                add(site, number, position)
+            case Node():
+                raise UserError(f"{entry.id} is no component; an intervention is done to components")
+            case str():
+                parts = re.fullmatch(r"(.+):(\d+)(?:@(-?\d+))?", entry.strip())
+                if parts is None:
+                    raise UserError(f"'{entry[:80]}' should be SITE:NUMBER or SITE:NUMBER@POSITION")
+                add(parts[1], int(parts[2]), None if parts[3] is None else int(parts[3]))
+            case (str(site), number):
+                for one in np.atleast_1d(np.asarray(number)).tolist():
+                    add(site, int(one), None)
+            case _:
+                raise UserError(f"a selection has components such as layers.3.mlp.down_proj:17, not {entry!r}")
+    if not found:
+        raise UserError("nothing is selected")
+    return found
+
+
+def _entries(selection: Selection) -> list[Any]:
+    if isinstance(selection, str | Node):
+        return [selection]
+    return list(selection.items()) if isinstance(selection, Mapping) else list(selection)
+
+
+def _position(position: int, n: int) -> int:
+    if not -n <= position < n:
+        raise UserError(f"position {position}: the inputs have {n} positions, 0 to {n - 1}")
+    return position % n

@@ -1,0 +1,138 @@
+"""Interventions: what masks they run with, against `run.logits`; readings; selections."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening import Run, load_run
+from param_decomp_lab.opening.intervention import Intervention, Masking
+from param_decomp_lab.opening.selection import selected
+from tests.lab.tiny_run import SITES
+
+TEXT = "def f(x):"
+UP, DOWN = "layers.1.mlp.up_proj", "layers.0.mlp.down_proj"
+CHOSEN = [f"{UP}:3", f"{DOWN}:5@2", f"{DOWN}:1@-1"]
+
+
+@pytest.fixture(scope="module")
+def run(finished: Path) -> Run:
+    return load_run(finished)
+
+
+@pytest.fixture(scope="module")
+def found(run: Run) -> Intervention:
+    return run.intervene(TEXT, CHOSEN, scale=0.25, samples=2, attack_steps=5, continue_tokens=2)
+
+
+def masks_of(masking: Masking) -> dict[str, np.ndarray]:
+    return masking.masks
+
+
+def test_readings_are_run_logits_with_their_masks_to_the_bit(run: Run, found: Intervention) -> None:
+    for reading in found.readings.values():
+        pairs = [*zip(reading.before, reading.before_masking, strict=True)]
+        pairs += [*zip(reading.after, reading.after_masking, strict=True)]
+        for logits, masking in pairs:
+            np.testing.assert_array_equal(logits, run.logits(TEXT, masking.masks, masking.delta))
+
+
+def test_masks(run: Run, found: Intervention) -> None:
+    """I1 to I3: the selected are at the scale, the others between λ and 1; at λ in the first reading."""
+    importances = {name: np.asarray(x) for name, x in run.causal_importances(TEXT).items()}
+    chosen = selected(CHOSEN, run.sites, len(TEXT))
+    for name, reading in found.readings.items():
+        for masking in reading.after_masking:
+            for site, mask in masking.masks.items():
+                own = chosen.get(site, np.zeros(mask.shape, bool))
+                assert (mask[own] == 0.25).all()
+                least = importances[site][~own]
+                assert (mask[~own] >= least).all()
+                assert (mask[~own] <= 1).all()
+                if name == "ci":
+                    np.testing.assert_array_equal(mask[~own], least)
+                elif (least < 1).any():
+                    assert (mask[~own] > least).any()
+    assert found.readings["ci"].after_masking[0].delta == 0.0
+    before = found.readings["ci"].before
+    np.testing.assert_allclose(before[0], run.logits(TEXT, masks="ci"), atol=1e-5)
+
+
+def test_the_attack_hurts_more_than_its_start(run: Run) -> None:
+    """It raises the divergence from the intervention at the importances."""
+
+    def divergence(steps: int) -> float:
+        reading = run.intervene(TEXT, CHOSEN, readings=("ci", "attack"), attack_steps=steps, attack_step_size=1e-9)
+        strong = run.intervene(TEXT, CHOSEN, readings=("attack",), attack_steps=steps)
+        at_importances = reading.readings["ci"].after[0]
+        pair = (kl(at_importances, r.readings["attack"].after[0]) for r in (reading, strong))
+        start, end = pair
+        return end / start
+
+    assert divergence(10) > 1.2
+
+
+def kl(p: np.ndarray, q: np.ndarray) -> float:
+    log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p.astype(np.float64), q.astype(np.float64)))
+    return float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+
+
+def test_numbers_of_a_reading(found: Intervention) -> None:
+    reading = found.readings["random"]
+    assert reading.before.shape == (2, len(TEXT), 256)
+    each = [kl(p, q) for p, q in zip(reading.before, reading.after, strict=True)]
+    assert reading.kl(position=None) == pytest.approx(np.mean(each), rel=1e-6)
+    before, after = reading.probabilities()
+    assert before.sum() == pytest.approx(1)
+    assert after.sum() == pytest.approx(1)
+    logits = [x[:, -1].astype(np.float64) for x in (reading.before, reading.after)]
+    centred = [x[:, 7] - x.mean(-1) for x in logits]
+    assert reading.change(7) == pytest.approx((centred[1] - centred[0]).mean(), rel=1e-4, abs=1e-6)
+    assert [len(tokens) for tokens in found.continuation] == [2, 2]
+
+
+def test_alone(run: Run) -> None:
+    """The others count as unimportant: off, anything, or what an attacker makes of them."""
+    numbers = {site: list(range(C)) for site, C in SITES.items()}
+    everything = run.intervene(TEXT, numbers, alone=True, samples=1, attack_steps=2)
+    on = {site: np.ones(C) for site, C in SITES.items()}
+    for name in ("ci", "random", "attack"):
+        masking = everything.readings[name].after_masking[0]
+        assert all((mask == 1).all() for mask in masking.masks.values())
+    np.testing.assert_allclose(everything.readings["ci"].after[0], run.logits(TEXT, on), atol=1e-5)
+    one = run.intervene(TEXT, f"{UP}:3", alone=True, readings=("ci",))
+    masks = one.readings["ci"].after_masking[0].masks
+    assert {site: int(mask.sum()) for site, mask in masks.items() if mask.any()} == {UP: len(TEXT)}
+
+
+def test_at_some_positions(run: Run) -> None:
+    chosen = selected({UP: [3, 4]}, run.sites, 5, positions=(0, -1))
+    assert {tuple(x) for x in np.argwhere(chosen[UP])} == {(0, 3), (0, 4), (4, 3), (4, 4)}
+
+
+def test_a_toy(toy: Path) -> None:
+    run = load_run(toy / "p-00000001")
+    site = next(iter(run.sites))
+    found = run.intervene("1=0.75", f"{site}:0", samples=2, attack_steps=3)
+    for reading in found.readings.values():
+        assert reading.after.shape[1:] == (1, run.n_outputs)
+
+
+@pytest.mark.parametrize(
+    ("selection", "options", "message"),
+    [
+        ("layers.1.mlp.up:3", {}, "is no site"),
+        (f"{UP}:99", {}, "has components 0 to 19, and no component 99"),
+        (f"{UP}:3@12", {}, "position 12: the inputs have 9 positions"),
+        (f"{UP}", {}, "should be SITE:NUMBER"),
+        ([], {}, "nothing is selected"),
+        (f"{UP}:1", {"readings": ("ci", "worst")}, "'worst' should be one of"),
+        (f"{UP}:1", {"scale": float("nan")}, "finite"),
+        (f"{UP}:1", {"alone": True, "scale": 0.5}, "leave out scale"),
+    ],
+)
+def test_wrong_requests(run: Run, selection: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run.intervene(TEXT, selection, **options)
