@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
+from param_decomp_lab.browse.graph_pages import GraphPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -56,7 +57,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     version = hashlib.sha256(b"".join(content for content, _ in files.values())).hexdigest()[:12]
     catalog = Catalog(folders)
     pages = Pages(catalog, f"/static/{version}")
-    texts = TextPages(pages)
+    texts, graphs = TextPages(pages), GraphPages(pages)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -107,6 +108,16 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
 
     @of_harvest
+    async def graph_list(request: Request, opened: Opened) -> Response:
+        del request
+        return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
+
+    @of_harvest
+    async def graph(request: Request, opened: Opened) -> Response:
+        name, node = request.path_params["graph"], request.query_params.get("node", "")
+        return HTMLResponse(await asyncio.to_thread(graphs.graph, opened, name, node))
+
+    @of_harvest
     async def report(request: Request, opened: Opened) -> Response:
         def component_address(site: str, number: int) -> str:
             name = site.removeprefix("model.").removesuffix(".weight")
@@ -147,6 +158,8 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/static/{version}/{file}", static),
             Route("/{run}/{harvest}", harvest),
             Route("/{run}/{harvest}/text", text),
+            Route("/{run}/{harvest}/graphs", graph_list),
+            Route("/{run}/{harvest}/graphs/{graph}", graph),
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/sites/{site}", site),
             Route("/{run}/{harvest}/sites/{site}/{component}", component),
@@ -242,6 +255,7 @@ def _static_files() -> dict[str, tuple[bytes, str]]:
     return {
         "browse.css": (shared + (HERE / "browse.css").read_bytes(), "text/css"),
         "browse.js": ((HERE / "browse.js").read_bytes(), "text/javascript"),
+        "graph.js": ((HERE / "graph.js").read_bytes(), "text/javascript"),
         "icon.svg": ((HERE / "icon.svg").read_bytes(), "image/svg+xml"),
     }
 

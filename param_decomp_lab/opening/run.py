@@ -245,7 +245,7 @@ class Run:
 
     def graph(
         self,
-        prompt: str | Sequence[int] | Sequence[float],
+        prompt: Inputs,
         target: str | int | Sequence[str | int] | None = None,
         *,
         progress: Progress | None = None,
@@ -284,9 +284,7 @@ class Run:
         about = Prompt(self.id, self.step, text, names, tuple(map(int, ids)), name)
         return build_graph(Incoming(self, batch, request.threshold), about, request, progress)
 
-    def intervene(
-        self, prompt: str | Sequence[int] | Sequence[float], selection: Selection, **options: Any
-    ) -> Intervention:
+    def intervene(self, prompt: Inputs, selection: Selection, **options: Any) -> Intervention:
         """Runs a prompt without and with an intervention on some components: off, scaled, or on alone (I1 to I4).
 
         ``prompt``: as for `graph`. ``selection``: components as text (``layers.3.mlp.down_proj:17``, at position 4

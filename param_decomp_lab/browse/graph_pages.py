@@ -1,0 +1,241 @@
+"""The pages of attribution graphs: which there are, and one of them, positions from left to right, layers upwards."""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.pages import NotThere, Pages, address, clean
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node
+
+LISTED = 100
+"""Graphs in a list, the newest first."""
+SERVED = 2000
+"""Nodes of a page, those of largest influence."""
+EDGES = 6000
+"""Edges that a page has at hand, those of largest share; the list of one node has all of its."""
+STEP = 15
+"""Pixels from node to node within a cell."""
+ACROSS = 4
+"""Nodes side by side in a cell."""
+LABEL = 190
+"""Pixels at the left for the names of the rows."""
+SHOWN = 60
+"""Edges in a list to or from one node."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A node as it is drawn. ``number``: its place in the page's list of nodes."""
+
+    number: int
+    x: float
+    y: float
+    size: float
+    kind: str
+    href: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A graph as SVG. ``rows``: name and height of the middle; ``columns``: token, position and middle."""
+
+    width: int
+    height: int
+    marks: list[Mark]
+    rows: list[tuple[str, float]]
+    columns: list[tuple[str, int, float]]
+    lines: list[dict[str, Any]]
+
+
+class GraphPages:
+    """Renders the graphs of a run's folder."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+
+    def listing(self, opened: Opened) -> str:
+        entries: list[dict[str, Any]] = []
+        for path in _files(opened)[:LISTED]:
+            try:
+                graph = Graph.load(path)
+            except UserError as error:
+                entries.append({"name": path.stem, "wrong": clean(error, 300)})
+                continue
+            entries.append(
+                {
+                    "name": path.stem, "graph": graph, "wrong": "",
+                    "outputs": [clean(graph.output_names[n.number], 40) for n in graph.outputs],
+                }
+            )  # fmt: skip
+        return self._pages.render("graphs.html", opened=opened, entries=entries)
+
+    def graph(self, opened: Opened, name: str, chosen: str) -> str:
+        """``chosen``: the id of a node whose edges are drawn and listed; "" for none."""
+        path = next((path for path in _files(opened) if path.stem == name), None)
+        if path is None:
+            raise NotThere(f"there is no graph {clean(name, 100)} of this run")
+        graph = Graph.load(path)
+        served = _served(graph)
+        numbers = {served_node: k for k, served_node in enumerate(served)}
+        at = None
+        if chosen:
+            at = next((n for n, node in enumerate(graph.nodes) if node.id == chosen), None)
+            if at is None:
+                raise NotThere(f"the graph has no node {clean(chosen, 200)}")
+        edges = [e for e in graph.edges if e.source in numbers and e.target in numbers]
+        drawing = _draw(opened, graph, served, (opened.run, opened.name, "graphs", name), at, edges)
+        edges.sort(key=lambda edge: -edge.share * _weight(graph, edge))
+        data = {
+            "nodes": [self._entry(opened, graph, graph.nodes[n]) for n in served],
+            "edges": [
+                [numbers[e.source], numbers[e.target], float(f"{e.weight:.3g}"), float(f"{e.share:.2g}")]
+                for e in edges[:EDGES]
+            ],
+        }
+        lists = None if at is None else self._lists(opened, graph, at, name)
+        return self._pages.render(
+            "graph.html", opened=opened, name=name, graph=graph, drawing=drawing, lists=lists,
+            data=Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")),
+            left_out=len(graph.nodes) - len(served), edges_left_out=max(0, len(edges) - EDGES),
+            tokens=[clean(token, 40) for token in graph.tokens], prompt=clean(graph.prompt, 2000),
+            outputs=[
+                {"token": clean(graph.output_names[n.number], 40), "node": n} for n in graph.outputs
+            ],
+        )  # fmt: skip
+
+    def _entry(self, opened: Opened, graph: Graph, node: Node) -> list[Any]:
+        """What the script is told of a node: its name, its place, its own page, λ and a, influence, and its id."""
+        values = [float(f"{x:.3g}") for x in (node.importance, node.value, node.influence)]
+        return [_name(graph, node, _label(opened, node)), _place(graph, node), _page(opened, node), *values, node.id]
+
+    def _lists(self, opened: Opened, graph: Graph, at: int, name: str) -> dict[str, Any]:
+        node = graph.nodes[at]
+
+        def row(other: Node, edge: Edge) -> dict[str, Any]:
+            return {
+                "name": _name(graph, other, _label(opened, other)), "place": _place(graph, other), "edge": edge,
+                "href": address(opened.run, opened.name, "graphs", name, node=other.id),
+            }  # fmt: skip
+
+        into, out = graph.into(node), graph.out_of(node)
+        return {
+            "node": node, "name": _name(graph, node, _label(opened, node)), "place": _place(graph, node),
+            "page": _page(opened, node), "into": [row(*pair) for pair in into[:SHOWN]],
+            "out": [row(*pair) for pair in out[:SHOWN]], "n_into": len(into), "n_out": len(out),
+        }  # fmt: skip
+
+
+def _files(opened: Opened) -> list[Path]:
+    """Graphs of the harvest's run, the newest first."""
+    try:
+        found = [(path.stat().st_mtime, path) for path in (opened.run_folder / FOLDER).glob("*.json")]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
+
+
+def _served(graph: Graph) -> list[int]:
+    order = sorted(range(len(graph.nodes)), key=lambda n: (graph.nodes[n].kind != "output", -graph.nodes[n].influence))
+    return order[:SERVED]
+
+
+def _weight(graph: Graph, edge: Edge) -> float:
+    return graph.nodes[edge.target].influence
+
+
+def _label(opened: Opened, node: Node) -> str:
+    if node.kind != "component":
+        return ""
+    return clean(opened.labels.of_site(node.site).get(node.number, ""), 80)
+
+
+def _name(graph: Graph, node: Node, label: str) -> str:
+    match node.kind:
+        case "component":
+            return f"{node.site} {node.number}" + (f": {label}" if label else "")
+        case "rest":
+            return f"{node.site}, the rest"
+        case "biases":
+            return "all biases"
+        case "output":
+            return f"output {clean(graph.output_names[node.number], 40)!r}"
+        case "embedding":
+            return "embedding" if graph.token_ids else f"feature {node.number}"
+
+
+def _place(graph: Graph, node: Node) -> str:
+    if not 0 <= node.position < len(graph.tokens):
+        return ""
+    return f"{clean(graph.tokens[node.position], 40)!r} at {node.position}"
+
+
+def _page(opened: Opened, node: Node) -> str:
+    if node.kind != "component" or node.site not in opened.harvest.sites:
+        return ""
+    return address(opened.run, opened.name, "sites", node.site, node.number)
+
+
+def _draw(
+    opened: Opened, graph: Graph, served: list[int], base: tuple[str, ...], chosen: int | None, edges: list[Edge]
+) -> Drawing:
+    """Cells by row and position; a cell has as many lines of nodes as it needs."""
+    order = {"embedding": 0, "biases": 0, "rest": 1, "component": 1, "output": 2}
+    sites = {site: n for n, site in enumerate(opened.harvest.sites)}
+
+    def row_of(node: Node) -> tuple[int, int, str]:
+        return order[node.kind], sites.get(node.site, -1), node.site
+
+    cells: dict[tuple[Any, int], list[int]] = defaultdict(list)
+    for n in served:
+        node = graph.nodes[n]
+        cells[row_of(node), max(node.position, 0)].append(n)
+    rows = sorted({row for row, _ in cells})
+    used = range(len(graph.tokens))
+    most = {position: max((len(c) for (_, p), c in cells.items() if p == position), default=0) for position in used}
+    lines = {row: max(math.ceil(len(c) / ACROSS) for (r, _), c in cells.items() if r == row) for row in rows}
+    columns, x = [], float(LABEL)
+    start = {}
+    for position in used:
+        width = max(34, STEP * min(most[position], ACROSS) + 12)
+        start[position] = x + 6
+        columns.append((clean(graph.tokens[position], 12), position, x + width / 2))
+        x += width
+    y, tops, names = 8.0, {}, []
+    for row in reversed(rows):
+        height = STEP * lines[row] + 10
+        tops[row] = y + 5
+        title = {0: "embeddings", 2: "outputs"}.get(row[0], row[2])
+        names.append((title, y + height / 2))
+        y += height
+    largest = max((graph.nodes[n].influence for n in served), default=1.0) or 1.0
+    marks, centre = [], {}
+    numbers = {n: k for k, n in enumerate(served)}
+    for (row, position), members in cells.items():
+        for k, n in enumerate(members):
+            node = graph.nodes[n]
+            centre[n] = (
+                round(start[position] + STEP * (k % ACROSS) + STEP / 2, 1),
+                round(tops[row] + STEP * (k // ACROSS) + STEP / 2, 1),
+            )
+            size = round(2.5 + 4 * math.sqrt(node.influence / largest), 1)
+            title = f"{_name(graph, node, _label(opened, node))} {_place(graph, node)}"
+            href = address(*base, node=node.id) + "#node"
+            kind = node.kind + (" chosen" if n == chosen else "")
+            marks.append(Mark(numbers[n], *centre[n], size, kind, href, title))
+    own = [e for e in edges if chosen is not None and chosen in (e.source, e.target)]
+    drawn = [
+        {
+            "x1": centre[e.source][0], "y1": centre[e.source][1], "x2": centre[e.target][0], "y2": centre[e.target][1],
+            "sign": "up" if e.weight > 0 else "down", "width": round(0.6 + 5 * math.sqrt(e.share), 1),
+        }
+        for e in own
+    ]  # fmt: skip
+    return Drawing(int(x) + 10, int(y) + 44, sorted(marks, key=lambda m: m.number), names, columns, drawn)
