@@ -15,7 +15,9 @@ for (const edge of edges) {
   out[edge[0]].push(edge);
   into[edge[1]].push(edge);
 }
-const key = `param-decomp graph ${location.pathname}`;
+const about = new URLSearchParams(location.search);
+about.delete("node");
+const key = `param-decomp graph ${location.pathname}?${about}`;
 let pinned = null;
 let state = { hidden: [], selected: [], groups: {} };
 try {
@@ -148,6 +150,8 @@ function refresh() {
     item.append(element("code", id));
     return item;
   }));
+  chosen.querySelector("[name=select]").value = state.selected.join(" ");
+  chosen.querySelector("form").hidden = !state.selected.length;
   chosen.querySelector(".groups").replaceChildren(...Object.entries(state.groups).map(([name, ids]) => group(name, ids)));
 }
 
@@ -203,7 +207,7 @@ selection.querySelector(".make").addEventListener("click", () => {
   refresh();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea")) return;
   if (event.key === "Escape") pin(null);
   else if (pinned !== null && event.key === "h") hide(pinned);
   else if (pinned !== null && event.key === "s" && marks[pinned].classList.contains("component")) select(pinned);

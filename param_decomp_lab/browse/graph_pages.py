@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import NotThere, Pages, address, clean
+from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
+from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node
+from param_decomp_lab.graph.show import graph_file
 
 LISTED = 100
 """Graphs in a list, the newest first."""
@@ -56,10 +61,10 @@ class Drawing:
 
 
 class GraphPages:
-    """Renders the graphs of a run's folder."""
+    """Renders the graphs of a run's folder, and of prompts that are typed."""
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
+    def __init__(self, pages: Pages, workers: Workers) -> None:
+        self._pages, self._workers = pages, workers
 
     def listing(self, opened: Opened) -> str:
         entries: list[dict[str, Any]] = []
@@ -75,14 +80,52 @@ class GraphPages:
                     "outputs": [clean(graph.output_names[n.number], 40) for n in graph.outputs],
                 }
             )  # fmt: skip
-        return self._pages.render("graphs.html", opened=opened, entries=entries)
+        return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
+                                  target="", unit=_unit(opened))  # fmt: skip
 
-    def graph(self, opened: Opened, name: str, chosen: str) -> str:
-        """``chosen``: the id of a node whose edges are drawn and listed; "" for none."""
+    def kept(self, opened: Opened, name: str, chosen: str) -> str:
+        """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none."""
         path = next((path for path in _files(opened) if path.stem == name), None)
         if path is None:
             raise NotThere(f"there is no graph {clean(name, 100)} of this run")
-        graph = Graph.load(path)
+        return self._graph(opened, Graph.load(path), chosen, lambda node: _address(opened, name, node), kept=True)
+
+    def of_prompt(self, opened: Opened, prompt: str, target: str, chosen: str) -> str:
+        """The graph of a prompt, made now; the address has all that it is made from. ``target``: a token or feature."""
+
+        def to(node: str) -> str:
+            return address(opened.run, opened.name, "graph", prompt=prompt, target=target, node=node)
+
+        answer = self.ask(opened, prompt, target)
+        if answer is None or answer.graph is None:
+            waiting = WAITING if answer is None else ""
+            wrong = "" if answer is None else clean(answer.wrong, 2000)
+            return self._pages.render("graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
+                                      prompt=clean(prompt), target=clean(target, 100), unit=_unit(opened))  # fmt: skip
+        return self._graph(opened, answer.graph, chosen, to, kept=False, target=target)
+
+    def ask(self, opened: Opened, prompt: str, target: str) -> GraphAnswer | None:
+        """The graph of a prompt; None while it is being made."""
+        if len(prompt) > LONGEST:
+            return GraphAnswer(wrong=f"a prompt may have {LONGEST:,} characters; this one has {len(prompt):,}")
+        question = GraphQuestion(prompt, (target,) if target else ())
+        return self._workers.of(opened).graph(question, PATIENCE_S)
+
+    def keep(self, opened: Opened, prompt: str, target: str) -> str:
+        """Writes the graph of a prompt into the run's folder; its address."""
+        answer = self.ask(opened, prompt, target)
+        if answer is None or answer.graph is None:
+            raise UserError("there is no such graph to keep" if answer is None else answer.wrong)
+        file = graph_file(opened.run_folder, answer.graph)
+        try:
+            answer.graph.save(file)
+        except OSError as error:
+            raise not_written(file, error, "look at the folder's permissions") from error
+        return _address(opened, file.stem, "")
+
+    def _graph(
+        self, opened: Opened, graph: Graph, chosen: str, to: Callable[[str], str], *, kept: bool, target: str = ""
+    ) -> str:
         served = _served(graph)
         numbers = {served_node: k for k, served_node in enumerate(served)}
         at = None
@@ -91,7 +134,7 @@ class GraphPages:
             if at is None:
                 raise NotThere(f"the graph has no node {clean(chosen, 200)}")
         edges = [e for e in graph.edges if e.source in numbers and e.target in numbers]
-        drawing = _draw(opened, graph, served, (opened.run, opened.name, "graphs", name), at, edges)
+        drawing = _draw(opened, graph, served, to, at, edges)
         edges.sort(key=lambda edge: -edge.share * _weight(graph, edge))
         data = {
             "nodes": [self._entry(opened, graph, graph.nodes[n]) for n in served],
@@ -100,15 +143,13 @@ class GraphPages:
                 for e in edges[:EDGES]
             ],
         }
-        lists = None if at is None else self._lists(opened, graph, at, name)
+        text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
         return self._pages.render(
-            "graph.html", opened=opened, name=name, graph=graph, drawing=drawing, lists=lists,
-            data=Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")),
-            left_out=len(graph.nodes) - len(served), edges_left_out=max(0, len(edges) - EDGES),
-            tokens=[clean(token, 40) for token in graph.tokens], prompt=clean(graph.prompt, 2000),
-            outputs=[
-                {"token": clean(graph.output_names[n.number], 40), "node": n} for n in graph.outputs
-            ],
+            "graph.html", opened=opened, graph=graph, drawing=drawing, kept=kept, target=target,
+            lists=None if at is None else self._lists(opened, graph, at, to),
+            data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
+            edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=_unit(opened),
+            outputs=[{"token": clean(graph.output_names[n.number], 40), "node": n} for n in graph.outputs],
         )  # fmt: skip
 
     def _entry(self, opened: Opened, graph: Graph, node: Node) -> list[Any]:
@@ -116,13 +157,13 @@ class GraphPages:
         values = [float(f"{x:.3g}") for x in (node.importance, node.value, node.influence)]
         return [_name(graph, node, _label(opened, node)), _place(graph, node), _page(opened, node), *values, node.id]
 
-    def _lists(self, opened: Opened, graph: Graph, at: int, name: str) -> dict[str, Any]:
+    def _lists(self, opened: Opened, graph: Graph, at: int, to: Callable[[str], str]) -> dict[str, Any]:
         node = graph.nodes[at]
 
         def row(other: Node, edge: Edge) -> dict[str, Any]:
             return {
                 "name": _name(graph, other, _label(opened, other)), "place": _place(graph, other), "edge": edge,
-                "href": address(opened.run, opened.name, "graphs", name, node=other.id),
+                "href": to(other.id),
             }  # fmt: skip
 
         into, out = graph.into(node), graph.out_of(node)
@@ -131,6 +172,14 @@ class GraphPages:
             "page": _page(opened, node), "into": [row(*pair) for pair in into[:SHOWN]],
             "out": [row(*pair) for pair in out[:SHOWN]], "n_into": len(into), "n_out": len(out),
         }  # fmt: skip
+
+
+def _address(opened: Opened, name: str, node: str) -> str:
+    return address(opened.run, opened.name, "graphs", name, node=node)
+
+
+def _unit(opened: Opened) -> str:
+    return "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
 
 
 def _files(opened: Opened) -> list[Path]:
@@ -184,7 +233,7 @@ def _page(opened: Opened, node: Node) -> str:
 
 
 def _draw(
-    opened: Opened, graph: Graph, served: list[int], base: tuple[str, ...], chosen: int | None, edges: list[Edge]
+    opened: Opened, graph: Graph, served: list[int], to: Callable[[str], str], chosen: int | None, edges: list[Edge]
 ) -> Drawing:
     """Cells by row and position; a cell has as many lines of nodes as it needs."""
     order = {"embedding": 0, "biases": 0, "rest": 1, "component": 1, "output": 2}
@@ -227,7 +276,7 @@ def _draw(
             )
             size = round(2.5 + 4 * math.sqrt(node.influence / largest), 1)
             title = f"{_name(graph, node, _label(opened, node))} {_place(graph, node)}"
-            href = address(*base, node=node.id) + "#node"
+            href = to(node.id) + "#node"
             kind = node.kind + (" chosen" if n == chosen else "")
             marks.append(Mark(numbers[n], *centre[n], size, kind, href, title))
     own = [e for e in edges if chosen is not None and chosen in (e.source, e.target)]

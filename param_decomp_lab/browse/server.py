@@ -28,8 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.graph_pages import GraphPages
+from param_decomp_lab.browse.intervention_page import InterventionPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
-from param_decomp_lab.browse.text_page import TextPages
+from param_decomp_lab.browse.text_page import TextPages, Workers
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.report.write import render_report
 
@@ -57,7 +58,9 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     version = hashlib.sha256(b"".join(content for content, _ in files.values())).hexdigest()[:12]
     catalog = Catalog(folders)
     pages = Pages(catalog, f"/static/{version}")
-    texts, graphs = TextPages(pages), GraphPages(pages)
+    workers = Workers()
+    texts, graphs = TextPages(pages, workers), GraphPages(pages, workers)
+    interventions = InterventionPages(pages, workers)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -113,9 +116,26 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
 
     @of_harvest
-    async def graph(request: Request, opened: Opened) -> Response:
+    async def kept_graph(request: Request, opened: Opened) -> Response:
         name, node = request.path_params["graph"], request.query_params.get("node", "")
-        return HTMLResponse(await asyncio.to_thread(graphs.graph, opened, name, node))
+        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node))
+
+    @of_harvest
+    async def graph(request: Request, opened: Opened) -> Response:
+        prompt, target, node = (request.query_params.get(name, "") for name in ("prompt", "target", "node"))
+        if not prompt.strip():
+            return RedirectResponse(address(opened.run, opened.name, "graphs"), 303)
+        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, prompt, target, node))
+
+    @of_harvest
+    async def keep_graph(request: Request, opened: Opened) -> Response:
+        form = await _form(request)
+        prompt, target = form.get("prompt", ""), form.get("target", "")
+        return RedirectResponse(await asyncio.to_thread(graphs.keep, opened, prompt, target), 303)
+
+    @of_harvest
+    async def intervene(request: Request, opened: Opened) -> Response:
+        return HTMLResponse(await asyncio.to_thread(interventions.page, opened, request.query_params))
 
     @of_harvest
     async def report(request: Request, opened: Opened) -> Response:
@@ -150,7 +170,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         del app
         yield
-        texts.close()
+        workers.close()
 
     return Starlette(
         routes=[
@@ -159,7 +179,10 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}", harvest),
             Route("/{run}/{harvest}/text", text),
             Route("/{run}/{harvest}/graphs", graph_list),
-            Route("/{run}/{harvest}/graphs/{graph}", graph),
+            Route("/{run}/{harvest}/graphs/{graph}", kept_graph),
+            Route("/{run}/{harvest}/graph", graph),
+            Route("/{run}/{harvest}/graph", keep_graph, methods=["POST"]),
+            Route("/{run}/{harvest}/intervene", intervene),
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/sites/{site}", site),
             Route("/{run}/{harvest}/sites/{site}/{component}", component),

@@ -20,30 +20,45 @@ COMPONENTS = 12
 SHADED = 10
 
 
-class TextPages:
-    """Renders the text page. Each run that is asked about gets a process of its own."""
+WAITING = (
+    "Working on it; the first prompt starts JAX and compiles, which takes a few seconds and more with a large model. "
+    "This page asks again by itself."
+)
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
+
+class Workers:
+    """Each run that is asked about gets a process of its own."""
+
+    def __init__(self) -> None:
         self._workers: list[TextWorker] = []
-        self._worker = lru_cache(maxsize=None)(self._start)
+        self.of = lru_cache(maxsize=None)(self._start)
+
+    def _start(self, opened: Opened) -> TextWorker:
+        plan = opened.harvest.plan
+        worker = TextWorker(opened.run_folder, plan.step, tuple(opened.harvest.sites), plan.threshold)
+        self._workers.append(worker)
+        return worker
 
     def close(self) -> None:
         """Ends all processes."""
         for worker in self._workers:
             worker.close()
 
+
+class TextPages:
+    """Renders the text page."""
+
+    def __init__(self, pages: Pages, workers: Workers) -> None:
+        self._pages, self._workers = pages, workers
+
     def page(self, opened: Opened, text: str, at: int) -> str:
         values: dict[str, Any] = {"wrong": "", "waiting": "", "found": None}
         if len(text) > LONGEST:
             values["wrong"] = f"a text may have {LONGEST:,} characters; this one has {len(text):,}"
         elif text.strip():
-            answer = self._worker(opened).ask(text, PATIENCE_S)
+            answer = self._workers.of(opened).ask(text, PATIENCE_S)
             if answer is None:
-                values["waiting"] = (
-                    "Working on it; the first text starts JAX and compiles, which takes a few seconds and more with a "
-                    "large model. This page asks again by itself."
-                )
+                values["waiting"] = WAITING
             elif answer.wrong:
                 values["wrong"] = clean(answer.wrong, 2000)
             else:
@@ -52,12 +67,6 @@ class TextPages:
         return self._pages.render(
             "text.html", opened=opened, text=clean(text[:LONGEST]), unit=unit, longest=LONGEST, **values
         )
-
-    def _start(self, opened: Opened) -> TextWorker:
-        plan = opened.harvest.plan
-        worker = TextWorker(opened.run_folder, plan.step, tuple(opened.harvest.sites), plan.threshold)
-        self._workers.append(worker)
-        return worker
 
     def _found(self, opened: Opened, answer: Answer, at: int) -> dict[str, Any]:
         """``at``: the number of the token whose components are listed."""

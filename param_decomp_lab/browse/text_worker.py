@@ -1,4 +1,4 @@
-"""Runs texts through a run, in a process of its own: JAX takes seconds to start and more memory than all pages do."""
+"""Runs prompts through a run, in a process of its own: JAX takes seconds to start and more memory than all pages do."""
 
 import multiprocessing
 import os
@@ -13,7 +13,10 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.graph import Graph
 
+OUTPUTS, SAMPLES, CONTINUED = 10, 8, 8
+"""Of an intervention: outputs shown, draws of the random reading, tokens of the continuation."""
 KEPT = 32
 """Answers that are kept, since every click on a token asks for the text again."""
 
@@ -39,32 +42,107 @@ class Answer:
     wrong: str = ""
 
 
+@dataclass(frozen=True)
+class GraphQuestion:
+    """The attribution graph of a prompt. ``targets``: tokens or features to follow; none for the most likely."""
+
+    prompt: str
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class InterventionQuestion:
+    """A prompt with some components at a scale, or on alone, at their positions. ``goes_on``: how the text goes on, too,
+    which takes a program for every token more."""
+
+    prompt: str
+    selection: tuple[str, ...]
+    alone: bool
+    scale: float
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class GraphAnswer:
+    """A graph, or why there is none."""
+
+    graph: Graph | None = None
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an intervention does in one reading. ``kl``: at the last position; ``kl_mean``: over all. ``outputs``: the
+    most likely ones, with their name and their probability without and with it (of a toy: their value)."""
+
+    reading: str
+    kl: float
+    kl_mean: float
+    outputs: list[tuple[str, float, float]]
+
+
+@dataclass(frozen=True)
+class InterventionAnswer:
+    """``continuations``: the text that follows, without and with the intervention; empty if not asked for."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    continuations: tuple[str, str] = ("", "")
+    wrong: str = ""
+
+
+Question = str | GraphQuestion | InterventionQuestion
+"""A text asks what fires in it."""
+AnyAnswer = Answer | GraphAnswer | InterventionAnswer
+
+
 class TextWorker:
     """Asks a process that has opened the run; it starts with the first question, and again if it has ended."""
 
     def __init__(self, run: Path, step: int, sites: tuple[str, ...], threshold: float) -> None:
         self._about = (run, step, sites, threshold)
-        self._answers: OrderedDict[str, Future[Answer]] = OrderedDict()
+        self._answers: OrderedDict[Question, Future[AnyAnswer]] = OrderedDict()
         self._one_at_a_time = ThreadPoolExecutor(1)
         self._process: Any = None
         self._pipe: Connection | None = None
 
     def ask(self, text: str, patience_s: float) -> Answer | None:
+        """What fires in a text; None as of `wait`."""
+        found = self.wait(text, patience_s)
+        assert found is None or isinstance(found, Answer)
+        return found
+
+    def graph(self, question: GraphQuestion, patience_s: float) -> GraphAnswer | None:
+        """A graph; None as of `wait`."""
+        found = self.wait(question, patience_s)
+        if isinstance(found, Answer):
+            return GraphAnswer(wrong=found.wrong)
+        assert found is None or isinstance(found, GraphAnswer)
+        return found
+
+    def intervention(self, question: InterventionQuestion, patience_s: float) -> InterventionAnswer | None:
+        """What an intervention does; None as of `wait`."""
+        found = self.wait(question, patience_s)
+        if isinstance(found, Answer):
+            return InterventionAnswer(wrong=found.wrong)
+        assert found is None or isinstance(found, InterventionAnswer)
+        return found
+
+    def wait(self, question: Question, patience_s: float) -> AnyAnswer | None:
         """The answer, or None if it takes longer than ``patience_s``: then it is being worked on, and asking again
         gets it."""
-        if text not in self._answers:
-            self._answers[text] = self._one_at_a_time.submit(self._question, text)
+        if question not in self._answers:
+            self._answers[question] = self._one_at_a_time.submit(self._question, question)
             while len(self._answers) > KEPT:
                 self._answers.popitem(last=False)
         try:
-            return self._answers[text].result(patience_s)
+            return self._answers[question].result(patience_s)
         except TimeoutError:
             return None
         except (EOFError, OSError) as error:
-            self._answers.pop(text, None)
+            self._answers.pop(question, None)
             return Answer(wrong=f"the process that runs texts has ended ({error or 'without a word'}); ask again")
 
-    def _question(self, text: str) -> Answer:
+    def _question(self, question: Question) -> AnyAnswer:
         if self._process is None or not self._process.is_alive():
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
@@ -72,9 +150,9 @@ class TextWorker:
             self._process.start()
             theirs.close()
         assert self._pipe is not None
-        self._pipe.send(text)
+        self._pipe.send(question)
         answer = self._pipe.recv()
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, AnyAnswer)
         return answer
 
     def close(self) -> None:
@@ -86,13 +164,13 @@ class TextWorker:
 
 
 def serve(pipe: Connection, run: Path, step: int, sites: tuple[str, ...], threshold: float) -> None:
-    """Answers texts until the other end is closed."""
+    """Answers questions until the other end is closed."""
     # A run that trains on these devices needs their memory more.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     opened: Any = None
     while True:
         try:
-            text = pipe.recv()
+            question = pipe.recv()
         except EOFError:
             return
         try:
@@ -100,14 +178,50 @@ def serve(pipe: Connection, run: Path, step: int, sites: tuple[str, ...], thresh
                 from param_decomp_lab.opening import load_run
 
                 opened = load_run(run, step, devices=1)
-            pipe.send(_answer(opened, text, sites, threshold))
+            pipe.send(_answer(opened, question, sites, threshold))
         except UserError as error:
             pipe.send(Answer(wrong=str(error)))
         except Exception as error:  # a bug, or a machine without memory: said on the page, and asked again
             pipe.send(Answer(wrong=f"{type(error).__name__}: {error}"[:2000]))
 
 
-def _answer(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> Answer:
+def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: float) -> AnyAnswer:
+    match question:
+        case str():
+            return _what_fires(run, question, sites, threshold)
+        case GraphQuestion(prompt, targets):
+            return GraphAnswer(run.graph(prompt, target=targets or None, threshold=threshold))
+        case InterventionQuestion():
+            return _intervene(run, question)
+
+
+def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:
+    of_text = run.text is not None
+    options = {"alone": True} if question.alone else {"scale": question.scale}
+    found = run.intervene(
+        question.prompt,
+        question.selection,
+        continue_tokens=CONTINUED if of_text and question.goes_on else 0,
+        samples=SAMPLES,
+        **options,
+    )
+    outcomes = []
+    for name, reading in found.readings.items():
+        if of_text:
+            before, after = reading.probabilities()
+            kl, kl_mean = reading.kl(), reading.kl(position=None)
+        else:
+            before, after = (x[:, -1].mean(axis=0) for x in (reading.before, reading.after))
+            kl = kl_mean = float(((reading.after - reading.before) ** 2).mean())
+        largest = np.argsort(-np.maximum(np.abs(before), np.abs(after)), kind="stable")[:OUTPUTS]
+        names = run.text.tokens(largest.tolist()) if of_text else [str(n) for n in largest]
+        values = zip(names, before[largest].tolist(), after[largest].tolist(), strict=True)
+        outcomes.append(Outcome(name, kl, kl_mean, list(values)))
+    without, with_it = ("".join(run.text.tokens(tokens)) if of_text else "" for tokens in found.continuation)
+    return InterventionAnswer(outcomes, (without, with_it))
+
+
+def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> Answer:
     from param_decomp_lab.opening.prompt import read_prompt
 
     inputs, tokens = read_prompt(run, text)

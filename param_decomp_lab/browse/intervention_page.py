@@ -1,0 +1,54 @@
+"""The page of an intervention: a prompt with some components out, scaled, or on alone."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.pages import Pages, clean
+from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
+from param_decomp_lab.browse.text_worker import InterventionQuestion
+
+MOST = 500
+"""Components of a selection."""
+HOWS = ("off", "alone", "scale")
+
+
+class InterventionPages:
+    """Renders interventions."""
+
+    def __init__(self, pages: Pages, workers: Workers) -> None:
+        self._pages, self._workers = pages, workers
+
+    def page(self, opened: Opened, given: Mapping[str, str]) -> str:
+        """``given``: the fields of the form."""
+        prompt, selection = given.get("prompt", ""), tuple(given.get("select", "").replace(",", " ").split())
+        how, scale = given.get("how", "off"), given.get("scale", "") or "0"
+        values: dict[str, Any] = {"waiting": "", "wrong": "", "outcomes": [], "continuations": ("", "")}
+        goes_on = bool(given.get("on"))
+        if prompt.strip() and selection:
+            values |= self._ask(opened, prompt, selection, how, scale, goes_on)
+        return self._pages.render(
+            "intervene.html", opened=opened, prompt=clean(prompt[:LONGEST]), select=clean("\n".join(selection)),
+            how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
+            unit="tokens" if opened.harvest.plan.inputs == "tokens" else "features", **values,
+        )  # fmt: skip
+
+    def _ask(
+        self, opened: Opened, prompt: str, selection: tuple[str, ...], how: str, scale: str, goes_on: bool
+    ) -> dict[str, Any]:
+        if len(prompt) > LONGEST or len(selection) > MOST:
+            return {"wrong": f"a prompt may have {LONGEST:,} characters, and a selection {MOST} components"}
+        try:
+            factor = float(scale) if how == "scale" else 0.0
+        except ValueError:
+            factor = math.nan
+        if how not in HOWS or not math.isfinite(factor):
+            return {"wrong": f"'{clean(scale, 40)}' should be a number"}
+        question = InterventionQuestion(prompt, selection, how == "alone", factor, goes_on)
+        answer = self._workers.of(opened).intervention(question, PATIENCE_S)
+        if answer is None:
+            return {"waiting": WAITING}
+        if answer.wrong:
+            return {"wrong": clean(answer.wrong, 2000)}
+        return {"outcomes": answer.outcomes, "continuations": answer.continuations}

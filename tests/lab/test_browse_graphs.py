@@ -1,0 +1,163 @@
+"""Graphs and interventions in the browser: what the pages show, what is kept, and what they refuse."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from starlette.testclient import TestClient
+
+from param_decomp_lab import load_run
+from param_decomp_lab.graph import Graph
+from param_decomp_lab.opening import Run
+from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
+
+TEXT = "then"
+
+
+@pytest.fixture(scope="module")
+def mine(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with its checkpoints, in which graphs may be kept."""
+    return Path(shutil.copytree(harvested, tmp_path_factory.mktemp("graphs") / "runs"))
+
+
+@pytest.fixture(scope="module")
+def shown(mine: Path) -> Iterator[TestClient]:
+    with client(mine) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(mine: Path) -> Run:
+    return load_run(mine / LLAMA)
+
+
+def wait(browser: TestClient, page: str, **params: str) -> str:
+    for _ in range(600):
+        found = browser.get(page, params=params)
+        if "http-equiv" not in found.text:
+            return found.text
+        time.sleep(0.1)
+    pytest.fail("no answer")
+
+
+def data_of(page: str) -> dict[str, list[list[object]]]:
+    found: dict[str, list[list[object]]] = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    return found
+
+
+def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> None:
+    here = base(mine)
+    page = wait(shown, f"{here}/graph", prompt=TEXT, target="h")
+    graph = run.graph(TEXT, target="h")
+    data = data_of(page)
+    assert [node[6] for node in data["nodes"]] == [
+        node.id for node in sorted(graph.nodes, key=lambda n: (n.kind != "output", -n.influence))
+    ]
+    assert page.count("<circle") == len(graph.nodes)
+    assert len(data["edges"]) == len(graph.edges)
+    best = graph.components[0]
+    chosen = shown.get(f"{here}/graph", params={"prompt": TEXT, "target": "h", "node": best.id}).text
+    own = [edge for edge in graph.edges if best in (graph.nodes[edge.source], graph.nodes[edge.target])]
+    assert chosen.count("<line") == len(own)
+    for other, _ in (*graph.into(best)[:5], *graph.out_of(best)[:5]):
+        link = f"{here}/graph?prompt={TEXT}&target=h&node={quote(other.id, safe='')}"
+        assert link in unescape(chosen)
+    assert f"{here}/sites/{best.site}/{best.number}" in chosen
+    assert "Keep this graph" in page
+    kept = shown.post(f"{here}/graph", data={"prompt": TEXT, "target": "h"})
+    assert kept.status_code == 303
+    [file] = (mine / LLAMA / "graphs").iterdir()
+    assert Graph.load(file).nodes == Graph.from_json(graph.to_json(), "").nodes
+    assert kept.headers["location"] == f"{here}/graphs/{file.stem}"
+    again = shown.get(kept.headers["location"])
+    assert data_of(again.text) == data
+    assert "Keep this graph" not in again.text
+    assert file.stem in shown.get(f"{here}/graphs").text
+
+
+def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
+    component = "layers.1.mlp.up_proj:3"
+    page = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=f"{component}@1", how="off")
+    assert page.count("<h2>others ") == 3
+    assert "How the text goes on" not in page
+    found = run.intervene(TEXT, f"{component}@1", readings=("ci",))
+    before, after = found.readings["ci"].probabilities()
+    first = page.partition("others at λ")[2].partition("</section>")[0]
+    shares = [float(x) for x in re.findall(r'num">([\d.]+)\u00a0%', first)]
+    best = int(before.argmax())
+    assert shares[0] == pytest.approx(100 * before[best], rel=0.05)
+    assert shares[1] == pytest.approx(100 * after[best], rel=0.05)
+    refused = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how="scale", scale="lots")
+    assert "should be a number" in refused
+    unknown = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select="layers.7.up:1", how="off")
+    assert "is no site" in unknown
+    assert MARKUP not in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=MARKUP, how=MARKUP)
+
+
+def test_a_toy(shown: TestClient, mine: Path) -> None:
+    here = base(mine, TOY)
+    assert "output" in wait(shown, f"{here}/graph", prompt="1=0.75", target="1")
+    assert "features go from 0" in wait(shown, f"{here}/graph", prompt="1=0.75", target="99")
+    site = next(iter(load_run(mine / TOY).sites))
+    assert "mean squared change" in wait(shown, f"{here}/intervene", prompt="1=0.75", select=f"{site}:0", how="alone")
+
+
+def test_what_is_wrong_with_a_kept_graph(shown: TestClient, mine: Path) -> None:
+    folder = mine / LLAMA / "graphs"
+    folder.mkdir(exist_ok=True)
+    (folder / "broken.json").write_text("{")
+    here = base(mine)
+    listed = shown.get(f"{here}/graphs")
+    assert listed.status_code == 200
+    assert "not valid JSON" in listed.text
+    assert shown.get(f"{here}/graphs/broken").status_code == 400
+    for path in ("nothing", "..%2f..%2fconfig", quote(MARKUP, safe="")):
+        answer = shown.get(f"{here}/graphs/{path}")
+        assert answer.status_code == 404
+        assert MARKUP not in answer.text
+
+
+def test_hostile_graphs(shown: TestClient, mine: Path, run: Run) -> None:
+    """A graph's texts are shown as they are, and end neither the page's tags nor its data."""
+    raw = run.graph(TEXT).to_json()
+    raw |= {"prompt": MARKUP, "tokens": [MARKUP] * 4}
+    raw["output_names"] = dict.fromkeys(raw["output_names"], MARKUP)
+    raw["nodes"]["site"] = [MARKUP] * len(raw["nodes"]["site"])
+    (mine / LLAMA / "graphs").mkdir(exist_ok=True)
+    (mine / LLAMA / "graphs" / "hostile.json").write_text(json.dumps(raw))
+    for address in (f"{base(mine)}/graphs/hostile", f"{base(mine)}/graphs"):
+        page = shown.get(address)
+        assert page.status_code == 200
+        assert "<script>alert" not in page.text
+        assert "<img src=x" not in page.text
+        assert page.text.count("</script>") == (3 if address.endswith("hostile") else 1)
+
+
+def test_a_page_of_two_thousand_nodes(shown: TestClient, mine: Path, run: Run) -> None:
+    """At most 200 KB travel, and the largest nodes are drawn."""
+    raw = run.graph(TEXT).to_json()
+    names = list(raw["nodes"])
+    n = 3000
+    node = {name: raw["nodes"][name][-1] for name in names}
+    nodes = [{**node, "kind": "component", "site": f"layers.{k % 30}.mlp.down_proj", "number": k,
+              "position": k % 4, "influence": 1 / (k + 2)} for k in range(n)]  # fmt: skip
+    raw["nodes"] = {name: [row[name] for row in nodes] for name in names}
+    ends = [(k, (k * 7 + j) % n) for k in range(n) for j in range(1, 6)]
+    raw["edges"] = {
+        "source": [a for a, _ in ends], "target": [b for _, b in ends],
+        "weight": [0.123456 * (1 + k % 97) for k in range(len(ends))],
+        "share": [1 / (1 + k % 89) for k in range(len(ends))],
+    }  # fmt: skip
+    (mine / LLAMA / "graphs").mkdir(exist_ok=True)
+    (mine / LLAMA / "graphs" / "large.json").write_text(json.dumps(raw))
+    page = shown.get(f"{base(mine)}/graphs/large")
+    assert page.status_code == 200
+    assert page.text.count("<circle") == 2000
+    assert int(page.headers["content-length"]) <= 200_000
+    assert "draws the largest 2000 nodes" in page.text
