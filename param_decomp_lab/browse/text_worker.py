@@ -52,8 +52,8 @@ class GraphQuestion:
 
 @dataclass(frozen=True)
 class InterventionQuestion:
-    """A prompt with some components at a scale, or on alone, at their positions. ``goes_on``: how the text goes on, too,
-    which takes a program for every token more."""
+    """A prompt with some components at a scale, or on alone, at their positions. ``goes_on``: how the text goes on,
+    too, which takes a program for every token more."""
 
     prompt: str
     selection: tuple[str, ...]
