@@ -55,8 +55,8 @@ def show_graph(console: Console, graph: Graph) -> None:
     console.print(outputs)
     table = plain_table(
         "Components of largest influence",
-        ("component", "left"), ("at", "left"), ("influence", "right"), ("λ", "right"), ("a", "right"),
-        ("leads to most", "left"),
+        ("component", "wrap"), ("at", "wrap"), ("influence", "right"), ("λ", "right"), ("a", "right"),
+        ("leads to most", "wrap"),
     )  # fmt: skip
     for node in graph.components[:SHOWN]:
         leads = graph.out_of(node)

@@ -18,12 +18,18 @@ graph, or numbers by site: one or many."""
 
 
 def selected(
-    selection: Selection, sites: Mapping[str, Site], n_positions: int, positions: Iterable[int] | None = None
+    selection: Selection,
+    sites: Mapping[str, Site],
+    n_positions: int,
+    positions: Iterable[int] | None = None,
+    *,
+    may_have_positions: bool = True,
 ) -> dict[str, Bool[np.ndarray, "T C"]]:
     """By site, which components are selected at which positions; sites without any are left out.
 
     ``positions``: of the components that are selected without a position of their own; None for all.
-    Raises UserError for what is no component, or no position.
+    ``may_have_positions``: whether a component may be selected at one position. Raises UserError for what is no
+    component, or no position.
     """
     everywhere = range(n_positions) if positions is None else [_position(p, n_positions) for p in positions]
     found: dict[str, np.ndarray] = {}
@@ -35,6 +41,8 @@ def selected(
         C = sites[site].C
         if not 0 <= number < C:
             raise UserError(f"{site} has components 0 to {C - 1}, and no component {number}")
+        if own is not None and not may_have_positions:
+            raise UserError(f"{site}:{number}@{own}: here a component is meant at all positions; leave out @{own}")
         mask = found.setdefault(site, np.zeros((n_positions, C), bool))
         mask[everywhere if own is None else _position(own, n_positions), number] = True
 
