@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -11,9 +14,12 @@ from hypothesis import strategies as st
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
+from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.graph.influence import Rows, influence, prune
 from param_decomp_lab.opening import Run, load_run
 from tests import reference as ref
+from tests.core import test_experts as with_experts
+from tests.core import tiny
 from tests.lab.tiny_run import pd_here
 
 TEXT = "def f(x):"
@@ -90,6 +96,38 @@ def test_on_eight_devices(run: Run, finished: Path, whole: Graph) -> None:
     for edge in whole.edges:
         ends = tuple(place[whole.nodes[end].id] for end in (edge.source, edge.target))
         assert weights.get(ends, 0.0) == pytest.approx(edge.weight, abs=1e-5 * scale)
+
+
+def test_experts(run: Run) -> None:
+    """Slots and positions, stacks and sites: edges into an output, one by one, against the reference."""
+    target, weights = with_experts.target(), with_experts.weights()
+    problem = tiny.problem((), target)
+    state = tiny.ruffled_state(problem)
+    opened = SimpleNamespace(
+        problem=problem, learned=(state.components, state.ci), mesh=run.mesh, weights=jax.device_put(weights)
+    )
+    tokens = tiny.TOKENS[:1, :3]
+    incoming = Incoming(opened, jnp.asarray(tokens), 0.0)
+    plain = tiny.ref_target(target, weights, tokens)
+    want = ref.attributions(plain, tiny.ref_components(state.components, target.sites), ref.Node(ref.LOGIT, (0, 2), 5))
+    found = incoming.of_outputs(2, np.asarray([5])).weights[0]
+    names, firing = [site.name for site in target.sites.all], incoming.firing
+    assert 0 < len(firing) < sum(site.C for site in target.sites.all) * 3
+    assert any("experts" in names[site] for site in firing.site)
+    places = zip(firing.site, firing.position, firing.number, strict=True)
+    theirs = [want.components[names[site]][0, position, number] for site, position, number in places]
+    scale = np.abs(theirs).max()
+    np.testing.assert_allclose(found[: len(firing)], theirs, atol=1e-5 * scale)
+    fires = {name: np.zeros(x.shape, bool) for name, x in want.components.items()}
+    for site, position, number in zip(firing.site, firing.position, firing.number, strict=True):
+        fires[names[site]][0, position, number] = True
+        assert incoming.importances[names[site]][position, number] > 0
+    _, rests = ref.with_rests(want, fires)
+    layout = incoming.layout
+    for site, position, weight in zip(
+        layout.rest_site, layout.rest_position, found[len(firing) : len(firing) + len(layout.rest_site)], strict=True
+    ):
+        assert weight == pytest.approx(rests[names[site]][0, position], abs=1e-4 * scale)
 
 
 def test_files(whole: Graph, tmp_path: Path) -> None:
