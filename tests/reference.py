@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11 and 12, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8 and 11-13, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -1381,3 +1381,45 @@ def mmcs_and_ml2r(W: Array, V: Array, U: Array) -> tuple[float, float]:
     best = cosines.argmax(axis=1)
     rows = np.arange(len(W))
     return float(cosines[rows, best].mean()), float((lengths[rows, best] / target_lengths).mean())
+
+
+# ---- Section 13: groups ----
+
+Grouping = Sequence[Sequence[int]]
+"""The members of each group."""
+
+
+def group_activity(active: Array, groups: Grouping) -> Array:
+    """G1: components' activity `[N, C]` -> groups' `[N, k]`, both bool."""
+    return np.stack([active[:, list(members)].any(axis=1) for members in groups], axis=1)
+
+
+def grouping_cost(active: Array, groups: Grouping, alpha: float) -> float:
+    """G2: bits at a position."""
+    shares, k = group_activity(active, groups).mean(axis=0), len(groups)
+    return sum(float(s) * (math.log2(k) + alpha * len(members)) for s, members in zip(shares, groups, strict=True))
+
+
+def merged(groups: Grouping, i: int, j: int) -> Grouping:
+    return [*(g for n, g in enumerate(groups) if n not in (i, j)), [*groups[i], *groups[j]]]
+
+
+def own_part(active: Array, groups: Grouping, i: int, j: int, alpha: float) -> float:
+    """G4: the change of the cost, computed from the two groupings, without the numbering part."""
+    change = grouping_cost(active, merged(groups, i, j), alpha) - grouping_cost(active, groups, alpha)
+    k = len(groups)
+    return change - float(group_activity(active, groups).mean(axis=0).sum()) * math.log2((k - 1) / k)
+
+
+def kept_pairs(labels: Sequence[int]) -> set[tuple[int, int]]:
+    """G7: the pairs of components that a grouping keeps together."""
+    n = len(labels)
+    return {(i, j) for i in range(n) for j in range(i + 1, n) if labels[i] == labels[j]}
+
+
+def adjusted_rand(one: Sequence[int], other: Sequence[int]) -> float:
+    """G7: (pairs in both - expected) / (mean of the pairs in each - expected)."""
+    mine, theirs, n = kept_pairs(one), kept_pairs(other), len(one)
+    expected = len(mine) * len(theirs) / (n * (n - 1) / 2)
+    most = (len(mine) + len(theirs)) / 2
+    return 1.0 if most == expected else (len(mine & theirs) - expected) / (most - expected)

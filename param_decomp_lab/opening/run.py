@@ -24,7 +24,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest, harvest_of
+from param_decomp_lab.harvest_files import Groups, Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import activations, clean, importances, masked
 from param_decomp_lab.opening.masks import CI, Masks, bundle, by_site, chosen_sites
@@ -127,6 +127,14 @@ class Run:
         Raises UserError if there is none (`pd harvest` makes it).
         """
         return harvest_of(self.folder, self.step)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Components that act together, of `harvest`.
+
+        Raises UserError if there are none (`pd cluster` finds them).
+        """
+        return self.harvest.groups
 
     # --- components ---
 
