@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
+from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -56,7 +57,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     version = hashlib.sha256(b"".join(content for content, _ in files.values())).hexdigest()[:12]
     catalog = Catalog(folders)
     pages = Pages(catalog, f"/static/{version}")
-    texts = TextPages(pages)
+    texts, group_pages = TextPages(pages), GroupPages(pages)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -107,6 +108,15 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
 
     @of_harvest
+    async def groups(request: Request, opened: Opened) -> Response:
+        return HTMLResponse(group_pages.groups(opened, GroupQuery.parse(request.query_params), _page(request)))
+
+    @of_harvest
+    async def group(request: Request, opened: Opened) -> Response:
+        number = _number(request.path_params["group"])
+        return HTMLResponse(group_pages.group(opened, number, _page(request)))
+
+    @of_harvest
     async def report(request: Request, opened: Opened) -> Response:
         def component_address(site: str, number: int) -> str:
             name = site.removeprefix("model.").removesuffix(".weight")
@@ -148,6 +158,8 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}", harvest),
             Route("/{run}/{harvest}/text", text),
             Route("/{run}/{harvest}/report", report),
+            Route("/{run}/{harvest}/groups", groups),
+            Route("/{run}/{harvest}/groups/{group}", group),
             Route("/{run}/{harvest}/sites/{site}", site),
             Route("/{run}/{harvest}/sites/{site}/{component}", component),
             Route("/{run}/{harvest}/sites/{site}/{component}/label", label, methods=["POST"]),

@@ -1,7 +1,8 @@
 """Finding the groups of a harvest: from the firings it has kept to a published grouping."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,14 @@ Report = Callable[[str, int, int], None]
 
 
 def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Console | None = None) -> Groups:
-    """The groups of a harvest, in its folder. Those that were found before with the same options are returned.
-    Raises UserError where no component fires often enough, and for a damaged harvest; and CannotWrite."""
+    """The groups of a harvest, in its folder. Those that were found before with the same options are returned, and are
+    the newest from now on. Raises UserError where no component fires often enough, and for a damaged harvest; and
+    CannotWrite."""
     request, console = request or ClusterRequest(), console or Console(quiet=True)
     out = harvest.folder / CLUSTERS / request.options.name
     if (out / CLUSTERS_FILE).is_file():
+        with suppress(OSError):  # where nothing may be written
+            os.utime(out)
         return Groups(out, harvest)
     activity = harvested_activity(harvest)
     least = max(1.0, request.min_density * activity.n_positions)

@@ -37,7 +37,8 @@ class Merger:
 
     def __init__(self, activity: Activity, alpha: float, near: float = NEAR) -> None:
         assert (activity.firings > 0).all(), "a component that never fires joins nothing (G5)"
-        self._activity, self._alpha, self._near = activity, alpha, near
+        # Of one type each: for another, the loops would be compiled again.
+        self._activity, self._alpha, self._near = activity, float(alpha), float(near)
 
     def find_pairs(self, report: Callable[[int], None] = lambda done: None) -> Pairs:
         """The pairs that are near each other at the beginning. ``report``: gets how many components are done."""
@@ -53,7 +54,7 @@ class Merger:
         the pair of rank n is drawn with a probability in proportion to exp(−n / draw). ``report``: gets how many merges
         are done."""
         a, near = self._activity, pairs.neighbours(len(self._activity))
-        settings = self._alpha, self._near, draw, seed
+        settings = self._alpha, self._near, float(draw), int(seed)
         found = _watched(lambda done: _merge(a.ends, a.positions, a.n_positions, pairs, *near, *settings, done), report)
         return History(*found)
 

@@ -61,7 +61,7 @@ def labels_of(history: History, n: int) -> np.ndarray:
     return np.unique(label, return_inverse=True)[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(dense, alphas, st.randoms(use_true_random=False))
 def test_the_change_by_the_formula_is_that_of_the_cost(active: np.ndarray, alpha: float, random: object) -> None:
     C = active.shape[1]
@@ -80,7 +80,7 @@ def test_the_change_by_the_formula_is_that_of_the_cost(active: np.ndarray, alpha
         assert change == pytest.approx(reference.grouping_cost(active, groups, alpha) - before, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(dense, alphas, st.sampled_from([0.0, 0.0, 2.0]), st.integers(0, 3))
 def test_every_merge_is_the_best_one_or_a_drawn_candidate(
     active: np.ndarray, alpha: float, draw: float, seed: int
@@ -89,7 +89,7 @@ def test_every_merge_is_the_best_one_or_a_drawn_candidate(
     n, N = active.shape[1], len(active)
     if not n:
         return
-    merger = Merger(activity_of(active), alpha, near=0)
+    merger = Merger(activity_of(active), alpha, near=0.0)
     history = merger.merge(merger.find_pairs(), seed, draw)
     nodes = {i: [i] for i in range(n)}
 
@@ -118,7 +118,7 @@ def test_every_merge_is_the_best_one_or_a_drawn_candidate(
     assert N  # positions were there
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12))
 def test_agreement(pairs: list[tuple[int, int]]) -> None:
     one, other = zip(*pairs, strict=True)
