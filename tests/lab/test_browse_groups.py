@@ -111,8 +111,9 @@ def test_what_is_not_there(shown: TestClient, grouped: Path) -> None:
 
 def test_a_harvest_without_groups_says_how_to_make_them(harvested: Path) -> None:
     with client(harvested) as found:
-        assert "pd cluster" in found.get(f"{base(harvested)}/groups").text
-        assert found.get(f"{base(harvested)}/groups/0").status_code == 404
+        address = f"{base(harvested, TOY)}/groups"
+        assert "pd cluster" in found.get(address).text
+        assert found.get(f"{address}/0").status_code == 404
 
 
 def test_labels_are_text(mine: Path) -> None:
