@@ -18,7 +18,8 @@ from param_decomp_lab import load_run
 from param_decomp_lab.cluster.activity import Activity
 from param_decomp_lab.cluster.agreement import agreement
 from param_decomp_lab.cluster.cluster import cluster
-from param_decomp_lab.cluster.cost import grouping_cost, numbering_part, own_part
+from param_decomp_lab.cluster.cost import grouping_cost
+from param_decomp_lab.cluster.loops import numbering_part, own_part
 from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.errors import UserError
