@@ -1570,3 +1570,45 @@ def prune(A: Array, p: Array, node_share: float = 0.8, edge_share: float = 0.98)
     return Pruned(
         nodes, edges, float(of_node[~nodes].sum() / of_node.sum()), float(scores[~edges].sum() / scores.sum())
     )
+
+
+# ---- Section 15: groups ----
+
+Grouping = Sequence[Sequence[int]]
+"""The members of each group."""
+
+
+def group_activity(active: Array, groups: Grouping) -> Array:
+    """G1: components' activity `[N, C]` -> groups' `[N, k]`, both bool."""
+    return np.stack([active[:, list(members)].any(axis=1) for members in groups], axis=1)
+
+
+def grouping_cost(active: Array, groups: Grouping, alpha: float) -> float:
+    """G2: bits at a position."""
+    shares, k = group_activity(active, groups).mean(axis=0), len(groups)
+    return sum(float(s) * (math.log2(k) + alpha * len(members)) for s, members in zip(shares, groups, strict=True))
+
+
+def merged(groups: Grouping, i: int, j: int) -> Grouping:
+    return [*(g for n, g in enumerate(groups) if n not in (i, j)), [*groups[i], *groups[j]]]
+
+
+def own_part(active: Array, groups: Grouping, i: int, j: int, alpha: float) -> float:
+    """G4: the change of the cost, computed from the two groupings, without the numbering part."""
+    change = grouping_cost(active, merged(groups, i, j), alpha) - grouping_cost(active, groups, alpha)
+    k = len(groups)
+    return change - float(group_activity(active, groups).mean(axis=0).sum()) * math.log2((k - 1) / k)
+
+
+def kept_pairs(labels: Sequence[int]) -> set[tuple[int, int]]:
+    """G7: the pairs of components that a grouping keeps together."""
+    n = len(labels)
+    return {(i, j) for i in range(n) for j in range(i + 1, n) if labels[i] == labels[j]}
+
+
+def adjusted_rand(one: Sequence[int], other: Sequence[int]) -> float:
+    """G7: (pairs in both - expected) / (mean of the pairs in each - expected)."""
+    mine, theirs, n = kept_pairs(one), kept_pairs(other), len(one)
+    expected = len(mine) * len(theirs) / (n * (n - 1) / 2)
+    most = (len(mine) + len(theirs)) / 2
+    return 1.0 if most == expected else (len(mine & theirs) - expected) / (most - expected)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from param_decomp_lab.browse.labels import Labels
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest, Summary, find_harvests
+from param_decomp_lab.harvest_files import Groups, Harvest, Summary, find_harvests
+from param_decomp_lab.harvest_files.groups import CLUSTERS_FILE, find_groups
 from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
@@ -101,6 +102,17 @@ class Opened:
     @cached_property
     def labels(self) -> Labels:
         return Labels(self.run_folder, self.harvest.plan.step)
+
+    @property
+    def groups(self) -> Groups | None:
+        """The newest groups of the harvest; None if nobody has looked for them. Raises UserError for damaged ones."""
+        found = find_groups(self.harvest.folder)
+        return self._groups(found[0], _inode(found[0] / CLUSTERS_FILE)) if found else None
+
+    @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
+    def _groups(self, folder: Path, inode: int) -> Groups:
+        del inode
+        return Groups(folder, self.harvest)
 
     @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def summary(self, site: str) -> Summary:

@@ -35,6 +35,8 @@ SHADES = 10
 TOKEN_CHARACTERS = 60
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
+GROUP_MEMBERS = 12
+"""Members of its group that a component's page names."""
 SITES = 200
 """Sites of a page."""
 
@@ -184,6 +186,7 @@ class Pages:
             ],
             rare=row["firings"] < RARE_FIRINGS, unit=_unit(opened), author=user_name(),
             routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
+            group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS,
         )  # fmt: skip
 
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
@@ -194,6 +197,20 @@ class Pages:
         else:
             context = _context(texts(opened, example.tokens), example, max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
+
+
+def _group_of(opened: Opened, site: str, n: int) -> dict[str, Any] | None:
+    """The group of a component: its number and its other members, or what is wrong with the groups; None where it has
+    none."""
+    try:
+        groups = opened.groups
+        number = None if groups is None else groups.group_of(site, n)
+        if groups is None or number is None:
+            return None
+        others = [member for member in groups.members(number) if member != (site, n)]
+    except UserError as error:  # what is damaged there is no reason not to show the component
+        return {"wrong": str(error)}
+    return {"number": number, "others": others, "density": float(groups.densities[number]), "wrong": ""}
 
 
 def _context(tokens: Sequence[str], example: Example, largest: float) -> Markup:

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.graph_pages import GraphPages
+from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.intervention_page import InterventionPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages, Workers
@@ -61,6 +62,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     workers = Workers()
     texts, graphs = TextPages(pages, workers), GraphPages(pages, workers)
     interventions = InterventionPages(pages, workers)
+    group_pages = GroupPages(pages)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -138,6 +140,15 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(interventions.page, opened, request.query_params))
 
     @of_harvest
+    async def groups(request: Request, opened: Opened) -> Response:
+        return HTMLResponse(group_pages.groups(opened, GroupQuery.parse(request.query_params), _page(request)))
+
+    @of_harvest
+    async def group(request: Request, opened: Opened) -> Response:
+        number = _number(request.path_params["group"])
+        return HTMLResponse(group_pages.group(opened, number, _page(request)))
+
+    @of_harvest
     async def report(request: Request, opened: Opened) -> Response:
         def component_address(site: str, number: int) -> str:
             name = site.removeprefix("model.").removesuffix(".weight")
@@ -184,6 +195,8 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/graph", keep_graph, methods=["POST"]),
             Route("/{run}/{harvest}/intervene", intervene),
             Route("/{run}/{harvest}/report", report),
+            Route("/{run}/{harvest}/groups", groups),
+            Route("/{run}/{harvest}/groups/{group}", group),
             Route("/{run}/{harvest}/sites/{site}", site),
             Route("/{run}/{harvest}/sites/{site}/{component}", component),
             Route("/{run}/{harvest}/sites/{site}/{component}/label", label, methods=["POST"]),

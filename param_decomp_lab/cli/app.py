@@ -15,6 +15,7 @@ from rich.text import Text
 from param_decomp_lab.cli import data, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
+from param_decomp_lab.cli.cluster import cluster
 from param_decomp_lab.cli.configs import configs
 from param_decomp_lab.cli.demo import demo
 from param_decomp_lab.cli.eval import evaluate
@@ -57,6 +58,7 @@ app.command()(runs)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(harvest)
+app.command()(cluster)
 app.command()(browse)
 app.command()(graph)
 

@@ -6,25 +6,15 @@ once. NumPy takes three times as long, since each of its steps is a pass through
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, UInt32, UInt64
-from numba import njit
 
+from param_decomp_lab.compiled import compiled
 from param_decomp_lab.harvest_files.tables import OCTAVES
-
-
-def compiled(loop: Any) -> Any:
-    """The loop without the interpreter and its lock, so that sites are counted side by side."""
-    settings = {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **settings)(loop)
-    except RuntimeError:  # neither this folder nor the home can be written: it is compiled again in each process
-        return njit(**settings)(loop)
-
 
 AT_ONCE = 1 << 13
 """Firings that are collected before they are counted: they stay in the processor's cache."""

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int, Int32, Int64
 
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files.groups import Groups, find_groups
 from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
     FIRINGS_FILE,
@@ -266,6 +267,46 @@ class Harvest:
         """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
         the site writes to the residual stream."""
         return self._only_row("weights", site, number)
+
+    # --- numbers through the sites, and groups ---
+
+    def number_of(self, site: str, component: int) -> int:
+        """Number of a component through all sites. Raises UserError if there is no such component."""
+        C = self.site(site).C
+        if not 0 <= component < C:
+            raise UserError(f"{site} has components 0 to {C - 1}, and no component {component}")
+        return self._global(site, component)
+
+    def site_numbers(self, numbers: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Of components numbered through all sites: the number of each one's site."""
+        return np.searchsorted(self._offsets, numbers, side="right") - 1
+
+    def named(self, numbers: Int[np.ndarray, " n"]) -> list[tuple[str, int]]:
+        """Site and number of components numbered through all sites."""
+        sites = self.site_numbers(numbers)
+        names = [site.name for site in self.plan.sites]
+        own = numbers - self._offsets[sites]
+        return [(names[s], c) for s, c in zip(sites.tolist(), own.tolist(), strict=True)]
+
+    def sampled_firings(self) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
+        """Where every component fires among the sampled positions: ends of the components, numbered through all sites,
+        and places from 0 to `n_sampled` - 1, ascending."""
+        with self._damage(self.folder):
+            ends, members = self._lists["components"]
+            found, places = ends.read(0, len(ends)).astype(np.int64), members.read(0, len(members))
+            inside = np.delete(np.diff(places) > 0, found[1:-1][(found[1:-1] > 0) & (found[1:-1] < len(places))] - 1)
+            good = found[0] == 0 and found[-1] == len(places) and (np.diff(found) >= 0).all() and inside.all()
+            if not good or (len(places) and not 0 <= places.min() <= places.max() < self.n_sampled):
+                raise ValueError("lists of positions that no harvest has")
+            return found, places.astype(np.int32)
+
+    @property
+    def groups(self) -> Groups:
+        """Components that act together: the newest that `pd cluster` has found. Raises UserError if there are none."""
+        found = find_groups(self.folder)
+        if not found:
+            raise UserError(f"{self.folder} has no groups; make them with `pd cluster {self.folder}`")
+        return Groups(found[0], self)
 
     # --- inside ---
 

@@ -28,7 +28,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.build import GraphRequest, Progress, Prompt, build_graph
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.incoming import Incoming
-from param_decomp_lab.harvest_files import Harvest, harvest_of
+from param_decomp_lab.harvest_files import Groups, Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import activations, attacked, clean, importances, masked
 from param_decomp_lab.opening.intervention import Intervention, intervene
@@ -134,6 +134,14 @@ class Run:
         Raises UserError if there is none (`pd harvest` makes it).
         """
         return harvest_of(self.folder, self.step)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Components that act together, of `harvest`.
+
+        Raises UserError if there are none (`pd cluster` finds them).
+        """
+        return self.harvest.groups
 
     # --- components ---
 

@@ -8,8 +8,11 @@ import pytest
 from filelock import FileLock
 
 from param_decomp_lab import load_run
+from param_decomp_lab.cluster.cluster import cluster
+from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.plan import HarvestRequest
+from param_decomp_lab.harvest_files import Harvest
 from tests.lab import toy_run
 from tests.lab.tiny_run import Tiny, pd_here, programs_kept_in
 
@@ -64,12 +67,15 @@ def toy(shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def harvested(finished: Path, toy: Path, shared_folder: Path) -> Path:
-    """A folder with copies of both runs, `p-00000001` (the tiny Llama) and `p-00000002` (the toy), each with a harvest.
-    Nobody may change it."""
+    """A folder with copies of both runs, `p-00000001` (the tiny Llama) and `p-00000002` (the toy), each with a harvest;
+    that of the Llama has groups. Nobody may change it."""
     folder = shared_folder / "harvested"
     with FileLock(shared_folder / "harvested.lock"):
         if not folder.exists():
             for number, (run, tokens) in enumerate(((finished, 640), (toy / "p-00000001", 500)), start=1):
                 copy = shutil.copytree(run, folder / f"p-0000000{number}")
-                assert harvest(load_run(copy, devices=1), HarvestRequest(tokens=tokens, examples=4)) is not None
+                made = harvest(load_run(copy, devices=1), HarvestRequest(tokens=tokens, examples=4))
+                assert made is not None
+                if number == 1:
+                    cluster(Harvest(made), ClusterRequest(alpha=10, seeds=1))
     return folder

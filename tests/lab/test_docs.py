@@ -31,7 +31,7 @@ PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 UNIONS: dict[str, Any] = {"AnyLoss": AnyLoss, "OnlyMeasured": OnlyMeasured}
-RULE = re.compile(r"\b(?!L0\b)([FCMRLATND]\d{1,2})\b")
+RULE = re.compile(r"\b(?!L0\b)([FCMRLATNDG]\d{1,2})\b")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -283,7 +283,7 @@ COMMANDS = {
     "export": ("export", "--out", "o"), "eval": ("eval",), "eval --out": ("eval", "run", "--out"), "wandb": ("wandb",),
     "eval --metrics": ("eval", "run", "--metrics"), "probe --json": ("probe", "a", "--json"),
     "harvest": ("harvest",), "harvest --data": ("harvest", "run", "--data"), "browse": ("browse",),
-    "launch": ("launch",),
+    "launch": ("launch",), "cluster": ("cluster",),
     "data": ("data", "tokenize", "x", "--out"), "configs": ("configs", "tms", "--out"),
 }  # fmt: skip
 

@@ -1,0 +1,50 @@
+"""Where components fire, as sparse columns: for each component the positions, and for each position the components."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32, Int64
+from scipy.sparse import csc_array
+
+from param_decomp_lab.harvest_files import Harvest
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The positions at which each of n components fires, ascending: those of component i are
+    ``positions[ends[i]:ends[i + 1]]``, out of ``n_positions``."""
+
+    ends: Int64[np.ndarray, " n_plus_1"]
+    positions: Int32[np.ndarray, " firings"]
+    n_positions: int
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    @property
+    def firings(self) -> Int64[np.ndarray, " n"]:
+        """Of each component."""
+        return np.diff(self.ends)
+
+    def by_position(self) -> tuple[Int64[np.ndarray, " positions_plus_1"], Int32[np.ndarray, " firings"]]:
+        """The same by position: ends, and the components that fire there, ascending."""
+        ones = np.ones(len(self.positions), np.int8)
+        columns = csc_array((ones, self.positions, self.ends), shape=(self.n_positions, len(self)))
+        rows = columns.tocsr()
+        return rows.indptr.astype(np.int64), rows.indices.astype(np.int32, copy=False)
+
+    def choose(self, chosen: Int64[np.ndarray, " m"]) -> "Activity":
+        """Of some components, in ascending order."""
+        if len(chosen) == len(self):
+            return self
+        firings = self.firings[chosen]
+        ends = np.concatenate([[0], np.cumsum(firings)])
+        within = np.arange(ends[-1]) - np.repeat(ends[:-1], firings)
+        return Activity(ends, self.positions[np.repeat(self.ends[chosen], firings) + within], self.n_positions)
+
+
+def harvested_activity(harvest: Harvest) -> Activity:
+    """Where each component of a harvest, numbered through the sites, fires among the sampled positions. Raises
+    UserError for a harvest that is damaged."""
+    ends, positions = harvest.sampled_firings()
+    return Activity(ends, positions, harvest.n_sampled)
