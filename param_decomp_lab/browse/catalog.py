@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from param_decomp_lab.browse.labels import Labels
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Harvest, Summary, find_harvests
+from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders

@@ -11,13 +11,13 @@ from markupsafe import Markup, escape
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
-from param_decomp_lab.browse.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
 from param_decomp_lab.config.site_patterns import expert_of
 from param_decomp_lab.display.numbers import amount, number, percent, signed
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example
+from param_decomp_lab.harvest_files.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.harvest_files.tables import RARE_TOKEN
 from param_decomp_lab.report.evaluation import l0_table
 from param_decomp_lab.report.listing import RunStatus

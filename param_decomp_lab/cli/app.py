@@ -21,6 +21,7 @@ from param_decomp_lab.cli.eval import evaluate
 from param_decomp_lab.cli.export import export
 from param_decomp_lab.cli.fit import fit
 from param_decomp_lab.cli.harvest import harvest
+from param_decomp_lab.cli.label import label
 from param_decomp_lab.cli.launch import launch
 from param_decomp_lab.cli.pretrain import pretrain
 from param_decomp_lab.cli.probe import probe
@@ -57,6 +58,7 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(harvest)
 app.command()(browse)
+app.command()(label)
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
