@@ -11,6 +11,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Harvest, Summary, find_harvests
 from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
+from param_decomp_lab.harvest_files.scores import Scores
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
 from param_decomp_lab.untrusted.printable import printable
@@ -101,6 +102,10 @@ class Opened:
     @cached_property
     def labels(self) -> Labels:
         return Labels(self.run_folder, self.harvest.plan.step)
+
+    @cached_property
+    def scores(self) -> Scores:
+        return Scores(self.run_folder, self.harvest.plan.step)
 
     @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def summary(self, site: str) -> Summary:

@@ -1,8 +1,10 @@
 """How well labels describe their components, as a language model judged it: a table in the file of the labels."""
 
+import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from param_decomp_lab.harvest_files.databases import changing, read_rows
 from param_decomp_lab.harvest_files.labels import LABELS_FILE
@@ -51,7 +53,7 @@ class Scores:
             f"SELECT {_COLUMNS} FROM ({_NEWEST} AND site = ? AND component = ? GROUP BY kind, judge, label) "
             "ORDER BY kind, judge"
         )
-        return [Score(*row) for row in read_rows(self.file, "scores", query, self._step, site, component)]
+        return [_score(row) for row in read_rows(self.file, "scores", query, self._step, site, component)]
 
     def by_judge(self, kind: Kind, judge: str, draws: str) -> dict[tuple[str, int], Score]:
         """By site and component, the newest that this judge gave for the same draws."""
@@ -60,7 +62,7 @@ class Scores:
             "GROUP BY site, component)"
         )
         rows = read_rows(self.file, "scores", query, self._step, kind, judge, draws)
-        return {(site, component): Score(*row) for site, component, *row in rows}
+        return {(site, component): _score(row) for site, component, *row in rows}
 
     def keep(self, site: str, component: int, score: Score) -> None:
         """Raises CannotWrite."""
@@ -70,3 +72,11 @@ class Scores:
                 f"INSERT INTO scores (step, site, component, {_COLUMNS}, time) VALUES ({', '.join('?' * 12)})",
                 (self._step, site, component, *score, now),
             )
+
+
+def _score(row: Sequence[Any]) -> Score:
+    """From a file that somebody else may have written: SQLite keeps what it is given, whatever the column says."""
+    kind, judge, draws, label, score, error, asked, unanswered = row
+    values = [float(x) if isinstance(x, float | int) and math.isfinite(x) else None for x in (score, error)]
+    counts = [x if isinstance(x, int) else 0 for x in (asked, unanswered)]
+    return Score(kind, str(judge), str(draws), str(label), *values, *counts)

@@ -20,6 +20,8 @@ INTRUDERS = 5
 NEIGHBOURS = 20
 """Components of nearest density that an intruder is drawn from."""
 LEAST_FIRINGS = 4
+SPARE = 8
+"""Times as many positions are looked at as are needed, since the namer may have seen some."""
 Place = tuple[int, int]
 """Row, and position in it."""
 
@@ -106,25 +108,17 @@ class Draws:
 
     def _firings(self, component: Component) -> list[Place]:
         """Certain firings, a uniform sample of all: at sampled positions, and of the examples where these are few."""
-        numbers = self._harvest.firing_places(*component)[: 8 * self._n].tolist()
+        numbers = self._harvest.firing_places(*component)[: SPARE * self._n].tolist()
         examples = self._harvest.examples(*component)
         uniform = [(e.row, e.position) for e in examples if e.kind == "uniform"]
         places = list(dict.fromkeys([*map(self._place, numbers), *uniform]))
         return self._unseen(places, examples) or places
 
     def _silent(self, rng: random.Random, component: Component) -> list[Place]:
-        """Sampled positions at which the component does not fire: enough of them, drawn uniformly."""
-        fires = set(self._harvest.firing_places(*component).tolist())
-        n = self._harvest.n_sampled
-        if n - len(fires) <= 8 * self._n:
-            numbers = [place for place in range(n) if place not in fires]
-        else:
-            numbers = []
-            while len(numbers) < self._n:
-                drawn = rng.randrange(n)
-                if drawn not in fires and drawn not in numbers:
-                    numbers.append(drawn)
-        places = list(map(self._place, numbers))
+        """Sampled positions at which the component does not fire: a uniform sample, larger than is needed."""
+        fires = self._harvest.firing_places(*component)
+        numbers = np.setdiff1d(np.arange(self._harvest.n_sampled), fires, assume_unique=True).tolist()
+        places = list(map(self._place, rng.sample(numbers, min(len(numbers), SPARE * self._n))))
         return self._unseen(places, self._harvest.examples(*component)) or places
 
     def _unseen_examples(self, component: Component) -> list[Example]:
