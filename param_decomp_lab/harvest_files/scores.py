@@ -76,7 +76,10 @@ class Scores:
 
 def _score(row: Sequence[Any]) -> Score:
     """From a file that somebody else may have written: SQLite keeps what it is given, whatever the column says."""
-    kind, judge, draws, label, score, error, asked, unanswered = row
-    values = [float(x) if isinstance(x, float | int) and math.isfinite(x) else None for x in (score, error)]
-    counts = [x if isinstance(x, int) else 0 for x in (asked, unanswered)]
-    return Score(kind, str(judge), str(draws), str(label), *values, *counts)
+    kind, *texts, score, error, asked, unanswered = row
+    judge, draws, label = map(str, texts)
+    share, standard_error = (
+        float(x) if isinstance(x, float | int) and math.isfinite(x) else None for x in (score, error)
+    )
+    n, n_unanswered = (x if isinstance(x, int) else 0 for x in (asked, unanswered))
+    return Score(kind, judge, draws, label, share, standard_error, n, n_unanswered)
