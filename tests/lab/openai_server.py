@@ -8,6 +8,7 @@ next requests instead, in order.
 """
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,11 @@ class Server(ThreadingHTTPServer):
         self.arrived = self.busy = self.busiest = 0
         self.lock = threading.Lock()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections of clients that were killed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
@@ -80,7 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         server = self.server
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        length = int(self.headers["Content-Length"])
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed
+            self.close_connection = True
+            return
         with server.lock:
             server.arrived += 1
             server.busy += 1
