@@ -31,6 +31,9 @@ def label(
         list[str] | None, typer.Option(metavar="PATTERN", help="Sites; may be repeated. Default: all.")
     ] = None,
     min_density: Annotated[float, typer.Option(help="Only components that fire at this share of positions.")] = 0.0,
+    max_density: Annotated[
+        float, typer.Option(help="None that fire more often; 0.5 leaves out what is always on.")
+    ] = 1.0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="So many components at most, labelled ones included.", show_default=False)
     ] = None,
@@ -87,30 +90,34 @@ def label(
         pd label runs/p-1a2b3c4d --score --model gpt-5-mini --price-in 0.25 --price-out 2 --texts 20 --max-cost 6
     """
     from param_decomp_lab.display.console import PlainConsole
-    from param_decomp_lab.label import command
     from param_decomp_lab.label.choose import Selection
+    from param_decomp_lab.label.command import label as give_labels
     from param_decomp_lab.label.endpoint import Endpoint, read_key
+    from param_decomp_lab.label.estimate import dry_run as estimate
     from param_decomp_lab.label.money import Prices
     from param_decomp_lab.label.place import find_run
+    from param_decomp_lab.label.score_command import ScoreRequest, kinds_named
+    from param_decomp_lab.label.score_command import score as give_scores
+    from param_decomp_lab.label.session import Request
     from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
 
     console = PlainConsole()
     prices = Prices(price_in, price_out)
     key = "" if dry_run else read_key(key_env)
     endpoint = Endpoint(base_url, model, prices, max_tokens, timeout, temperature, key)
-    selection = Selection(tuple(sites or ()), min_density, limit, by)
-    request = command.Request(selection, max_cost, parallel, replace, retry_failed)
-    wanted = command.ScoreRequest(command.kinds_named(kind or ()), texts, seed) if score else None
+    selection = Selection(tuple(sites or ()), min_density, max_density, limit, by)
+    request = Request(selection, max_cost, parallel, replace, retry_failed)
+    wanted = ScoreRequest(kinds_named(kind or ()), texts, seed) if score else None
     labelled = find_run(run, step)
     if dry_run:
-        command.dry_run(labelled, endpoint, request, wanted, console)
+        estimate(labelled, endpoint, request, wanted, console)
         return
     with StopSignal().listening() as stop:
         stop.must_save()
         if wanted is None:
-            ended = command.label(labelled, endpoint, request, console, stop)
+            ended = give_labels(labelled, endpoint, request, console, stop)
         else:
-            ended = command.score(labelled, endpoint, request, wanted, console, stop)
+            ended = give_scores(labelled, endpoint, request, wanted, console, stop)
     if ended == "stopped":
         console.print("stopped; the same command goes on from here", highlight=False)
         raise typer.Exit(STOPPED)

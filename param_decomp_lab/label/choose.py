@@ -21,6 +21,7 @@ class Selection:
 
     sites: tuple[str, ...] = ()
     min_density: float = 0.0
+    max_density: float = 1.0
     limit: int | None = None
     by: Order = "density"
 
@@ -28,13 +29,15 @@ class Selection:
 def choose_components(harvest: Harvest, selection: Selection) -> list[Component]:
     """Those that fire at all, in order. What is labelled already counts towards the limit, so that the same command
     chooses the same ones again. UserError for a pattern that matches no site, and a density that is none."""
-    if not 0 <= selection.min_density <= 1:
-        raise UserError(f"--min-density should be a share from 0 to 1, not {selection.min_density:g}")
+    least, most = selection.min_density, selection.max_density
+    for option, density in (("--min-density", least), ("--max-density", most)):
+        if not 0 <= density <= 1:
+            raise UserError(f"{option} should be a share from 0 to 1, not {density:g}")
     sites = _matching(harvest, selection.sites)
     numbers, values, of_site = [], [], []
     for k, site in enumerate(sites):
         summary = harvest.summary(site)
-        kept = np.flatnonzero((summary.firings > 0) & (summary.density >= selection.min_density))
+        kept = np.flatnonzero((summary.firings > 0) & (summary.density >= least) & (summary.density <= most))
         numbers.append(kept)
         values.append((summary.density if selection.by == "density" else summary.importance_mean)[kept])
         of_site.append(np.full(len(kept), k))

@@ -72,6 +72,10 @@ class Endpoint:
             )
         if not self.model or len(self.model) > 300 or printable(self.model) != self.model:
             raise UserError("--model should be the name of a model, as its server knows it")
+        if not 0 < self.timeout <= 86_400:
+            raise UserError(f"--timeout should be seconds, at most a day, not {self.timeout:g}")
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            raise UserError(f"--temperature should be from 0 to 2, not {self.temperature:g}")
         for option, price in (("--price-in", self.prices.input), ("--price-out", self.prices.output)):
             if not 0 <= price < 1e6:
                 raise UserError(f"{option} should be dollars per million tokens, from 0 up, not {price}")

@@ -163,6 +163,9 @@ def test_which_components(run: Path) -> None:
     assert set(choose_components(harvest, Selection())) == set(densities)
     some = choose_components(harvest, Selection(("*.down_proj",), min_density=0.3))
     assert set(some) == {one for one, d in densities.items() if d >= 0.3 and "down" in one[0]}
+    assert set(choose_components(harvest, Selection(max_density=0.5))) == {
+        one for one, d in densities.items() if d <= 0.5
+    }
     by_importance = choose_components(harvest, Selection(by="importance", limit=5))
     means = [harvest.component(*one)["importance_mean"] for one in by_importance]
     every = [harvest.component(*one)["importance_mean"] for one in densities]
@@ -386,6 +389,10 @@ def test_stopped_in_order(run: Path, server: Server, number: signal.Signals) -> 
         (("--key-env", "NOT_THERE"), "NOT_THERE holds no key"),
         (("--sites", "layers.7.*"), "matches no site"),
         (("--min-density", "2"), "--min-density"),
+        (("--max-density", "nan"), "--max-density"),
+        (("--max-cost", "nan"), "--max-cost"),
+        (("--price-in", "inf"), "--price-in"),
+        (("--timeout", "nan"), "--timeout"),
         (("--model", "\x1b[2J"), "--model"),
         (("--score",), "has a label; label them first"),
     ],
