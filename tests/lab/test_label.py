@@ -321,6 +321,21 @@ def test_nothing_is_sent_that_the_cap_does_not_cover(run: Path, server: Server) 
     assert not server.arrived
 
 
+def test_what_was_in_flight_counts_at_the_most_it_can_have_cost(run: Path, server: Server) -> None:
+    harvest = Harvest(find_harvests(run)[0])
+    [component] = choose_components(harvest, Selection(limit=1))
+    question = label_question(Texts(harvest), component)
+    endpoint = Endpoint(server.address, MODEL, Prices(PRICE_IN, PRICE_OUT), MAX_TOKENS)
+    with open_ledger(run, 10**15, PlainConsole(quiet=True)) as ledger:  # the process is killed after this
+        assert ledger.reserve(question, question.key(MODEL), endpoint) == 1
+    largest = endpoint.largest_cost(question.messages) / 1e9
+    outcome = label(run, server, "--limit", "1", max_cost=1.9 * largest)
+    assert (outcome.status, server.arrived) == (1, 0)
+    assert "1 earlier requests" in outcome.out
+    assert label(run, server, "--limit", "1", max_cost=2.1 * largest).status == 0
+    assert largest + paid(server) == pytest.approx(spent(run))
+
+
 @pytest.mark.parametrize("rounds", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_and_resumed(run: Path, server: Server, rounds: int) -> None:
     """kill -9 at any moment: nothing is lost, and only what was in flight is asked again, and paid for twice."""
