@@ -26,13 +26,15 @@ ALLOWED = {"model", "messages", "max_tokens", "temperature"}
 @dataclass(frozen=True)
 class Trouble:
     """``status``: of an error. ``body``: sent as it is, instead of an answer. ``wait``: seconds before the answer.
-    ``breaks``: the connection breaks off in the middle of the answer."""
+    ``breaks``: the connection breaks off in the middle of the answer. ``drips``: seconds for which the answer comes
+    little by little, without an end."""
 
     status: int = 200
     retry_after: str = ""
     body: str | None = None
     wait: float = 0.0
     breaks: bool = False
+    drips: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)},
         }  # fmt: skip
         self._note(request["messages"], 200, usage)
-        if trouble.breaks:
-            self._break(json.dumps(answer).encode())
+        if trouble.breaks or trouble.drips:
+            self._break(json.dumps(answer).encode(), trouble.drips)
         else:
             self._send(200, answer if trouble.body is None else trouble.body)
 
@@ -166,11 +168,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _break(self, data: bytes) -> None:
+    def _break(self, data: bytes, drips: float) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
+        until = time.monotonic() + drips
+        while time.monotonic() < until:
+            self.wfile.write(b" ")
+            time.sleep(0.05)
         self.close_connection = True
 
     def log_message(self, format: str, *arguments: Any) -> None: ...

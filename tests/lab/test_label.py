@@ -219,13 +219,14 @@ def test_busy_and_broken(run: Path, server: Server) -> None:
     charged = []
     for limit, troubles in (
         (1, {Trouble(500): True, Trouble(503): False, Trouble(breaks=True): True}),
-        (2, {Trouble(408): False, Trouble(wait=1.0): True, Trouble(429): False}),
+        (2, {Trouble(408): False, Trouble(wait=1.0): True, Trouble(drips=2.5): True, Trouble(429): False}),
     ):
         server.troubles = list(troubles)
         charged += [*troubles.values(), None]
         outcome = label(run, server, "--limit", str(limit), "--parallel", "1", "--timeout", "0.5")
         assert outcome.status == 0, outcome.err
         assert len(labels_of(run)) == limit
+    assert max(row["seconds"] for row in requests(run)) < 1.5
     for row, at_most in zip(requests(run), charged, strict=True):
         assert row["status"] == ("answered" if at_most is None else "again")
         assert row["nanodollars"] == (cost(row) if at_most is None else at_most * most(row))
@@ -242,24 +243,29 @@ def test_retry_after_is_heeded_by_all(run: Path, server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    ("body", "kept"),
     [
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ('{"choices": []}', "no content"),
-        ('{"choices": [{"message": {"content": null}}], "usage": {"prompt_tokens": -5, "completion_tokens": 1}}', "no"),
-        ('{"choices": [{"message": {"content": "I think so"}}]}', "no label"),
-        ('{"choices": [{"message": {"content": "{\\"label\\": 7}"}}]}', "no label"),
-        ("x" * 2_000_000, "too long"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "nested"),
+        ("[]", "should be an object"),
+        ('{"choices": []}', "without content"),
+        (
+            '{"choices": [{"message": {"content": null}}], "usage": {"prompt_tokens": -5, "completion_tokens": 1}}',
+            "without content",
+        ),
+        ('{"choices": [{"message": {"content": "I think so"}}]}', "I think so"),
+        ('{"choices": [{"message": {"content": "{\\"label\\": 7}"}}]}', '{"label": 7}'),
+        ("x" * 2_000_000, "more than 1,048,576 bytes"),
     ],
+    ids=lambda text: text[:40],
 )
-def test_malformed_answers_are_asked_once_more(run: Path, server: Server, body: str, kind: str) -> None:
-    del kind
+def test_malformed_answers_are_asked_once_more(run: Path, server: Server, body: str, kept: str) -> None:
     server.troubles = [Trouble(body=body), Trouble(body=body), Trouble(body=body)]
     outcome = label(run, server, "--limit", "2", "--parallel", "1")
     assert outcome.status == 0, outcome.err
     rows = requests(run)
     assert [row["status"] for row in rows] == ["malformed", "failed", "malformed", "answered"]
+    assert all(kept in row["answer"] for row in rows[:3])
     assert [row["nanodollars"] for row in rows] == [*map(most, rows[:3]), cost(rows[3])]  # nobody said what it cost
     assert len(labels_of(run)) == 1
     assert "1 without a usable answer" in outcome.out
