@@ -327,20 +327,23 @@ def test_scoring_stops_at_the_cap_and_goes_on(run: Path, components: list[Compon
 
 
 @pytest.mark.parametrize(
-    ("truths", "expected"),
+    ("truths", "classes", "score", "variance"),
     [
-        ([((True, True, False), (True, False, False))], (0.75, 2)),
-        ([((True,), (True,)), ((False,), None)], (None, 2)),
-        ([(3, 3), (1, 2), (0, None)], (0.5, 1)),
+        # Of one class 1 of 2 are right and of the other 1 of 1, smoothed 2/4 and 2/3.
+        ([((True, True, False), (True, False, False))], 2, 0.75, (1 / 4 / 2 + 2 / 9 / 1) / 4),
+        ([((True,), (True,)), ((False,), None)], 2, None, None),
+        ([(3, 3), (1, 2), (0, None)], 1, 0.5, 1 / 4 / 2),
     ],
 )
-def test_balanced_accuracy(truths: list[tuple[object, object]], expected: tuple[float | None, int]) -> None:
+def test_balanced_accuracy(
+    truths: list[tuple[Any, Any]], classes: int, score: float | None, variance: float | None
+) -> None:
     tally = Tally()
     for truth, answer in truths:
-        tally.add(truth, answer)  # type: ignore[arg-type]
-    value, error = tally.score(expected[1])
-    assert value == expected[0]
-    assert (error is None) == (value is None)
+        tally.add(truth, answer)
+    value, error = tally.score(classes)
+    assert value == score
+    assert error == (None if variance is None else pytest.approx(variance**0.5))
 
 
 def test_a_wrong_kind(run: Path) -> None:
