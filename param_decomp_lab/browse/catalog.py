@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from param_decomp_lab.browse.labels import Labels
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Groups, Harvest, Summary, find_harvests
 from param_decomp_lab.harvest_files.groups import CLUSTERS_FILE, find_groups
+from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
+from param_decomp_lab.harvest_files.scores import Scores
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
 from param_decomp_lab.untrusted.printable import printable
@@ -113,6 +114,10 @@ class Opened:
     def _groups(self, folder: Path, inode: int) -> Groups:
         del inode
         return Groups(folder, self.harvest)
+
+    @cached_property
+    def scores(self) -> Scores:
+        return Scores(self.run_folder, self.harvest.plan.step)
 
     @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def summary(self, site: str) -> Summary:

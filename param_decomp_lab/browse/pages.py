@@ -11,13 +11,14 @@ from markupsafe import Markup, escape
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
-from param_decomp_lab.browse.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
 from param_decomp_lab.config.site_patterns import expert_of
 from param_decomp_lab.display.numbers import amount, number, percent, signed
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example
+from param_decomp_lab.harvest_files.labels import LONGEST, LONGEST_NAME
+from param_decomp_lab.harvest_files.scores import CHANCE
 from param_decomp_lab.harvest_files.tables import RARE_TOKEN
 from param_decomp_lab.report.evaluation import l0_table
 from param_decomp_lab.report.listing import RunStatus
@@ -37,6 +38,7 @@ LABEL_CHARACTERS = 80
 """Of a label in a list."""
 GROUP_MEMBERS = 12
 """Members of its group that a component's page names."""
+SCORES_SHOWN = 12
 SITES = 200
 """Sites of a page."""
 
@@ -165,10 +167,11 @@ class Pages:
         weights, companions = harvest.weights(site, n), harvest.companions(site, n, COMPANIONS)
         labels = opened.labels
         previous, following, place = _neighbours(opened, site, n, query if given else None)
-        examples = harvest.examples(site, n)
+        examples, history = harvest.examples(site, n), labels.history(site, n)
         return self.render(
             "component.html", opened=opened, plan=plan, site=where, n=n, row=row, query=query if given else None,
-            previous=previous, following=following, place=place, history=labels.history(site, n),
+            previous=previous, following=following, place=place, history=history,
+            scores=_scores(opened, site, n, history[0].text if history else ""),
             importances=importance_histogram(row["importance_histogram"]),
             activations=activation_histogram(row["activation_histogram"]),
             top=[self._example(opened, e, row["activation_max"]) for e in examples if e.kind == "top"],
@@ -292,6 +295,17 @@ def _output_rows(opened: Opened, outputs: pa.Table) -> list[dict[str, Any]]:
 
 def _signed(opened: Opened, weights: Mapping[str, Any], name: str) -> list[tuple[str, float]]:
     return list(zip(texts(opened, weights[name]), weights[f"{name}_logits"], strict=True))
+
+
+def _scores(opened: Opened, site: str, n: int, label: str) -> list[dict[str, Any]]:
+    """Of the label that it has now, and those that need none; the newest of each judge."""
+    rows = []
+    for score in opened.scores.of_component(site, n):
+        if score.score is not None and score.kind in CHANCE and score.label in ("", label):
+            rows.append(
+                {**score._asdict(), "judge": clean(score.judge, LABEL_CHARACTERS), "chance": CHANCE[score.kind]}
+            )
+    return rows[:SCORES_SHOWN]
 
 
 def _neighbours(opened: Opened, site: str, n: int, query: Query | None) -> tuple[int | None, int | None, str]:

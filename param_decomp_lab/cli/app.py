@@ -23,6 +23,7 @@ from param_decomp_lab.cli.export import export
 from param_decomp_lab.cli.fit import fit
 from param_decomp_lab.cli.graph import graph
 from param_decomp_lab.cli.harvest import harvest
+from param_decomp_lab.cli.label import label
 from param_decomp_lab.cli.launch import launch
 from param_decomp_lab.cli.pretrain import pretrain
 from param_decomp_lab.cli.probe import probe
@@ -61,6 +62,7 @@ app.command()(harvest)
 app.command()(cluster)
 app.command()(browse)
 app.command()(graph)
+app.command()(label)
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:

@@ -438,11 +438,28 @@ class Harvest:
                 found[name] = ends, members
         return found
 
-    def _firing_places(self, component: int) -> np.ndarray:
+    def firing_places(self, site: str, number: int) -> Int32[np.ndarray, " f"]:
+        """Places, among the sampled positions, of all at which a component fires; at the other sampled positions it
+        does not. The first of them are a uniform sample."""
+        with self._damage(self.folder):
+            return self._firing_places(self._global(site, number), self.n_sampled)
+
+    @cached_property
+    def sampled_positions(self) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
+        """Row, and position in it, of every sampled position, in the random order that places count in."""
+        with self._damage(self.folder / POSITIONS_FILE):
+            table = self._file(POSITIONS_FILE).read(columns=["row", "position"])
+            rows, positions = (table[name].to_numpy() for name in ("row", "position"))
+            for values, end in ((rows, self.plan.rows), (positions, self.plan.length)):
+                if len(values) and not 0 <= values.min() <= values.max() < end:
+                    raise ValueError(f"{values.min()} to {values.max()} of {end}")
+            return rows, positions
+
+    def _firing_places(self, component: int, most: int | None = None) -> np.ndarray:
         """Places, among the sampled positions, where a component fires; the first are a uniform sample of them."""
         ends, members = self._lists["components"]
         first, last = ends.read(component, component + 2).tolist()
-        return members.read(first, max(first, min(last, first + MOST_POSITIONS)))
+        return members.read(first, max(first, min(last, first + (MOST_POSITIONS if most is None else most))))
 
     @property
     def n_sampled(self) -> int:

@@ -1,21 +1,18 @@
-"""What people call components: one SQLite file beside a run's harvests. Every edit is kept."""
+"""What components are called: one SQLite file beside a run's harvests. Every edit is kept."""
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files.databases import changing, read_rows
 from param_decomp_lab.harvest_files.plan import HARVESTS
 
 LABELS_FILE = "labels.sqlite"
 LONGEST = 10_000
 """Characters of a label."""
 LONGEST_NAME = 100
-BUSY_S = 5.0
-"""How long another process's edit is waited for."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS labels (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, site TEXT NOT NULL, component INTEGER NOT NULL,
@@ -24,6 +21,8 @@ CREATE TABLE IF NOT EXISTS labels (
 CREATE INDEX IF NOT EXISTS by_component ON labels (step, site, component, id);
 """
 _CURRENT = "(SELECT *, max(id) FROM labels WHERE step = ? GROUP BY site, component)"
+
+_EDITS = "SELECT text, author, time FROM labels WHERE step = ? AND site = ? AND component = ? ORDER BY id DESC"
 
 
 class Label(NamedTuple):
@@ -51,11 +50,7 @@ class Labels:
 
     def history(self, site: str, component: int) -> list[Label]:
         """All edits, the newest first."""
-        rows = self._read(
-            "SELECT text, author, time FROM labels WHERE step = ? AND site = ? AND component = ? ORDER BY id DESC",
-            site, component,
-        )  # fmt: skip
-        return [Label(*map(str, row)) for row in rows]
+        return [Label(*map(str, row)) for row in self._read(_EDITS, site, component)]
 
     def find(self, text: str, most: int = 50) -> list[tuple[str, int, str]]:
         """Site, component and label of those whose label contains ``text``, in any case."""
@@ -66,8 +61,19 @@ class Labels:
             words, most,
         )  # fmt: skip
 
-    def set(self, site: str, component: int, text: str, author: str) -> None:
-        """Raises UserError for a label that is too long, CannotWrite where it cannot be kept."""
+    def last_edits(self, site: str) -> dict[int, Label]:
+        """The newest edit of every component that has one, removals included."""
+        rows = self._read(f"SELECT component, text, author, time FROM {_CURRENT} WHERE site = ?", site)
+        return {component: Label(*map(str, row)) for component, *row in rows}
+
+    def set(
+        self, site: str, component: int, text: str, author: str, *, may_replace: Callable[[Label], bool] | None = None
+    ) -> bool:
+        """Whether the label was kept. ``may_replace``: whether it may follow the newest edit, where there is one; by
+        default it may. Nobody else's edit comes between the question and the label.
+
+        Raises UserError for a label that is too long, CannotWrite where it cannot be kept.
+        """
         text, author = text.strip(), author.strip()
         if len(text) > LONGEST:
             raise UserError(f"a label may have {LONGEST:,} characters; this one has {len(text):,}")
@@ -76,32 +82,17 @@ class Labels:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         row = (self._step, site, component, text, author, now)
         try:
-            with closing(sqlite3.connect(self.file, timeout=BUSY_S)) as database, database:
-                database.executescript(_TABLE)
+            with changing(self.file, _TABLE, "the label") as database:
+                if may_replace is not None:
+                    last = database.execute(f"{_EDITS} LIMIT 1", (self._step, site, component)).fetchone()
+                    if last is not None and not may_replace(Label(*map(str, last))):
+                        return False
                 database.execute(
                     "INSERT INTO labels (step, site, component, text, author, time) VALUES (?, ?, ?, ?, ?, ?)", row
                 )
+                return True
         except UnicodeEncodeError as error:  # half of a surrogate pair
             raise UserError("a label should be text") from error
-        except sqlite3.Error as error:
-            raise CannotWrite(f"the label was not kept: {self.file}: {error}") from error
 
     def _read(self, query: str, *values: str | int) -> list[Any]:
-        with self._reading() as database:
-            return [] if database is None else database.execute(query, (self._step, *values)).fetchall()
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection | None]:
-        """None where nobody has labelled anything. Raises UserError for a file that is no such database."""
-        if not self.file.is_file():
-            yield None
-            return
-        try:
-            # Read only: a folder that may not be written shows its labels, too.
-            address = f"{self.file.absolute().as_uri()}?mode=ro"
-            with closing(sqlite3.connect(address, uri=True, timeout=BUSY_S)) as database:
-                yield database
-        except sqlite3.Error as error:
-            raise UserError(
-                f"{self.file} cannot be read ({error}); move it away to go on without its labels"
-            ) from error
+        return read_rows(self.file, "labels", query, self._step, *values)

@@ -1,0 +1,53 @@
+"""Which components are labelled or scored, and in which order."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Harvest
+
+Order = Literal["density", "importance"]
+Component = tuple[str, int]
+"""Name of its site, and its number."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``sites``: patterns; empty for all. ``limit``: of the components, over all sites. ``by``: the largest first."""
+
+    sites: tuple[str, ...] = ()
+    min_density: float = 0.0
+    max_density: float = 1.0
+    limit: int | None = None
+    by: Order = "density"
+
+
+def choose_components(harvest: Harvest, selection: Selection) -> list[Component]:
+    """Those that fire at all, in order. What is labelled already counts towards the limit, so that the same command
+    chooses the same ones again. UserError for a pattern that matches no site, and a density that is none."""
+    least, most = selection.min_density, selection.max_density
+    for option, density in (("--min-density", least), ("--max-density", most)):
+        if not 0 <= density <= 1:
+            raise UserError(f"{option} should be a share from 0 to 1, not {density:g}")
+    sites = _matching(harvest, selection.sites)
+    numbers, values, of_site = [], [], []
+    for k, site in enumerate(sites):
+        summary = harvest.summary(site)
+        kept = np.flatnonzero((summary.firings > 0) & (summary.density >= least) & (summary.density <= most))
+        numbers.append(kept)
+        values.append((summary.density if selection.by == "density" else summary.importance_mean)[kept])
+        of_site.append(np.full(len(kept), k))
+    number, value, site_number = map(np.concatenate, (numbers, values, of_site))
+    order = np.argsort(-value, kind="stable")[: selection.limit]
+    return [(sites[site_number[i]], int(number[i])) for i in order]
+
+
+def _matching(harvest: Harvest, patterns: tuple[str, ...]) -> list[str]:
+    for pattern in patterns:
+        if not any(matches_module(pattern, site) for site in harvest.sites):
+            raise UserError(f"--sites {pattern} matches no site of {harvest.folder}; {nearest(pattern, harvest.sites)}")
+    return [site for site in harvest.sites if not patterns or any(matches_module(p, site) for p in patterns)]

@@ -1,0 +1,57 @@
+"""The run and the harvest that are labelled."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Harvest, find_harvests, harvest_of
+from param_decomp_lab.harvest_files.labels import Labels
+from param_decomp_lab.harvest_files.plan import HARVESTS
+from param_decomp_lab.harvest_files.scores import Scores
+from param_decomp_lab.harvest_files.tables import PLAN_FILE
+from param_decomp_lab.label.texts import Texts
+
+
+@dataclass(frozen=True)
+class LabelledRun:
+    """A run's folder, one of its harvests, and what is kept beside that."""
+
+    folder: Path
+    texts: Texts
+
+    @property
+    def harvest(self) -> Harvest:
+        return self.texts.harvest
+
+    @property
+    def labels(self) -> Labels:
+        return Labels(self.folder, self.harvest.plan.step)
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.folder, self.harvest.plan.step)
+
+
+def find_run(folder: Path, step: int | None) -> LabelledRun:
+    """From a run's folder, whose newest harvest (of ``step``) it is then, or from that of a harvest. Raises UserError
+    where there is none, or none of text."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give a run that was harvested: pd label RUN")
+    folder = folder.resolve()
+    if (folder / PLAN_FILE).is_file():
+        if folder.parent.name != HARVESTS:
+            raise UserError(f"{folder} is a harvest without its run, beside which labels would be kept")
+        harvest, run = Harvest(folder), folder.parent.parent
+        if step not in (None, harvest.plan.step):
+            raise UserError(f"{folder} is of step {harvest.plan.step}, not {step}")
+    else:
+        run = folder
+        harvest = harvest_of(run, step) if step is not None else _newest(run)
+    return LabelledRun(run, Texts(harvest))
+
+
+def _newest(run: Path) -> Harvest:
+    found = find_harvests(run)
+    if not found:
+        raise UserError(f"{run} has no harvest; make one with `pd harvest {run}`")
+    return Harvest(found[0])

@@ -1,0 +1,75 @@
+"""From answers of a judge to the scores of components, and of all of them together."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from param_decomp_lab.harvest_files.scores import Score
+from param_decomp_lab.label.judging import Answer, Truth
+
+
+@dataclass
+class Tally:
+    """Right answers and answers of each class, of one component: whether yes is right; intruders are one class."""
+
+    right: dict[bool, int] = field(default_factory=dict)
+    judged: dict[bool, int] = field(default_factory=dict)
+    unanswered: int = 0
+
+    @property
+    def asked(self) -> int:
+        return sum(self.judged.values()) + self.unanswered
+
+    def add(self, truth: Truth, answer: Answer | None) -> None:
+        """``answer``: None where there is no usable one."""
+        if answer is None:
+            self.unanswered += len(truth) if isinstance(truth, tuple) else 1
+        elif isinstance(truth, tuple):
+            assert isinstance(answer, tuple)
+            for wanted, given in zip(truth, answer, strict=True):
+                self._count(wanted, wanted == given)
+        else:
+            self._count(True, truth == answer)
+
+    def _count(self, kind: bool, right: bool) -> None:
+        self.judged[kind] = self.judged.get(kind, 0) + 1
+        self.right[kind] = self.right.get(kind, 0) + right
+
+    def score(self, classes: int) -> tuple[float | None, float | None]:
+        """Balanced accuracy, the mean of the shares of right answers in each of the classes, and its standard error;
+        None unless every class has answers."""
+        if len(self.judged) < classes:
+            return None, None
+        pairs = [(self.right[kind], n) for kind, n in self.judged.items()]
+        # Of few answers that are all right, the plain estimate of the error would be 0.
+        smoothed = [((k + 1) / (n + 2), n) for k, n in pairs]
+        variance = sum(p * (1 - p) / n for p, n in smoothed) / len(pairs) ** 2
+        return sum(k / n for k, n in pairs) / len(pairs), math.sqrt(variance)
+
+
+@dataclass(frozen=True)
+class Overall:
+    """Of all components of a kind of score. ``mean``: of their scores; None without any. ``standard_error``: from how
+    they differ; of one component, its own."""
+
+    components: int
+    mean: float | None
+    standard_error: float | None
+    asked: int
+    unanswered: int
+
+
+def overall(scores: Iterable[Score]) -> Overall:
+    every: Sequence[Score] = list(scores)
+    values = [score.score for score in every if score.score is not None]
+    errors = [score.standard_error for score in every if score.standard_error is not None]
+    error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else next(iter(errors), None)
+    return Overall(
+        len(values),
+        float(np.mean(values)) if values else None,
+        error,
+        sum(score.asked for score in every),
+        sum(score.unanswered for score in every),
+    )

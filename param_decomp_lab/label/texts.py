@@ -1,0 +1,68 @@
+"""Shows texts of a harvest to a language model: tokens as text, some of them between marks."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files import Example, Harvest
+
+TOKEN_CHARACTERS = 60
+LEAST_SHOWN = 0.5 / 255
+"""λ of a token in an example is kept in 255ths: what rounds to 0 is not shown as firing."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """``tokens``: ids. ``marks``: their places that are marked."""
+
+    tokens: tuple[int, ...]
+    marks: frozenset[int]
+
+
+class Texts:
+    """Raises UserError for a harvest that is not of text."""
+
+    def __init__(self, harvest: Harvest) -> None:
+        vocabulary = harvest.vocabulary if harvest.plan.inputs == "tokens" else None
+        if vocabulary is None:
+            why = "its run has no tokenizer" if harvest.plan.inputs == "tokens" else "its inputs are features"
+            raise UserError(f"{harvest.folder} has no text to show to a model: {why}")
+        self.harvest, self._vocabulary = harvest, vocabulary
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, in one line, without marks of our own."""
+        if len(ids) and not 0 <= min(ids) <= max(ids) < len(self._vocabulary):
+            raise UserError(f"{self.harvest.folder} names tokens that are not in its vocabulary: make it again")
+        found = self._vocabulary.take(pa.array(ids, pa.int32())).to_pylist()
+        return [_one_line(text)[:TOKEN_CHARACTERS] for text in found]
+
+    def show(self, text: Text) -> str:
+        words = self.words(text.tokens)
+        return "".join(f"«{word}»" if place in text.marks else word for place, word in enumerate(words))
+
+    def window(self, row: int, position: int) -> Text:
+        """A position of the harvest, marked, with what is around it."""
+        plan = self.harvest.plan
+        first, stop = max(0, position - plan.around), min(plan.length, position + plan.around + 1)
+        tokens = self.harvest.row(row)[first:stop].tolist()
+        return Text(tuple(tokens), frozenset([position - first]))
+
+
+def firing_places(example: Example, threshold: float) -> list[int]:
+    """Places among the example's tokens at which its component fires, as far as the harvest tells: that of the example
+    itself, and those with λ above the threshold."""
+    least = max(threshold, LEAST_SHOWN)
+    here = example.position - example.first
+    return [place for place, value in enumerate(example.importances.tolist()) if value > least or place == here]
+
+
+def as_text(example: Example, marks: Collection[int]) -> Text:
+    return Text(example.tokens, frozenset(marks))
+
+
+def _one_line(text: str) -> str:
+    for found, shown in (("«", "‹"), ("»", "›"), ("\r", "\\r"), ("\n", "\\n")):
+        text = text.replace(found, shown)
+    return text
