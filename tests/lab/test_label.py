@@ -235,11 +235,11 @@ def test_busy_and_broken(run: Path, server: Server) -> None:
 
 def test_retry_after_is_heeded_by_all(run: Path, server: Server) -> None:
     server.troubles = [Trouble(429, "1")]
-    assert label(run, server, "--limit", "6", "--parallel", "1").status == 0
+    assert label(run, server, "--limit", "9", "--parallel", "3").status == 0
     refused = next(seen for seen in server.seen if seen.status == 429)
     later = [seen.time - refused.time for seen in server.seen if seen.time > refused.time]
-    assert min(later) >= 0.99
-    assert len(server.prompts) == 6
+    assert sum(seconds < 0.99 for seconds in later) <= 2  # those that were on their way
+    assert len(server.prompts) == 9
 
 
 @pytest.mark.parametrize(
