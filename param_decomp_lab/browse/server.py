@@ -126,7 +126,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     async def graph(request: Request, opened: Opened) -> Response:
         prompt, target, node = (request.query_params.get(name, "") for name in ("prompt", "target", "node"))
         if not prompt.strip():
-            return RedirectResponse(address(opened.run, opened.name, "graphs"), 303)
+            return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
         return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, prompt, target, node))
 
     @of_harvest

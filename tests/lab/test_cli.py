@@ -38,6 +38,11 @@ HELP = {
     ("weights", "import-gguf"): ("pd weights import-gguf SmolLM2-135M-Instruct.Q4_1.gguf", "--dtype", "--no-tokenizer"),
     ("browse",): ("pd browse runs /scratch/me/runs --port 9000", "ssh -L"),
     ("label",): ("pd label runs/p-1a2b3c4d --model gpt-5-mini", "--dry-run", "--max-cost", "--score", "status 75"),
+    ("graph",): (
+        'pd graph runs/p-1a2b3c4d "The capital of France is" --target " Paris"',
+        "--threshold",
+        "pd graph runs/p-5e6f7a8b",
+    ),
     ("harvest",): ("pd harvest runs/p-1a2b3c4d --tokens 10e6 --sites '*.down_proj' --threshold 0.1", "status 75"),
     ("cluster",): ("pd cluster runs/p-1a2b3c4d --alpha 0.25 --min-density 0.001 --seeds 5", "--draw", "--harvest"),
     ("runs",): ("pd runs runs/sweep-1 /scratch/me/runs", "--json", "waiting", "broken"),
