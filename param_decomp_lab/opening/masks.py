@@ -100,18 +100,17 @@ def bundle(
         own = {row: masks[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if names[n] in masks}
         if not own:
             continue
-        lead = np.broadcast_shapes((1,) * len(leading), *(mask.shape[:-1] for mask in own.values()))
+        of_sites = zip(stack.rows(), stack.sites, strict=True)
+        of_deltas = {} if weights is None else {row: weights[names[n]] for row, n in of_sites if names[n] in masks}
+        shapes = [mask.shape[:-1] for mask in own.values()] + [weight.shape for weight in of_deltas.values()]
+        lead = np.broadcast_shapes((1,) * len(leading), *shapes)
         components = np.zeros((*stack.lead, *lead, stack.C), np.float32)
+        deltas = np.zeros((*stack.lead, *lead), np.float32)
         for row, mask in own.items():
             components[row] = mask
-        deltas = None
-        if weights is not None:
-            of_sites = {row: weights[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if row in own}
-            lead = np.broadcast_shapes((1,) * len(leading), *(weight.shape for weight in of_sites.values()))
-            deltas = np.zeros((*stack.lead, *lead), np.float32)
-            for row, weight in of_sites.items():
-                deltas[row] = weight
-        made[stack.name] = Sources(jnp.asarray(components), None if deltas is None else jnp.asarray(deltas))
+        for row, weight in of_deltas.items():
+            deltas[row] = weight
+        made[stack.name] = Sources(jnp.asarray(components), jnp.asarray(deltas) if of_deltas else None)
     live = tuple(n for n, name in enumerate(names) if name in masks)
     return live, made
 

@@ -100,6 +100,7 @@ def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     assert MARKUP not in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=MARKUP, how=MARKUP)
 
 
+@pytest.mark.slow
 def test_a_toy(shown: TestClient, mine: Path) -> None:
     here = base(mine, TOY)
     assert "output" in wait(shown, f"{here}/graph", prompt="1=0.75", target="1")
