@@ -41,8 +41,8 @@ READINGS = "readings"
 class Reading(NamedTuple):
     """A direction along which what one site reads is measured at one row: the target of a backward pass.
 
-    ``direction``: by kind. ``weight``: by kind, 1 in the layer of the site and 0 elsewhere; with a leading layer axis
-    until a scan takes it apart. ``row``: the number of the position, or of the slot of experts.
+    ``direction``, ``weight``: by stack, and in a layer by kind. ``weight``: 1 in the layer of the site and 0 elsewhere;
+    with a leading layer axis until a scan takes it apart. ``row``: the number of the position, or of the experts' slot.
     """
 
     direction: dict[str, Float[Array, "_d_in"]]
@@ -106,7 +106,7 @@ class CutLinears:
     sites: Sites
     held: Mapping[str, Float[Array, "_layers *_n _d_out"]]
     chosen: Mapping[str, Int[Array, "_layers *_n _k"]]
-    reading: "StackReading | None" = None
+    reading: Reading | None = None
 
     def cuts(self) -> frozenset[int]:
         return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
@@ -130,14 +130,6 @@ class CutLinears:
             direction = {stack.kind: self.reading.direction[stack.name] for stack in self._stacks(first)}
             reading = Reading(direction, weight, self.reading.row)
         return CutLayer(held, reading, frozen_axes(PLAIN), chosen)
-
-
-class StackReading(NamedTuple):
-    """A `Reading` by stack; ``weight`` ``[layers]``."""
-
-    direction: dict[str, Float[Array, "_d_in"]]
-    weight: dict[str, Float[Array, "_layers"]]
-    row: Int[Array, ""]
 
 
 class Targets(NamedTuple):
@@ -169,7 +161,7 @@ class Firing(NamedTuple):
 class Cut(eqx.Module):
     """One row of inputs taken apart at every site (E1, E5), in fp32 or wider. By stack:
 
-    ``held``: outputs of the sites. ``activations``: ``x · V_c`` of the components that fire, times 1 (not ‖U_c‖); 0 for
+    ``held``: outputs of the sites. ``activations``: ``x · V_c`` of the components that fire (without ‖U_c‖), 0 for
     padding. ``rest``: what they do not give of the output, the delta's part included; ``delta``: that part.
     ``chosen``: experts. ``entry``: what goes into the first cut layer; None where that reads tokens.
     ``embeddings``: by each embedding, its part in the entry; None: each is its own position of the entry.
@@ -388,7 +380,7 @@ def _measure(
     held: Mapping[str, Array],
     entry: Array | None,
     biases: Weights,
-    wanted: "Targets | Outputs",
+    wanted: Targets | Outputs,
 ) -> Float[Array, ""]:
     """The value of one target (E3), as a function of what is held, of the entry and of the biases."""
     target, sites = problem.target, problem.target.sites
@@ -406,7 +398,7 @@ def _measure(
     return value - jnp.mean(predictions) if is_text else value
 
 
-def _reading(sites: Sites, components: Components, wanted: Targets) -> StackReading:
+def _reading(sites: Sites, components: Components, wanted: Targets) -> Reading:
     """What the activation ``‖U_c‖ (x · V_c)`` of one component is measured by."""
     direction, weight = {}, {}
     for number, stack in enumerate(sites.stacks):
@@ -419,4 +411,4 @@ def _reading(sites: Sites, components: Components, wanted: Targets) -> StackRead
         direction[stack.name] = V[:, component] * jnp.linalg.norm(U[component])
         here = wanted.stack == number
         weight[stack.name] = jnp.where(here, jax.nn.one_hot(wanted.layer, stack.n_layers, dtype=V.dtype), 0)
-    return StackReading(direction, weight, wanted.row)
+    return Reading(direction, weight, wanted.row)

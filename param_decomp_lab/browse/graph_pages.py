@@ -4,14 +4,15 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import NotThere, Pages, address, clean
+from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
 from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
@@ -70,18 +71,11 @@ class GraphPages:
         entries: list[dict[str, Any]] = []
         for path in _files(opened)[:LISTED]:
             try:
-                graph = Graph.load(path)
-            except UserError as error:
+                entries.append({"name": path.stem, "wrong": "", **asdict(_brief(path, path.stat().st_mtime_ns))})
+            except (UserError, OSError) as error:
                 entries.append({"name": path.stem, "wrong": clean(error, 300)})
-                continue
-            entries.append(
-                {
-                    "name": path.stem, "graph": graph, "wrong": "",
-                    "outputs": [clean(graph.output_names[n.number], 40) for n in graph.outputs],
-                }
-            )  # fmt: skip
         return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
-                                  target="", unit=_unit(opened))  # fmt: skip
+                                  target="", unit=unit(opened))  # fmt: skip
 
     def kept(self, opened: Opened, name: str, chosen: str) -> str:
         """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none."""
@@ -101,7 +95,7 @@ class GraphPages:
             waiting = WAITING if answer is None else ""
             wrong = "" if answer is None else clean(answer.wrong, 2000)
             return self._pages.render("graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
-                                      prompt=clean(prompt), target=clean(target, 100), unit=_unit(opened))  # fmt: skip
+                                      prompt=clean(prompt), target=clean(target, 100), unit=unit(opened))  # fmt: skip
         return self._graph(opened, answer.graph, chosen, to, kept=False, target=target)
 
     def ask(self, opened: Opened, prompt: str, target: str) -> GraphAnswer | None:
@@ -148,7 +142,7 @@ class GraphPages:
             "graph.html", opened=opened, graph=graph, drawing=drawing, kept=kept, target=target,
             lists=None if at is None else self._lists(opened, graph, at, to),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
-            edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=_unit(opened),
+            edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=unit(opened),
             outputs=[{"token": clean(graph.output_names[n.number], 40), "node": n} for n in graph.outputs],
         )  # fmt: skip
 
@@ -174,12 +168,30 @@ class GraphPages:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Brief:
+    """What the list says of a graph."""
+
+    prompt: str
+    outputs: list[str]
+    nodes: int
+    edges: int
+    influence: float
+    step: int
+
+
+@lru_cache(maxsize=4 * LISTED)
+def _brief(path: Path, changed: int) -> Brief:
+    """Kept until the file is ``changed``: a graph takes a second to read, and its list is looked at often."""
+    del changed
+    graph = Graph.load(path)
+    outputs = [clean(graph.output_names[node.number], 40) for node in graph.outputs]
+    sizes = len(graph.nodes), len(graph.edges)
+    return Brief(clean(graph.prompt, 200), outputs, *sizes, graph.shares.influence, graph.step)
+
+
 def _address(opened: Opened, name: str, node: str) -> str:
     return address(opened.run, opened.name, "graphs", name, node=node)
-
-
-def _unit(opened: Opened) -> str:
-    return "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
 
 
 def _files(opened: Opened) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, clean
+from param_decomp_lab.browse.pages import Pages, clean, unit
 from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import InterventionQuestion
 
@@ -31,7 +31,7 @@ class InterventionPages:
         return self._pages.render(
             "intervene.html", opened=opened, prompt=clean(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
-            unit="tokens" if opened.harvest.plan.inputs == "tokens" else "features", **values,
+            unit=unit(opened), **values,
         )  # fmt: skip
 
     def _ask(

@@ -151,7 +151,7 @@ class Pages:
             map=site_map(summary, numbers, lambda n: address(*base, n), of_range), across=ACROSS, down=DOWN,
             sorts=SORTS, labelled=LABELLED, matched=shown_tokens(opened, tokens[:8].tolist()), n_matched=len(tokens),
             alive=int((summary.firings > 0).sum()), l0=float(summary.density.sum()), n_labels=len(labels),
-            unit=_unit(opened), neighbours=_site_neighbours(opened, site), routed=self._routed(opened, site),
+            unit=unit(opened), neighbours=_site_neighbours(opened, site), routed=self._routed(opened, site),
         )  # fmt: skip
 
     # --- a component ---
@@ -187,7 +187,7 @@ class Pages:
                     ("read by V", "inputs", "input_cosines"), ("written by U", "outputs", "output_cosines")
                 )
             ],
-            rare=row["firings"] < RARE_FIRINGS, unit=_unit(opened), author=user_name(),
+            rare=row["firings"] < RARE_FIRINGS, unit=unit(opened), author=user_name(),
             routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
             group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS,
         )  # fmt: skip
@@ -271,7 +271,7 @@ def _shade(value: float) -> int:
     return min(SHADES, math.ceil(value * SHADES))
 
 
-def _unit(opened: Opened) -> str:
+def unit(opened: Opened) -> str:
     return "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
 
 

@@ -78,14 +78,14 @@ def _edit(
     overwrite: bool,
 ) -> None:
     from param_decomp_lab.display.numbers import number
-    from param_decomp_lab.export.edit import edit_table, export_edited
+    from param_decomp_lab.export.edit import EDIT_FILE, edit_table, export_edited
     from param_decomp_lab.folders import refuse_existing
     from param_decomp_lab.opening import load_run
     from param_decomp_lab.weights.dtypes import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} should be one of {', '.join(DTYPES)}")
-    refuse_existing(out, marker="edit.json", overwrite=overwrite)
+    refuse_existing(out, marker=EDIT_FILE, overwrite=overwrite)
     opened = load_run(run, step)
     kind: Any = dtype
     edit = export_edited(

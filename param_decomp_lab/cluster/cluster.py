@@ -16,7 +16,7 @@ from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.publish import publish
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Groups, Harvest, find_harvests
+from param_decomp_lab.harvest_files import Groups, Harvest, harvests_of
 from param_decomp_lab.harvest_files.groups import CLUSTERS, CLUSTERS_FILE, SeedResult, labels_at
 from param_decomp_lab.harvest_files.tables import PLAN_FILE
 
@@ -109,9 +109,7 @@ def chosen_harvest(folder: Path, name: str | None) -> Harvest:
         return Harvest(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give a run folder, or a harvest")
-    found = {path.name: path for path in find_harvests(folder)}
-    if not found:
-        raise UserError(f"{folder} has no harvest; make one with `pd harvest {folder}`")
+    found = {path.name: path for path in harvests_of(folder)}
     if name is not None and name not in found:
         raise UserError(f"--harvest: {folder} has no harvest '{name}'; it has {', '.join(found)}")
     return Harvest(found[name] if name is not None else next(iter(found.values())))

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.attribution import Cut, Edges, Firing, Outputs, Targets, edges, for_attribution, take_apart
-from param_decomp_jax.importances import read_sites
+from param_decomp_jax.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
+from param_decomp_jax.ci.inputs import ChosenExperts
+from param_decomp_jax.importances import SiteReading, read_sites
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.plain_linears import PlainLinears
+from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.graph.firing import find_firing
 
 GRADIENT_BYTES = 1 << 29
@@ -59,25 +60,22 @@ class IncomingEdges:
 class Incoming:
     """One row of inputs taken apart; gives incoming edges of components and outputs.
 
-    ``inputs``: ``[1, T]`` token ids or ``[1, n]`` features, on the mesh. ``importances``: λ by site in place of the CI
-    function's.
+    ``inputs``: ``[1, T]`` token ids or ``[1, n]`` features, on the mesh. ``importances``: λ by site.
     """
 
-    def __init__(
-        self, opened: Opened, inputs: Array, threshold: float, importances: dict[str, np.ndarray] | None = None
-    ) -> None:
+    def __init__(self, opened: Opened, inputs: Array, threshold: float) -> None:
         self._opened, self._inputs = opened, inputs
         self.problem = for_attribution(opened.problem)
         self.sites = self.problem.target.sites
         components, ci = opened.learned
         with jax.set_mesh(opened.mesh):
-            chosen, of_sites = _read(self.problem, components, ci, opened.weights, inputs)
-        lam, a = ({name: _flat(x) for name, x in found.items()} for found in zip_fields(of_sites))
-        self.importances = lam if importances is None else importances
+            chosen, readings = _jitted(_read)(self.problem, components, ci, opened.weights, inputs)
+        self.importances = {name: _flat(reading.importance) for name, reading in readings.items()}
+        a = {name: _flat(reading.activation) for name, reading in readings.items()}
         on_host = {name: _merge_positions(np.asarray(x)) for name, x in chosen.items()}
         self.firing, self._tables = find_firing(self.sites, self.importances, a, on_host, threshold)
         with jax.set_mesh(opened.mesh):
-            self._cut: Cut = _take_apart(self.problem, components, opened.weights, inputs, self._tables)
+            self._cut: Cut = _jitted(take_apart)(self.problem, components, opened.weights, inputs, self._tables)
         self.layout = self._lay_out(on_host)
         held = sum(x.size * x.dtype.itemsize for x in self._cut.held.values())
         self.at_once = int(np.clip(GRADIENT_BYTES // max(held, 1), 1, MOST_AT_ONCE))
@@ -128,9 +126,10 @@ class Incoming:
     def _edges(self, targets: Targets | Outputs) -> Edges:
         components, _ = self._opened.learned
         with jax.set_mesh(self._opened.mesh):
-            return _edges(
+            found: Edges = _jitted(edges)(
                 self.problem, components, self._opened.weights, self._inputs, self._cut, self._tables, targets
             )
+        return found
 
     def _flatten(self, found: Edges, n: int) -> tuple[np.ndarray, np.ndarray]:
         of_components, firing = [], self.firing
@@ -146,13 +145,7 @@ class Incoming:
     def predictions(self) -> Float[np.ndarray, "rows n"]:
         """The network's outputs at every position, on which the edges of outputs are computed."""
         with jax.set_mesh(self._opened.mesh):
-            found = np.asarray(_predictions(self.problem, self._opened.weights, self._inputs))
-        return found.reshape(-1, found.shape[-1])
-
-
-def zip_fields(of_sites: dict[str, tuple[Array, Array]]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """λ by site, and a by site."""
-    return {name: x[0] for name, x in of_sites.items()}, {name: x[1] for name, x in of_sites.items()}
+            return _flat(_jitted(_clean)(self.problem, self._opened.weights, self._inputs))
 
 
 def _flat(x: Array) -> np.ndarray:
@@ -170,32 +163,14 @@ def _jitted(function: Any) -> Any:
     return jax.jit(function, static_argnums=0)
 
 
-def _read(problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
-    return _jitted(_read_all)(problem, components, ci, weights, inputs)
-
-
-def _read_all(problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
+def _read(
+    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array
+) -> tuple[ChosenExperts, dict[str, SiteReading]]:
     names = [site.name for site in problem.target.sites.all]
     clean_pass, readings = read_sites(problem, components, ci, weights, inputs, names)
-    return clean_pass.chosen, {name: (reading.importance, reading.activation) for name, reading in readings.items()}
-
-
-def _take_apart(problem: Problem, components: Any, weights: Weights, inputs: Array, tables: dict[str, Firing]) -> Cut:
-    found: Cut = _jitted(take_apart)(problem, components, weights, inputs, tables)
-    return found
-
-
-def _edges(problem: Problem, *arguments: Any) -> Edges:
-    found: Edges = _jitted(edges)(problem, *arguments)
-    return found
-
-
-def _predictions(problem: Problem, weights: Weights, inputs: Array) -> Array:
-    found: Array = _jitted(_clean)(problem, weights, inputs)
-    return found
+    return clean_pass.chosen, readings
 
 
 def _clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
     target = problem.target
-    output = target.forward(weights, inputs, PlainLinears(target.sites, inputs=False)).output
-    return target.predictions(weights, output)
+    return target.predictions(weights, target.forward(weights, inputs, UNTOUCHED).output)

@@ -1,6 +1,7 @@
 """From incoming edges to influence (E6), and from influence to the part of a graph that is worth looking at (E7)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -19,7 +20,7 @@ class Rows:
     order: Int[np.ndarray, " F"]
     probability: Float[np.ndarray, " O"]
 
-    @property
+    @cached_property
     def shares(self) -> Float[np.ndarray, "R N"]:
         """Absolute weights over their sum; rows without any stay 0."""
         size = np.abs(self.weights)

@@ -503,6 +503,14 @@ def find_harvests(run_folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
 
 
+def harvests_of(run_folder: Path) -> list[Path]:
+    """`find_harvests`, of which there must be one. UserError, with the command that makes one, if there is none."""
+    found = find_harvests(run_folder)
+    if not found:
+        raise UserError(f"{run_folder} has no harvest; make one with `pd harvest {run_folder}`")
+    return found
+
+
 def harvest_of(run_folder: Path, step: int) -> Harvest:
     """The newest harvest of a checkpoint. UserError if there is none."""
     for path in find_harvests(run_folder):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest, find_harvests, harvest_of
+from param_decomp_lab.harvest_files import Harvest, harvest_of, harvests_of
 from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS
 from param_decomp_lab.harvest_files.scores import Scores
@@ -46,12 +46,5 @@ def find_run(folder: Path, step: int | None) -> LabelledRun:
             raise UserError(f"{folder} is of step {harvest.plan.step}, not {step}")
     else:
         run = folder
-        harvest = harvest_of(run, step) if step is not None else _newest(run)
+        harvest = harvest_of(run, step) if step is not None else Harvest(harvests_of(run)[0])
     return LabelledRun(run, Texts(harvest))
-
-
-def _newest(run: Path) -> Harvest:
-    found = find_harvests(run)
-    if not found:
-        raise UserError(f"{run} has no harvest; make one with `pd harvest {run}`")
-    return Harvest(found[0])

@@ -162,3 +162,5 @@ def test_a_page_of_two_thousand_nodes(shown: TestClient, mine: Path, run: Run) -
     assert page.text.count("<circle") == 2000
     assert int(page.headers["content-length"]) <= 200_000
     assert "draws the largest 2000 nodes" in page.text
+    between = sum(source < 2000 and target < 2000 for source, target in ends)
+    assert f"The {between - 6000:,} edges of smallest share are not on this page" in page.text

@@ -74,6 +74,20 @@ def test_the_attack_hurts_more_than_its_start(run: Run) -> None:
     assert divergence(10) > 1.2
 
 
+def test_an_attack_does_not_see_what_is_selected(run: Run) -> None:
+    """Masks that are set do not depend on sources, so nothing moves these; the others move."""
+    lam = {name: np.asarray(x) * 0.5 for name, x in run.causal_importances(TEXT).items()}
+    fixed = {name: np.broadcast_to(np.arange(x.shape[1]) < 6, x.shape) for name, x in lam.items()}
+    rng = np.random.default_rng(0)
+    start = {name: rng.uniform(0.3, 0.7, x.shape).astype(np.float32) for name, x in lam.items()}
+    row = np.asarray([ord(letter) for letter in TEXT], np.int32)
+    found, deltas = run.attack_masks(row, lam, fixed, 0.5, (start, None), 2, 0.1)
+    assert deltas is None
+    for name, sources in found.items():
+        np.testing.assert_array_equal(sources[fixed[name]], start[name][fixed[name]])
+        assert (sources[~fixed[name]] != start[name][~fixed[name]]).any()
+
+
 def kl(p: np.ndarray, q: np.ndarray) -> float:
     log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p.astype(np.float64), q.astype(np.float64)))
     return float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
