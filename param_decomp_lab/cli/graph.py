@@ -21,6 +21,17 @@ def graph(
     ] = None,
     position: Annotated[int, typer.Option(help="Of the output, from 0; -1 is the last token.")] = -1,
     threshold: Annotated[float, typer.Option(help="A component fires where λ is above it.")] = 0.0,
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="First lower the importances of this prompt as far as its output allows.")
+    ] = False,
+    loss: Annotated[
+        str,
+        typer.Option(help="What --optimize keeps: kl (the distribution of the next token), or logit (of --target)."),
+    ] = "kl",
+    allowed: Annotated[
+        float, typer.Option(help="With --optimize: errors, as multiples of those of the run's own importances.")
+    ] = 1.0,
+    optimize_steps: Annotated[int, typer.Option(min=1, help="Steps of --optimize.")] = 400,
     nodes: Annotated[float, typer.Option(help="Share of influence that the nodes kept have.")] = 0.8,
     edges: Annotated[float, typer.Option(help="Share of the edges' scores that is kept.")] = 0.98,
     most_nodes: Annotated[int, typer.Option(min=1, help="Nodes kept at most.")] = 2000,
@@ -44,16 +55,22 @@ def graph(
     component. The nodes of largest influence are followed first, and the graph is pruned to those that make up most of
     it; what was left out is said. The graph is written as JSON, which `Graph.load` reads and `pd browse` shows.
 
+    The CI function finds importances that serve every text. `--optimize` lowers them for this prompt alone, while the
+    prediction stays as near to the model's as before, also with the other components at random and under attack: the
+    graph then has far fewer nodes.
+
     Examples:
 
         pd graph runs/p-1a2b3c4d "The capital of France is"
 
         pd graph runs/p-1a2b3c4d "The capital of France is" --target " Paris" --nodes 0.9
 
+        pd graph runs/p-1a2b3c4d "The capital of France is" --optimize
+
         pd graph runs/p-5e6f7a8b "3=0.75" --target 3
     """
     from param_decomp_lab.display.console import PlainConsole
-    from param_decomp_lab.graph.show import follow_with_progress, graph_file, show_graph
+    from param_decomp_lab.graph.show import ProgressLine, graph_file, show_graph
     from param_decomp_lab.opening import load_run
     from param_decomp_lab.run_folder.output_file import check_output_file
 
@@ -61,10 +78,11 @@ def graph(
     if out is not None:
         check_output_file(out, "--out")
     opened = load_run(run, step, devices=devices, target=moved)
-    with follow_with_progress(PlainConsole(stderr=True), follow) as progress:
+    how = {"loss": loss, "allowed": allowed, "steps": optimize_steps} if optimize else False
+    with ProgressLine(PlainConsole(stderr=True), follow) as progress:
         found = opened.graph(
             prompt, target or None, position=position, threshold=threshold, nodes_share=nodes, edges_share=edges,
-            most_nodes=most_nodes, most_followed=follow, progress=progress,
+            most_nodes=most_nodes, most_followed=follow, optimize=how, progress=progress,
         )  # fmt: skip
     file = out if out is not None else graph_file(opened.folder, found)
     found.save(file)

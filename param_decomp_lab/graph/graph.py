@@ -77,12 +77,36 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class ReadingErrors:
+    """How far an output is from the clean one (O2), at importances, with the others at random, and under attack."""
+
+    ci: float
+    random: float
+    attack: float
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """Importances that were optimised for the prompt (section 16). ``loss``: kl or logit. ``step``: that of the result;
+    0 if nothing smaller than the run's own importances stood the readings. ``before``, ``after``: components that fire,
+    with the errors of both."""
+
+    loss: str
+    steps: int
+    step: int
+    before: int
+    after: int
+    errors_before: ReadingErrors
+    errors_after: ReadingErrors
+
+
+@dataclass(frozen=True)
 class Graph:
     """The attribution graph of a prompt, pruned.
 
     ``tokens``: of the prompt, as text, and ``token_ids``; a toy has one position, named by its active features, and no
     ids. ``output_names``: of the outputs, by number. ``firing``: components that fire in all; ``followed``: those whose
-    incoming edges were computed.
+    incoming edges were computed. ``optimized``: where importances are not the run's own.
     """
 
     run: str
@@ -97,6 +121,7 @@ class Graph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     output_names: dict[int, str]
+    optimized: Optimized | None = None
 
     @property
     def outputs(self) -> tuple[Node, ...]:
@@ -138,11 +163,13 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """As `from_json` reads it. Nodes and edges are columns: names once, then rows."""
-        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("nodes", "edges", "shares")}
+        tables = ("nodes", "edges", "shares", "optimized")
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         return {
             "version": VERSION,
             **head,
             "shares": asdict(self.shares),
+            "optimized": None if self.optimized is None else asdict(self.optimized),
             "nodes": _columns(Node, self.nodes),
             "edges": _columns(Edge, self.edges),
         }
