@@ -34,8 +34,8 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class AverageRequest:
-    """``rows``: of the harvest, that are read. ``largest``: edges kept of each target. ``least_firings``: a target fires
-    at least so often in the harvest."""
+    """``rows``: of the harvest, that are read. ``largest``: edges kept of each target. ``least_firings``: of a target,
+    in the harvest."""
 
     rows: int = 64
     largest: int = 20

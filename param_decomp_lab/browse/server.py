@@ -120,14 +120,16 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     @of_harvest
     async def kept_graph(request: Request, opened: Opened) -> Response:
         name, node = request.path_params["graph"], request.query_params.get("node", "")
-        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node))
+        merged = bool(request.query_params.get("groups"))
+        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node, merged))
 
     @of_harvest
     async def graph(request: Request, opened: Opened) -> Response:
         prompt, target, node = (request.query_params.get(name, "") for name in ("prompt", "target", "node"))
         if not prompt.strip():
             return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
-        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, prompt, target, node))
+        merged = bool(request.query_params.get("groups"))
+        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, prompt, target, node, merged))
 
     @of_harvest
     async def keep_graph(request: Request, opened: Opened) -> Response:
