@@ -77,7 +77,7 @@ class GraphPages:
             except (UserError, OSError) as error:
                 entries.append({"name": path.stem, "wrong": clean(error, 300)})
         return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
-                                  target="", unit=unit(opened))  # fmt: skip
+                                  target="", optimize=False, unit=unit(opened))  # fmt: skip
 
     def kept(self, opened: Opened, name: str, chosen: str, merged: bool) -> str:
         """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none.
@@ -89,34 +89,34 @@ class GraphPages:
         def to(node: str, groups: bool) -> str:
             return _address(opened, name, node, groups)
 
-        return self._graph(opened, Graph.load(path), chosen, merged, to, kept=True)
+        return self._graph(opened, Graph.load(path), chosen, merged, to, None)
 
-    def of_prompt(self, opened: Opened, prompt: str, target: str, chosen: str, merged: bool) -> str:
-        """The graph of a prompt, made now; the address has all that it is made from. ``target``: a token or feature."""
+    def of_prompt(self, opened: Opened, question: GraphQuestion, chosen: str, merged: bool) -> str:
+        """The graph of a prompt, made now; the address has all that it is made from."""
+        asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
 
         def to(node: str, groups: bool) -> str:
-            return address(
-                opened.run, opened.name, "graph", prompt=prompt, target=target, node=node, **_merging(groups)
-            )
+            return address(opened.run, opened.name, "graph", **asked, node=node, **_merging(groups))
 
-        answer = self.ask(opened, prompt, target)
+        answer = self.ask(opened, question)
         if answer is None or answer.graph is None:
             waiting = WAITING if answer is None else ""
             wrong = "" if answer is None else clean(answer.wrong, 2000)
-            return self._pages.render("graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
-                                      prompt=clean(prompt), target=clean(target, 100), unit=unit(opened))  # fmt: skip
-        return self._graph(opened, answer.graph, chosen, merged, to, kept=False, target=target)
+            return self._pages.render(
+                "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong, prompt=clean(question.prompt),
+                target=clean(question.target, 100), optimize=question.optimize, unit=unit(opened),
+            )  # fmt: skip
+        return self._graph(opened, answer.graph, chosen, merged, to, asked)
 
-    def ask(self, opened: Opened, prompt: str, target: str) -> GraphAnswer | None:
+    def ask(self, opened: Opened, question: GraphQuestion) -> GraphAnswer | None:
         """The graph of a prompt; None while it is being made."""
-        if len(prompt) > LONGEST:
-            return GraphAnswer(wrong=f"a prompt may have {LONGEST:,} characters; this one has {len(prompt):,}")
-        question = GraphQuestion(prompt, (target,) if target else ())
+        if len(question.prompt) > LONGEST:
+            return GraphAnswer(wrong=f"a prompt may have {LONGEST:,} characters; this has {len(question.prompt):,}")
         return self._workers.of(opened).graph(question, PATIENCE_S)
 
-    def keep(self, opened: Opened, prompt: str, target: str) -> str:
+    def keep(self, opened: Opened, question: GraphQuestion) -> str:
         """Writes the graph of a prompt into the run's folder; its address."""
-        answer = self.ask(opened, prompt, target)
+        answer = self.ask(opened, question)
         if answer is None or answer.graph is None:
             raise UserError("there is no such graph to keep" if answer is None else answer.wrong)
         file = graph_file(opened.run_folder, answer.graph)
@@ -127,9 +127,10 @@ class GraphPages:
         return _address(opened, file.stem, "", groups=False)
 
     def _graph(
-        self, opened: Opened, graph: Graph, chosen: str, merged: bool, address_of: Callable[[str, bool], str], *,
-        kept: bool, target: str = "",
+        self, opened: Opened, graph: Graph, chosen: str, merged: bool, address_of: Callable[[str, bool], str],
+        asked: dict[str, str] | None,
     ) -> str:  # fmt: skip
+        """``asked``: what a graph that is not kept was made from."""
         n_groups = 0
         with_groups = _with_groups(opened, graph)
         if with_groups is not None:
@@ -159,7 +160,7 @@ class GraphPages:
         text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
         return self._pages.render(
             "graph.html", opened=opened, n_groups=n_groups, merged=merged, other_way=address_of("", not merged),
-            graph=graph, drawing=drawing, kept=kept, target=target,
+            graph=graph, drawing=drawing, asked=asked,
             lists=None if at is None else self._lists(opened, graph, at, to),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=unit(opened),

@@ -75,14 +75,16 @@ def test_both_ways(averages: Averages) -> None:
 
 
 def test_the_largest_are_kept(run: Run, averages: Averages) -> None:
-    site = "layers.0.mlp.down_proj"
+    site = "layers.1.mlp.up_proj"
     firings = np.asarray(run.harvest.components(site, ["firings"])["firings"])
-    least = int(np.median(firings)) + 1
+    least = int(firings.max())
     few = average_attributions(run, run.harvest, AverageRequest(ROWS, 2, least))
     for c in range(run.sites[site].C):
         want = averages.into(site, c)[:2] if firings[c] >= least else []
         assert few.into(site, c) == want
     assert 0 < few.targets < averages.targets
+    with pytest.raises(UserError, match="edges to average"):
+        average_attributions(run, run.harvest, AverageRequest(ROWS, 2, 10**9))
 
 
 def test_a_toy(mine: Path) -> None:
