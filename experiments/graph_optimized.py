@@ -39,7 +39,7 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         found = graph.optimized
         assert found is not None
-        fire.append(found.after / found.before)
+        fire.append(found.after / max(found.before, 1))
         nodes.append(len(graph.nodes) / len(own.nodes))
         before, after = found.errors_before, found.errors_after
         holds += after.ci <= before.ci and after.attack <= before.attack

@@ -29,6 +29,8 @@ from param_decomp_jax.targets.base import Weights
 READINGS = ("ci", "random", "attack")
 """What masks are made of λ with: no sources, random ones, those of an attack."""
 
+LEAST_LOG_PRICE = -3.0
+
 Importances = dict[str, Float[Array, "*layers_lead C"]]
 """λ by stack, of every component at every position; of experts, ``layers`` is two axes."""
 
@@ -113,7 +115,9 @@ def lower(
         importances = jax.tree.map(lambda x, u: jnp.clip(x + u, 0, 1), state.importances, updates)
         sources = jax.tree.map(lambda s, g: jnp.clip(s + descent.ascent * jnp.sign(g), 0, 1), state.sources, of_sources)
         excess = jnp.clip(found / allowed - 1, -1, 1)
-        return Lowered(importances, moments, sources, state.log_prices + descent.price_rate * excess, state.step + 1)
+        # Bounded below, so that a reading that was no trouble for long is heard at once when it is.
+        log_prices = jnp.maximum(state.log_prices + descent.price_rate * excess, LEAST_LOG_PRICE)
+        return Lowered(importances, moments, sources, log_prices, state.step + 1)
 
     return jax.lax.fori_loop(0, n_steps, one, state)
 
@@ -174,7 +178,7 @@ def reading_errors(
         found = attack(test.attack, lambda sources: errors.of([_masks(importances, sources)])[0], start)
         return errors.of([_masks(importances, found)])[0]
 
-    attacks = jax.lax.map(attacked, jnp.arange(test.starts))
+    attacks = jax.vmap(attacked)(jnp.arange(test.starts))
     return jnp.stack([errors.of([_masks(importances, None)])[0], jnp.mean(drawn), jnp.max(attacks)])
 
 

@@ -34,7 +34,7 @@ Loss = Literal["kl", "logit"]
 Progress = Callable[[int, int, int], None]
 """Told the steps done, the number of steps, and how many components fire in the best importances so far."""
 
-EVERY = 20
+EVERY = 40
 """Steps between two looks at whether what has been reached holds."""
 CUTOFFS = (0.02, 0.1, 0.3)
 """A candidate has 0 for what lies at or below one of these: the descent leaves much just above 0."""
@@ -105,7 +105,7 @@ def optimize(
             x[row + 1 :] = 0
     of_stacks: Importances = stack_sites(sites, {name: x.reshape(*leading, -1) for name, x in start.items()})
     measure = Measure(row, outputs if request.loss == "logit" else None)
-    descent = Descent(measure, _penalty(problem), request.steps, request.learning_rate, request.attack_step_size, 0.1)
+    descent = Descent(measure, _penalty(problem), request.steps, request.learning_rate, request.attack_step_size, 0.05)
     judge = _Judge(opened, problem, inputs, measure, request)
     before = judge.errors(of_stacks, 0)
     allowed = np.maximum(request.allowed * before, LEAST_KL if row is not None and request.loss == "kl" else 1e-12)
