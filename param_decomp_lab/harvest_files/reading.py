@@ -21,7 +21,7 @@ from jaxtyping import Float32, Float64, Int, Int32, Int64
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.groups import Groups, find_groups
-from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
+from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
     FIRINGS_FILE,
     GROUPS,
@@ -494,28 +494,3 @@ class Harvest:
             f"Harvest of {plan.run}, step {plan.step:,}: {plan.n_positions:,} {what}, {len(plan.sites)} sites, "
             f"{sum(site.C for site in plan.sites):,} components, fires above {plan.threshold:g}"
         )
-
-
-def find_harvests(run_folder: Path) -> list[Path]:
-    """Folders of the finished harvests of a run, the newest first."""
-    folder = run_folder / HARVESTS
-    found = [path.parent for path in folder.glob(f"*/{PLAN_FILE}") if not path.parent.name.startswith(".")]
-    return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
-
-
-def harvests_of(run_folder: Path) -> list[Path]:
-    """`find_harvests`, of which there must be one. UserError, with the command that makes one, if there is none."""
-    found = find_harvests(run_folder)
-    if not found:
-        raise UserError(f"{run_folder} has no harvest; make one with `pd harvest {run_folder}`")
-    return found
-
-
-def harvest_of(run_folder: Path, step: int) -> Harvest:
-    """The newest harvest of a checkpoint. UserError if there is none."""
-    for path in find_harvests(run_folder):
-        if (found := Harvest(path)).plan.step == step:
-            return found
-    raise UserError(
-        f"{run_folder} has no harvest of step {step}; make one with `pd harvest {run_folder} --step {step}`"
-    )
