@@ -134,6 +134,8 @@ class Harvest:
         self._file = lru_cache(maxsize=8)(self._open)
         self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
         self._component_row = lru_cache(maxsize=64)(self._row_of)
+        # The next component is mostly in the same ones, of a few MB each.
+        self._row_group = lru_cache(maxsize=len(GROUPS))(self._read_row_group)
 
     # --- tables of a site ---
 
@@ -355,10 +357,14 @@ class Harvest:
         found = self.site(site)
         if not 0 <= number < found.C:
             raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
-        with self._reading(table, site) as file:
-            group = file.read_row_group(number // GROUPS[table], use_threads=False)
+        with self._reading(table, site):
+            group = self._row_group(table, site, number // GROUPS[table])
             mine = np.flatnonzero(group["component"].to_numpy() == number)
             return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
+
+    def _read_row_group(self, table: Table, site: str, group: int) -> pa.Table:
+        with self._reading(table, site) as file:
+            return file.read_row_group(group, use_threads=False)
 
     @contextmanager
     def _reading(self, table: Table, site: str) -> Iterator[pq.ParquetFile]:
