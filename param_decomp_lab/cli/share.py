@@ -48,8 +48,8 @@ def graph(
 ) -> None:
     """Write attribution graphs in the format of circuit-tracer, which Neuronpedia's graph page reads as well.
 
-    OUT gets a file for each graph, `graph-metadata.json` with the list, and in `features/` a file for every component of
-    the graphs that the harvest has: examples, and the tokens it raises and lowers. Labels are inside.
+    OUT gets a file for each graph, `graph-metadata.json` with the list, and in `features/` a file for every component
+    of the graphs that the harvest has: examples, and the tokens it raises and lowers. Labels are inside.
 
     Examples:
 
@@ -70,7 +70,8 @@ def graph(
     )  # fmt: skip
     for step in made.without_harvest:
         console.print(
-            f"no harvest of step {step}: its graphs have no feature files; make one with `pd harvest {run} --step {step}`",
+            f"no harvest of step {step}: its graphs have no feature files; make one with "
+            f"`pd harvest {run} --step {step}`",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
     console.print(
@@ -117,6 +118,55 @@ def components(
     console.print(
         f"{out}: {made.features:,} components in {made.batches:,} batches of {made.sources:,} "
         f"source{'s'[: made.sources != 1]}, {made.labels:,} of them labelled",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
+def site(
+    run: HarvestedRun,
+    out: Out,
+    components: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE:1,2,3",
+            help="Components; may be repeated. Default: those of the graphs, then those of largest mean λ.",
+            show_default=False,
+        ),
+    ] = None,
+    graphs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A graph in RUN/graphs; may be repeated. Default: all.", show_default=False),
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="Components of the default choice.")] = 300,
+    harvest: HarvestName = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy pages of `pd browse` into a folder of HTML files, which need no server: open OUT/index.html, or publish OUT.
+
+    The copy has the run's page, its sites, the chosen components, their groups, and graphs. What is not in it is not
+    linked. Labels are shown with their authors.
+
+    Examples:
+
+        pd share site runs/p-1a2b3c4d --out shared/site
+
+        pd share site runs/p-1a2b3c4d --out shared/site --components layers.3.mlp.down_proj:1,2,17 --components
+        layers.3.mlp.up_proj:5
+
+        pd share site runs/p-1a2b3c4d --out shared/site --graphs once-upon-a-time-1a2b3c4d --most 100 --overwrite
+    """
+    from param_decomp_lab.share.shared_run import open_shared
+    from param_decomp_lab.share.site import share_site
+
+    console = PlainConsole()
+    shared = open_shared(run, harvest)
+    made = share_site(
+        shared, out, components or (), graphs or (), most, overwrite=overwrite, console=console
+    )  # fmt: skip
+    console.print(
+        f"{out}: {made.pages:,} pages with {made.components:,} components, {made.graphs:,} graphs and {made.groups:,} "
+        "groups; open index.html",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 

@@ -169,7 +169,8 @@ class _Source:
             low, contains = (min(peaks, default=0.0), len(group) / firings) if kind == "top" else (plan.threshold, 1.0)
             for example in group:
                 shown = self._run.shown(example)
-                largest = int(np.argmax(shown.values))
+                most = max(shown.values)
+                largest = shown.at if shown.values[shown.at] == most else shown.values.index(most)
                 yield {
                     "tokens": shown.tokens,
                     "values": shown.values,
@@ -177,7 +178,7 @@ class _Source:
                     "bin_max": rounded(max(peaks)),
                     "bin_contains": rounded(min(contains, 1.0)),
                     "qualifying_token_index": shown.at,
-                    "maxValue": shown.values[largest],
+                    "maxValue": most,
                     "maxValueTokenIndex": largest,
                     "minValue": min(shown.values),
                     "dataIndex": f"{example.row}:{example.position}",

@@ -133,10 +133,15 @@ class _Writer:
         return {(site, number): text for site in sites for number, text in kept.of_site(site).items()}
 
 
+def kept_graphs(run: Path) -> dict[str, Path]:
+    """Files of the graphs in a run's folder, by name."""
+    return {path.stem: path for path in sorted((run / FOLDER).glob("*.json")) if path.is_file()}
+
+
 def find_graphs(run: Path, names: Sequence[str]) -> dict[str, Path]:
     """Files of graphs by their names in the folder that is made: all that the run has kept, by default. Raises
     UserError for one that is not there, and where none is."""
-    kept = {path.stem: path for path in sorted((run / FOLDER).glob("*.json")) if path.is_file()}
+    kept = kept_graphs(run)
     if not names:
         if not kept:
             raise UserError(f'{run} has kept no graph; make one with `pd graph {run} "some text"`')
