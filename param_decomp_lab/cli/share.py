@@ -165,8 +165,8 @@ def site(
         shared, out, components or (), graphs or (), most, overwrite=overwrite, console=console
     )  # fmt: skip
     console.print(
-        f"{out}: {made.pages:,} pages with {made.components:,} components, {made.graphs:,} graphs and {made.groups:,} "
-        "groups; open index.html",
+        f"{out}: {made.pages:,} pages with {made.components:,} components, {made.graphs:,} "
+        f"graph{'s'[: made.graphs != 1]} and {made.groups:,} group{'s'[: made.groups != 1]}; open index.html",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 

@@ -105,6 +105,8 @@ def _canonical(address: str) -> str:
     """The address under which a page is known: without quoting, and without what does not choose another page. Lists
     in another order or selection are other pages."""
     split = urlsplit(address)
+    if split.scheme or split.netloc:  # elsewhere
+        return address
     path, query = unquote(split.path), dict(parse_qsl(split.query))
     query.pop("node", None)
     if query.get("page") == "1":

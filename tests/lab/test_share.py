@@ -18,6 +18,7 @@ from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.graph import Edge
 from param_decomp_lab.harvest_files import Harvest, find_harvests
 from param_decomp_lab.share.graphs import share_graphs
+from param_decomp_lab.share.links import relative_page
 from param_decomp_lab.share.numbering import Numbering, pair, run_numbering, unpair
 from param_decomp_lab.share.shared_run import open_shared
 from param_decomp_lab.share.site import share_site
@@ -343,7 +344,7 @@ def site(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site") / "out"
     outcome = pd_here("share", "site", run, "--out", out, "--most", 9)
     assert outcome.status == 0, outcome
-    assert "with 9 components, 1 graphs" in outcome.out
+    assert "with 9 components, 1 graph and" in outcome.out
     return out
 
 
@@ -365,6 +366,41 @@ def test_every_link_of_every_page_leads_to_a_file(site: Path) -> None:
             if anchor:
                 assert f'id="{anchor}"' in target.read_text(), (page, link)
     assert {page.resolve() for page in pages} <= {page.resolve() for page in reached}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('<p title="a &gt; b">&amp;&#39; &lt;b&gt; λ</p>', None),
+        (
+            '<a class="x" href="/r/h/sites/s/1?sort=density#node">1 <b>&lt;</b></a>',
+            '<a class="x" href="1.html#node">1 <b>&lt;</b></a>',
+        ),
+        ('<a href="/r/h/sites/s/2">2</a> <a href="/r/h">r</a>', '<span>2</span> <a href="../../index.html">r</a>'),
+        (
+            '<a href="/r/h?page=1">r</a><a href="/r/h?page=2&amp;search=">2</a>',
+            '<a href="../../index.html">r</a><a href="../../page-2.html">2</a>',
+        ),
+        ('<a href="/r/h?search=x">r</a>', "<span>r</span>"),
+        (
+            '<svg viewBox="0 0 1 1"><a href="/r/h/x"><rect x="1"/></a></svg><a href="/x">y</a>',
+            '<svg viewBox="0 0 1 1"><g><rect x="1"/></g></svg><span>y</span>',
+        ),
+        ('<a href="//example.org/r/h">x</a><a href="javascript:alert(1)">y</a>', "<span>x</span><span>y</span>"),
+        ('<link rel="stylesheet" href="/static/browse.css">', '<link rel="stylesheet" href="../../static/browse.css">'),
+    ],
+)
+def test_links_and_nothing_else_are_changed(before: str, after: str | None) -> None:
+    files = {
+        "/r/h": "index.html", "/r/h?page=2": "page-2.html", "/r/h/sites/s/1": "sites/s/1.html",
+        "/static/browse.css": "static/browse.css",
+    }  # fmt: skip
+    assert relative_page(before, "sites/s/4.html", files) == (before if after is None else after)
+
+
+def test_a_style_sheet_that_is_not_there_is_no_copy() -> None:
+    with pytest.raises(ValueError, match=r"other\.css"):
+        relative_page('<link href="/static/other.css">', "index.html", {})
 
 
 def test_what_is_copied(site: Path, run: Path, harvest: Harvest) -> None:
