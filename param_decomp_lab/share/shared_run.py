@@ -13,6 +13,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example, Harvest, chosen_harvest
 from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS
+from param_decomp_lab.run_folder.folder import CONFIG_FILE
 
 MARKER = "pd-share.json"
 """In every folder that `pd share` makes: what is in it, and from where."""
@@ -73,6 +74,8 @@ def open_shared(run: Path, harvest: str | None) -> SharedRun:
     folder = found.folder.resolve().parent
     if folder.name != HARVESTS:
         raise UserError(f"{run} is a harvest without its run, beside which labels and graphs are kept")
+    if not (folder.parent / CONFIG_FILE).is_file():
+        raise UserError(f"{folder.parent} is not the folder of a run: it has no {CONFIG_FILE}")
     return SharedRun(folder.parent, found)
 
 

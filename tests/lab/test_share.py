@@ -500,5 +500,8 @@ def test_a_harvest_without_its_run(run: Path, tmp_path: Path) -> None:
     alone = shutil.copytree(folder, tmp_path / "alone")
     with pytest.raises(UserError, match="a harvest without its run"):
         open_shared(alone, None)
+    shutil.copytree(folder, tmp_path / "harvests" / folder.name)
+    with pytest.raises(UserError, match=r"has no config\.yaml"):
+        open_shared(tmp_path, None)
     assert open_shared(folder, None).folder == run.resolve()
     assert open_shared(run, folder.name).harvest.plan.step == STEP
