@@ -1,7 +1,7 @@
 """Loads a wrapper and its schema file as one validated configuration; saves, reads and compares configurations."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -93,19 +93,25 @@ class RunConfig:
         return replace(config, ignored=tuple(raw.get("ignored", ())))
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), read: Callable[[Path, str], dict[str, Any]] = read_mapping
+) -> RunConfig:
+    """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied.
+
+    ``read``: reads a file; nothing of what it returns is modified. Parsing the files is nearly all of the time: who
+    loads them again and again with other assignments gives `functools.cache(read_mapping)`.
+    """
     assignments = parse_overrides(overrides)
     for_wrapper = [override for override in assignments if override.is_for_wrapper]
     for_method = [override for override in assignments if not override.is_for_wrapper]
 
-    raw = read_mapping(path, "the wrapper")
+    raw = read(path, "the wrapper")
     if "pd" in raw:
         raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
     wrapper_source = override_source(path, for_wrapper)
     wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), wrapper_source).relative_to(path.parent).resolved()
 
-    method = apply_overrides(read_mapping(wrapper.torch_config, f"torch_config of {path}"), for_method)
+    method = apply_overrides(read(wrapper.torch_config, f"torch_config of {path}"), for_method)
     return _configuration(wrapper, method, wrapper_source, override_source(wrapper.torch_config, for_method))
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.graph.graph import Edge, Graph, Node, Shares
+from param_decomp_lab.graph.graph import Edge, Graph, Node, Optimized, Shares
 from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.graph.influence import Pruned, Rows, influence, prune
 
@@ -62,18 +63,35 @@ class Prompt:
         return bool(self.ids)
 
 
+class FollowedOutputs(NamedTuple):
+    """What a graph leads to. ``row``: their position. ``predictions``: all outputs there. ``numbers``: those followed.
+    ``probability``: the model's, of each; ``chosen``: divided by their sum."""
+
+    row: int
+    predictions: Float[np.ndarray, " n"]
+    numbers: Int[np.ndarray, " O"]
+    probability: Float[np.ndarray, " O"]
+    chosen: Float[np.ndarray, " O"]
+
+
+def find_outputs(incoming: Incoming, request: GraphRequest, of_text: bool) -> FollowedOutputs:
+    """Raises UserError for a position or an output that is not there."""
+    predictions = incoming.predictions()
+    row = _position(request.position, len(predictions))
+    return FollowedOutputs(row, predictions[row], *_outputs(predictions[row], request, of_text))
+
+
 def build_graph(
     incoming: Incoming,
     prompt: Prompt,
     request: GraphRequest,
+    outputs: FollowedOutputs,
+    optimized: Optimized | None = None,
     progress: Progress | None = None,
 ) -> Graph:
-    """The attribution graph of a row of inputs (E1 to E7). Raises UserError for a position or an output that is not
-    there."""
-    predictions = incoming.predictions()
-    row = _position(request.position, len(predictions))
-    numbers, probability, chosen = _outputs(predictions[row], request, prompt.of_text)
-    found = incoming.of_outputs(row, numbers)
+    """The attribution graph of a row of inputs (E1 to E7). ``optimized``: how the importances were, if they were."""
+    chosen = outputs.chosen
+    found = incoming.of_outputs(outputs.row, outputs.numbers)
     weights, deltas, followed = [found.weights], [found.delta], np.zeros(0, int)
     sites = np.asarray(incoming.firing.site)
     leads_nowhere = np.asarray([site.lookup for site in incoming.sites.all])[sites]  # what reads tokens alone
@@ -99,7 +117,7 @@ def build_graph(
         followed = np.concatenate([followed, best])
     kept = prune(rows, values, request.nodes_share, request.edges_share, request.most_nodes)
     ends = _ends(incoming, shares, values, rows, np.concatenate(deltas), left)
-    return _assemble(incoming, prompt, request, rows, values, kept, ends, (row, numbers, probability, predictions[row]))
+    return _assemble(incoming, prompt, request, rows, values, kept, ends, outputs, optimized)
 
 
 def _position(position: int, length: int) -> int:
@@ -174,9 +192,10 @@ def _assemble(
     values: Float[np.ndarray, " N"],
     kept: Pruned,
     ends: dict[str, float],
-    outputs: tuple[int, np.ndarray, np.ndarray, np.ndarray],
+    outputs: FollowedOutputs,
+    optimized: Optimized | None,
 ) -> Graph:
-    position, numbers, probability, predictions = outputs
+    position, predictions, numbers, probability, _ = outputs
     mean = predictions.mean() if prompt.of_text else 0.0
     nodes = [
         Node("output", "", position, int(number), float(predictions[number] - mean), 0.0, float(share), float(p))
@@ -194,7 +213,7 @@ def _assemble(
     return Graph(
         prompt.run, prompt.step, prompt.text, prompt.tokens, prompt.ids, request.threshold,
         len(incoming.firing), len(rows.node), of_kept, tuple(nodes), tuple(edges),
-        {int(n): prompt.name(int(n)) for n in numbers},
+        {int(n): prompt.name(int(n)) for n in numbers}, optimized,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Incoming edges of a graph's nodes, as flat arrays on the host: what lies between the core's tables and a graph."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -60,17 +61,25 @@ class IncomingEdges:
 class Incoming:
     """One row of inputs taken apart; gives incoming edges of components and outputs.
 
-    ``inputs``: ``[1, T]`` token ids or ``[1, n]`` features, on the mesh. ``importances``: λ by site.
+    ``inputs``: ``[1, T]`` token ids or ``[1, n]`` features, on the mesh. ``importances``: λ by site; those of the CI
+    function unless others are given.
     """
 
-    def __init__(self, opened: Opened, inputs: Array, threshold: float) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        inputs: Array,
+        threshold: float,
+        importances: Mapping[str, Float[np.ndarray, "rows C"]] | None = None,
+    ) -> None:
         self._opened, self._inputs = opened, inputs
         self.problem = for_attribution(opened.problem)
         self.sites = self.problem.target.sites
         components, ci = opened.learned
         with jax.set_mesh(opened.mesh):
             chosen, readings = _jitted(_read)(self.problem, components, ci, opened.weights, inputs)
-        self.importances = {name: _flat(reading.importance) for name, reading in readings.items()}
+        own = {name: _flat(reading.importance) for name, reading in readings.items()}
+        self.importances = own if importances is None else dict(importances)
         a = {name: _flat(reading.activation) for name, reading in readings.items()}
         on_host = {name: _merge_positions(np.asarray(x)) for name, x in chosen.items()}
         self.firing, self._tables = find_firing(self.sites, self.importances, a, on_host, threshold)

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -13,28 +11,37 @@ from rich.progress import TextColumn, TimeElapsedColumn
 
 from param_decomp_lab.display.numbers import number, percent
 from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.graph.build import Progress
-from param_decomp_lab.graph.graph import FOLDER, Graph, Node
+from param_decomp_lab.graph.graph import FOLDER, Graph, Node, Optimized
 
 SHOWN = 20
 """Components that are printed."""
 
 
-@contextmanager
-def follow_with_progress(console: Console, most: int) -> Iterator[Progress]:
-    """A line that tells how many components have been followed, and how much of influence is left."""
-    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading the prompt")
+class ProgressLine:
+    """A line that tells how far a graph is."""
 
-        def report(followed: int, left: float) -> None:
-            bar.update(
-                task,
-                description=f"followed {followed:,} components (at most {most:,}); {percent(left)} of influence "
-                "ends in others",
-            )
+    def __init__(self, console: Console, most: int) -> None:
+        self._most = most
+        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = ProgressBar(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("reading the prompt")
 
-        yield report
+    def __enter__(self) -> "ProgressLine":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def followed(self, components: int, left: float) -> None:
+        ends = f"{percent(left)} of influence ends in others"
+        self._say(f"followed {components:,} components (at most {self._most:,}); {ends}")
+
+    def optimized(self, steps: int, of: int, firing: int) -> None:
+        self._say(f"step {steps:,} of {of:,} of lowering importances; {firing:,} components fire")
+
+    def _say(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
 
 
 def graph_file(run_folder: Path, graph: Graph) -> Path:
@@ -69,6 +76,8 @@ def show_graph(console: Console, graph: Graph) -> None:
             _brief(graph, leads[0][0]) if leads else "",
         )
     console.print(table)
+    if graph.optimized is not None:
+        _show_optimized(console, graph.optimized)
     shares = graph.shares
     n_components = len(graph.components)
     console.print(
@@ -83,6 +92,22 @@ def show_graph(console: Console, graph: Graph) -> None:
         f"{percent(shares.not_followed)}.",
         highlight=False,
     )
+
+
+def _show_optimized(console: Console, found: Optimized) -> None:
+    what = "KL of the next token" if found.loss == "kl" else "squared change of the logits"
+    table = plain_table(
+        f"Optimised for this prompt: {what}, others at λ, at random, under attack",
+        ("importances", "left"), ("fire", "right"), ("at λ", "right"), ("random", "right"), ("attack", "right"),
+    )  # fmt: skip
+    for name, firing, errors in (
+        ("the run's", found.before, found.errors_before),
+        ("optimised", found.after, found.errors_after),
+    ):
+        table.add_row(name, f"{firing:,}", number(errors.ci), number(errors.random), number(errors.attack))
+    console.print(table)
+    if found.step == 0:
+        console.print("Nothing smaller stood all three: these are the run's own importances.")
 
 
 def _place(graph: Graph, node: Node) -> str:

@@ -1,6 +1,6 @@
 """A run opened for reading: its target, components and CI function, and their outputs on inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.ci.function import CIFunction
@@ -18,28 +18,24 @@ from param_decomp_jax.masks import Bundle
 from param_decomp_jax.placement import batch_sharding, from_host
 from param_decomp_jax.sites import Site, Stack
 from param_decomp_jax.step import Problem
-from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
+from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.graph.build import GraphRequest, Progress, Prompt, build_graph
 from param_decomp_lab.graph.graph import Graph
-from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.harvest_files import Groups, Harvest, harvest_of
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.opening.forward import activations, attacked, clean, importances, masked
+from param_decomp_lab.opening.inputs import Inputs, read_inputs
 from param_decomp_lab.opening.intervention import Intervention, intervene
 from param_decomp_lab.opening.masks import CI, Delta, Masks, bundle, by_site, chosen_sites
-from param_decomp_lab.opening.prompt import read_output, read_prompt
+from param_decomp_lab.opening.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.opening.selection import Selection
 from param_decomp_lab.opening.target import load_weights, weights_folder
 from param_decomp_lab.setup.language_model import find_tokenizer
-
-Inputs = Any
-"""Language model: token ids ``[B, T]`` or ``[T]``, or a text. Toy: features ``[B, n]`` or ``[n]``."""
 
 Importance = Literal["lower", "upper", "logits"]
 
@@ -123,7 +119,7 @@ class Run:
     @cached_property
     def text(self) -> TokenText | None:
         """The tokenizer. None if there is none next to the data or the target, and for a toy."""
-        if not self._is_language_model:
+        if not self.is_language_model:
             return None
         return find_tokenizer(self.config, weights_folder(self.config))
 
@@ -204,7 +200,7 @@ class Run:
         names = chosen_sites(self.target.sites, sites)
         if kind not in ("lower", "upper", "logits"):
             raise UserError(f"kind: '{kind}' should be lower, upper or logits")
-        batch, single = self._batch(inputs)
+        batch, single = self.as_batch(inputs)
         weights = self.weights
         with jax.set_mesh(self.mesh):
             found = self._importances(*self.learned, weights, batch, names, kind)
@@ -217,7 +213,7 @@ class Run:
         not. Arguments, shapes and errors: as of `causal_importances`.
         """
         names = chosen_sites(self.target.sites, sites)
-        batch, single = self._batch(inputs)
+        batch, single = self.as_batch(inputs)
         weights = self.weights
         with jax.set_mesh(self.mesh):
             found = self._activations(*self.learned, weights, batch, names)
@@ -233,7 +229,7 @@ class Run:
 
         Raises UserError if the inputs or masks do not fit the target, or the weights are missing.
         """
-        batch, single = self._batch(inputs)
+        batch, single = self.as_batch(inputs)
         weights = self.weights
         wanted = {} if masks is None else by_site(self.target.sites, masks, self._leading(batch))
         with jax.set_mesh(self.mesh):
@@ -247,7 +243,7 @@ class Run:
 
     def logits(self, tokens: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n vocabulary"]:
         """Next-token logits of a language model: `output` with the same arguments. Raises UserError for a toy."""
-        if not self._is_language_model:
+        if not self.is_language_model:
             raise UserError("a toy has no logits; use run.output(inputs, masks)")
         return self.output(tokens, masks, delta)
 
@@ -256,7 +252,8 @@ class Run:
         prompt: Inputs,
         target: str | int | Sequence[str | int] | None = None,
         *,
-        progress: Progress | None = None,
+        optimize: Mapping[str, Any] | bool = False,
+        progress: GraphProgress | None = None,
         **options: Any,
     ) -> Graph:
         """The attribution graph of a prompt: which components its prediction comes from, through which others.
@@ -265,32 +262,14 @@ class Run:
         ``target``: the tokens (as text or number; of a toy, features) whose logits are followed back; None for those
         that the model finds most likely. ``options``: fields of `param_decomp_lab.graph.build.GraphRequest`.
 
+        ``optimize``: first lowers the importances of this prompt as far as its prediction allows, also under attack
+        (O1 to O5), which leaves far fewer components; True, or fields of
+        `param_decomp_lab.graph.optimize.OptimizeRequest`.
+
         Computed in fp32 with all components on and Δ on (E1 to E7). Raises UserError if the prompt or an option is
         wrong.
         """
-        values, ids = read_prompt(self, prompt) if isinstance(prompt, str) else (np.asarray(prompt), None)
-        if values.ndim != 1:
-            raise UserError(f"a graph is about one row of inputs, not about {list(values.shape)}")
-        if ids is None:
-            ids = np.flatnonzero(values).tolist() if not self._is_language_model else values.tolist()
-        wanted = None
-        if target is not None:
-            chosen = [target] if isinstance(target, str | int) else list(target)
-            wanted = tuple(read_output(self, t) if isinstance(t, str) else int(t) for t in chosen)
-        request = GraphRequest(outputs=wanted, **options)
-        batch, _ = self._batch(values)
-        name: Callable[[int], str]
-        if self._is_language_model:
-            tokens = self.text
-            name = str if tokens is None else lambda i: tokens.tokens([i])[0]
-            names = tuple(map(name, ids))
-        else:
-            name = str
-            names = (" ".join(f"{i}={values[i]:g}" for i in ids) or "nothing",)
-            ids = []
-        text = prompt if isinstance(prompt, str) else ("" if self._is_language_model else " ").join(names)
-        about = Prompt(self.id, self.step, text, names, tuple(map(int, ids)), name)
-        return build_graph(Incoming(self, batch, request.threshold), about, request, progress)
+        return graph_of_prompt(self, prompt, target, optimize, progress, options)
 
     def intervene(self, prompt: Inputs, selection: Selection, **options: Any) -> Intervention:
         """Runs a prompt without and with an intervention on some components: off, scaled, or on alone (I1 to I4).
@@ -318,7 +297,7 @@ class Run:
         ``importances``, ``fixed``: by site, at every position; masks are ``value`` where they are fixed. ``start``:
         sources that it starts from.
         """
-        batch, _ = self._batch(row)
+        batch, _ = self.as_batch(row)
         leading, sites = self._leading(batch), self.target.sites
 
         def laid_out(by_site: dict[str, np.ndarray]) -> Bundle:
@@ -393,7 +372,8 @@ class Run:
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
-    def _is_language_model(self) -> bool:
+    def is_language_model(self) -> bool:
+        """Whether the target reads tokens."""
         return isinstance(self.architecture.inputs, TokenInputs)
 
     def _leading(self, batch: Array) -> tuple[int, ...]:
@@ -401,38 +381,15 @@ class Run:
         axes: tuple[int, ...] = self.target.activation_axes(batch.shape)
         return axes
 
-    def _batch(self, inputs: Inputs) -> tuple[Array, bool]:
-        """The inputs as a batch on the mesh, and whether they were a single row."""
-        rows = self._tokens(inputs) if self._is_language_model else self._features(inputs)
+    def as_batch(self, inputs: Inputs) -> tuple[Array, bool]:
+        """The inputs as a batch on the mesh, and whether they were a single row.
+
+        Raises UserError if they do not fit.
+        """
+        rows = read_inputs(self, inputs)
         single = rows.ndim == 1
         rows = rows[None] if single else rows
         return from_host(rows, batch_sharding(self.mesh, rows.shape)), single
-
-    def _tokens(self, inputs: Inputs) -> Int[np.ndarray, "*B T"]:
-        reads = self.architecture.inputs
-        assert isinstance(reads, TokenInputs)
-        if isinstance(inputs, str):
-            if self.text is None:
-                raise UserError("no tokenizer next to the data or the target: give token ids instead of a text")
-            inputs = np.asarray(self.text.ids(inputs), np.int32)
-        rows, vocabulary = np.asarray(inputs), reads.vocab_size
-        if rows.dtype.kind not in "iu" or rows.ndim not in (1, 2) or rows.size == 0:
-            raise UserError(f"inputs should be token ids [B, T] or [T], not {rows.dtype} {list(rows.shape)}")
-        if rows.min() < 0 or rows.max() >= vocabulary:
-            raise UserError(f"token ids go from 0 to {vocabulary - 1}; the inputs have {rows.min()} to {rows.max()}")
-        if reads.longest is not None and rows.shape[-1] > reads.longest:
-            raise UserError(f"the target takes up to {reads.longest} tokens; the inputs have {rows.shape[-1]}")
-        longest = self.longest_row
-        if longest is not None and rows.shape[-1] > longest:
-            raise UserError(f"the CI function takes up to {longest} tokens; the inputs have {rows.shape[-1]}")
-        return rows.astype(np.int32)
-
-    def _features(self, inputs: Inputs) -> Float[np.ndarray, "*B n"]:
-        assert isinstance(self.architecture.inputs, FeatureInputs)
-        n, rows = self.architecture.inputs.n_features, np.asarray(inputs)
-        if rows.dtype.kind not in "fiub" or rows.ndim not in (1, 2) or rows.shape[-1] != n or rows.size == 0:
-            raise UserError(f"inputs should be features [B, {n}] or [{n}], not {rows.dtype} {list(rows.shape)}")
-        return rows.astype(np.float32)
 
     def __repr__(self) -> str:
         stacks = self.target.sites.stacks

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -146,23 +146,24 @@ def own_config(request: FitRequest) -> RunConfig:
 
 def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
     """What may be asked about for the largest batch. UserError where one of these runs is none."""
-    every = kinds(config, request.n_gpus, vary, request.set_keys, request.per_node)
+    every, read = kinds(config, request.n_gpus, vary, request.set_keys, request.per_node), cache(read_mapping)
     for kind in every:
         for batch in kind.batches:
-            load_config(request.path, request.sets(kind, batch))
+            load_config(request.path, request.sets(kind, batch), read)
     return every
 
 
 def valid_spaces(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Space]:
     """What may be asked about for the fastest step. UserError where a choice makes none a run."""
-    memory = read_mapping(request.path, "the wrapper").get("memory")
+    read = cache(read_mapping)
+    memory = read(request.path, "the wrapper").get("memory")
     file_keys = memory if isinstance(memory, dict) else {}
     every = spaces(config, request.n_gpus, request.per_node, vary, request.set_keys, file_keys)
     for space in every:
         for i, choice in enumerate(space.choices):
             for level in range(len(choice.levels)):
                 levels = (*space.begin[:i], level, *space.begin[i + 1 :])
-                load_config(request.path, request.sets(space.kind(levels), space.batch))
+                load_config(request.path, request.sets(space.kind(levels), space.batch), read)
     return every
 
 

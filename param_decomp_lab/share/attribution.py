@@ -52,6 +52,8 @@ def attribution_graph(
     """The whole file, as JSON values. ``groups``: supernodes, unless there are some ``by_hand``. Raises UserError for a
     graph that is not of this run, or has two nodes that are the same."""
     for node in graph.nodes:
+        if node.kind == "group":
+            raise UserError(f"graph {about.slug} has groups for nodes; share the graph that they were made from")
         if node.kind != "biases" and not 0 <= node.position < len(graph.tokens):
             raise UserError(f"graph {about.slug} has a node at position {node.position}, where it has no token")
     ids = [_node_id(graph, node, numbering) for node in graph.nodes]
@@ -120,6 +122,8 @@ def _node_id(graph: Graph, node: Node, numbering: Numbering) -> str:
             return f"E_{node.number}_{node.position}"
         case "output":
             return f"{numbering.n_layers + 1}_{node.number}_{node.position}"
+        case "group":
+            raise AssertionError("refused before")
 
 
 def _place(graph: Graph, node: Node, numbering: Numbering) -> dict[str, Any]:
@@ -138,6 +142,8 @@ def _place(graph: Graph, node: Node, numbering: Numbering) -> dict[str, Any]:
             found = "E", node.position if graph.token_ids else node.number, EMBEDDING, f"E_{node.number}-{end}"
         case "output":
             found = str(numbering.n_layers + 1), node.number, OUTPUT, f"L_{node.number}-{end}"
+        case "group":
+            raise AssertionError("refused before")
     return dict(zip(("layer", "feature", "feature_type", "jsNodeId"), found, strict=True))
 
 
@@ -159,6 +165,8 @@ def _clerp(graph: Graph, node: Node, labels: Labels) -> str:
         case "output":
             likely = f" (p={node.probability:.3f})" if graph.token_ids else ""
             text = f'Output "{graph.output_names.get(node.number, node.number)}"{likely}'
+        case "group":
+            raise AssertionError("refused before")
     return printable(text, LABEL_CHARACTERS)
 
 

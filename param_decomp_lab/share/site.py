@@ -139,7 +139,7 @@ class _Copy:
         opened, renderer = self._opened, GraphPages(self._renderer, Workers())
         self._add("/graphs", "graphs/index.html", partial(renderer.listing, opened))
         for slug, path in graphs.items():
-            show = partial(renderer.kept, opened, path.stem, "")
+            show = partial(renderer.kept, opened, path.stem, "", False)
             self._add(f"/graphs/{path.stem}", f"graphs/{slug}/index.html", show)
 
 

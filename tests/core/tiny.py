@@ -7,7 +7,7 @@ models themselves are in `toys.py`.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -123,6 +123,13 @@ def problem(terms: tuple[Term, ...], of_target: AnyTarget | None = None, **chang
     return Problem(decomposition(terms, **changes), of_target or target())
 
 
+@cache
+def _state_shapes(spec: Decomposition, sites: Sites, leading: tuple[int, ...], _: bool) -> State:
+    """Tracing `init_state` takes a third of a second, and most tests want the state of a problem several times. The
+    last argument: whether JAX is in 64 bits."""
+    return jax.eval_shape(lambda: init_state(spec, sites, leading))
+
+
 def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple[int, ...] = LEADING) -> State:
     """A state in mid-training: biases, moments and logits away from the special values that they start with.
 
@@ -130,7 +137,7 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     """
     rng = np.random.default_rng(seed)
     spec = problem.decomposition
-    shapes = jax.eval_shape(lambda: init_state(spec, problem.target.sites, leading))
+    shapes = _state_shapes(spec, problem.target.sites, leading, jax.config.jax_enable_x64)
 
     def noise(x: jax.ShapeDtypeStruct, scale: float) -> np.ndarray:
         return (scale * rng.normal(size=x.shape)).astype(x.dtype)
@@ -173,9 +180,14 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     return jax.device_put(state)  # `jnp.asarray` would compile a program for each shape
 
 
+@cache
+def _ci_shapes(sites: Sites, _: bool) -> Any:
+    return jax.eval_shape(lambda: init_ci(SHARED, jax.random.key(0), sites))
+
+
 def clean_pass(target: AnyTarget, weights: Tree, inputs: Any, outputs: bool = False) -> CleanPass:
     """A batch after its clean pass; nothing of it is made again."""
-    ci = jax.eval_shape(lambda: init_ci(SHARED, jax.random.key(0), target.sites))
+    ci = _ci_shapes(target.sites, jax.config.jax_enable_x64)
     return run_clean_pass(problem((), target), ci, weights, jnp.asarray(inputs), outputs)
 
 

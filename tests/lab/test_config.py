@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml
+from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml, read_mapping
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
@@ -679,6 +680,14 @@ def test_parent(given: str, run: str, step: int | None, tmp_path: Path, monkeypa
     assert left_out not in load_config(path, ["pd.faithfulness_warmup_steps=0"]).warnings
     monkeypatch.chdir("/")
     assert RunConfig.from_mapping(yaml.safe_load(config.to_yaml()), "saved").wrapper.parent == (tmp_path / run, step)
+
+
+def test_files_that_were_read_are_read_no_more_and_stay_as_they_were() -> None:
+    """However often they are loaded, with whatever assignments."""
+    path, read = Path(__file__).parents[2] / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml", cache(read_mapping)
+    for overrides in (["memory={preset: lean}", "pd.loss_metrics.0.coeff=7"], ["pd.steps=5"], []):
+        assert load_config(path, overrides, read) == load_config(path, overrides)
+    assert read.cache_info().misses == 2
 
 
 def test_paths_are_relative_to_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

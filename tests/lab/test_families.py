@@ -209,13 +209,22 @@ def for_every_byte(name: str) -> tuple[Any, Any]:
     return bigger, jax.tree.map(grown, weights, bigger.weight_shapes())
 
 
-@slow_unless(("qwen3_moe",))
-def test_decomposed_opened_and_exported(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    """All matrices of attention and MLP and all experts of one layer, and of a fused one its slices."""
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3_moe", ("q_proj", "up_proj", "down_proj")),
+        *(pytest.param(name, None, marks=pytest.mark.slow, id=name) for name in NAMES),
+    ],
+)
+def test_decomposed_opened_and_exported(name: str, kinds: tuple[str, ...] | None, tiny: Tiny, tmp_path: Path) -> None:
+    """All matrices of attention and MLP and all experts of one layer, and of a fused one its slices; or those of
+    these ``kinds`` alone, each of which is a stack to compile."""
     architecture, weights = for_every_byte(name)
-    last = max(m.layer for m in architecture.matrices())
-    fused = {m.part_of for m in architecture.matrices()}
-    own = [m.name for m in architecture.matrices() if m.layer == last and m.name not in fused]
+    matrices = architecture.matrices()
+    last = max(m.layer for m in matrices)
+    fused = {m.part_of for m in matrices}
+    wanted = {m.name for m in matrices if kinds is None or m.name.endswith(kinds)}
+    own = [m.name for m in matrices if m.layer == last and m.name not in fused and m.name in wanted]
     model_class = architecture.model_classes[0]
     targets = [(site, 6) for site in own]
     from_a_folder_to_an_export(architecture, weights, model_class, targets, tiny, tmp_path)

@@ -20,20 +20,23 @@ def results(out: Path, cases: int, workers: int) -> list[fuzz.Result]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[fuzz.Result]:
-    return results(tmp_path_factory.mktemp("fuzz") / "few.jsonl", 20, 1)
+    return results(tmp_path_factory.mktemp("fuzz") / "few.jsonl", 6, 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_twenty_cases(few: list[fuzz.Result], name: str) -> None:
+def test_six_cases(few: list[fuzz.Result], name: str) -> None:
     found = [result for result in few if result.format == name]
-    assert len(found) == 20
+    assert len(found) == 6
     assert [f"{r.wrong}: {r.fault}: {r.again}" for r in found if r.wrong] == []
 
 
-@pytest.mark.acceptance
-def test_three_hundred_cases_of_each(tmp_path: Path) -> None:
-    found = results(tmp_path / "many.jsonl", 300, 2)
-    assert len(found) == 300 * len(FORMATS)
+@pytest.mark.parametrize(
+    ("cases", "workers"),
+    [pytest.param(20, 1, marks=pytest.mark.slow), pytest.param(300, 2, marks=pytest.mark.acceptance)],
+)
+def test_more_cases_of_each(tmp_path: Path, cases: int, workers: int) -> None:
+    found = results(tmp_path / "many.jsonl", cases, workers)
+    assert len(found) == cases * len(FORMATS)
     assert [f"{r.wrong}: {r.fault}: {r.again}" for r in found if r.wrong] == []
 
 

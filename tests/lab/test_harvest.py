@@ -89,7 +89,7 @@ def runs(finished: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module", params=["llama", "toy"])
 def made(request: pytest.FixtureRequest, runs: dict[str, Path]) -> Iterator[tuple[Run, Harvest, Counted]]:
     folder = runs[request.param]
-    tokens = TOKENS if request.param == "llama" else 500
+    tokens = TOKENS if request.param == "llama" else 200
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_blocks(monkeypatch)
         run = load_run(folder, devices=1)
@@ -288,7 +288,7 @@ def undisturbed(request: pytest.FixtureRequest, runs: dict[str, Path]) -> tuple[
     return folder, REQUEST[request.param], bytes_of
 
 
-REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest(tokens=700, seed=7)}
+REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest(tokens=100, seed=7)}
 
 
 @pytest.mark.parametrize("how", ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"])
@@ -312,7 +312,7 @@ def test_the_same_bytes(
             assert harvest(run, request, Share(1, 3)) is None
             found = harvest(run, request)
         case _:
-            for _ in range(10):
+            for _ in range(4):
                 assert found is None
                 found = harvest(run, request, stop=lambda: True)
             found = found or harvest(run, request)
