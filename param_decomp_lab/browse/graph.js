@@ -150,8 +150,11 @@ function refresh() {
     item.append(element("code", id));
     return item;
   }));
-  chosen.querySelector("[name=select]").value = state.selected.join(" ");
-  chosen.querySelector("form").hidden = !state.selected.length;
+  const form = chosen.querySelector("form"); // a static copy has none
+  if (form) {
+    form.querySelector("[name=select]").value = state.selected.join(" ");
+    form.hidden = !state.selected.length;
+  }
   chosen.querySelector(".groups").replaceChildren(...Object.entries(state.groups).map(([name, ids]) => group(name, ids)));
 }
 

@@ -71,7 +71,9 @@ class GraphPages:
 
     def listing(self, opened: Opened) -> str:
         entries: list[dict[str, Any]] = []
-        for path in _files(opened)[:LISTED]:
+        only = self._pages.only
+        files = [path for path in _files(opened) if only is None or path.stem in only.graphs]
+        for path in files[: LISTED if only is None else None]:
             try:
                 entries.append({"name": path.stem, "wrong": "", **asdict(_brief(path, path.stat().st_mtime_ns))})
             except (UserError, OSError) as error:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.chosen import around
 from param_decomp_lab.browse.dendrogram import WIDTH, dendrogram
 from param_decomp_lab.browse.pages import NotThere, Pages, shown_tokens, texts
 from param_decomp_lab.errors import UserError
@@ -73,6 +74,9 @@ class GroupPages:
         if groups is None:
             return self._pages.render("groups.html", opened=opened, groups=None)
         numbers = query.order(groups)
+        several, only = len(numbers), self._pages.only
+        if only is not None:
+            numbers = numbers[np.isin(numbers, only.groups(groups))]
         pages = max(1, math.ceil(len(numbers) / PAGE))
         page = min(page, pages)
         rows = []
@@ -91,7 +95,7 @@ class GroupPages:
             "groups.html", opened=opened, groups=groups, query=query, rows=rows, page=page, pages=pages,
             total=len(numbers), apart=sum(s.C for s in opened.harvest.plan.sites) - len(groups.components),
             others=[result for seed, result in enumerate(groups.results) if seed != groups.seed],
-            alone=len(groups) - len(numbers), sampled=opened.harvest.n_sampled,
+            several=several, alone=len(groups) - several, sampled=opened.harvest.n_sampled,
         )  # fmt: skip
 
     def group(self, opened: Opened, number: int, page: int) -> str:
@@ -101,6 +105,8 @@ class GroupPages:
         if not 0 <= number < len(groups):
             raise NotThere(f"there are groups 0 to {len(groups) - 1:,}, and no group {number:,}")
         members, densities = groups.members(number), groups.member_densities(number)
+        every, only = np.arange(len(groups)), self._pages.only
+        previous, following = around(every if only is None else only.groups(groups), number)
         pages = max(1, math.ceil(len(members) / PAGE))
         page = min(page, pages)
         shown = slice((page - 1) * PAGE, page * PAGE)
@@ -116,7 +122,8 @@ class GroupPages:
         names = dict(zip(leaves.tolist(), members, strict=True))
         most_often = [members[k] for k in np.argsort(-densities, kind="stable")[:READ].tolist()]
         return self._pages.render(
-            "group.html", opened=opened, groups=groups, n=number, rows=rows, page=page, pages=pages, total=len(members),
+            "group.html", opened=opened, groups=groups, n=number, previous=previous, following=following,
+            rows=rows, page=page, pages=pages, total=len(members),
             density=float(groups.densities[number]), n_sites=int(groups.n_sites[number]), tree=tree, names=names,
             width=WIDTH, tokens=_common_tokens(opened, most_often), read=len(most_often),
             unit="tokens" if opened.harvest.plan.inputs == "tokens" else "features",

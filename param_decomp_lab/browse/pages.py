@@ -10,6 +10,7 @@ import pyarrow as pa
 from markupsafe import Markup, escape
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
+from param_decomp_lab.browse.chosen import Chosen, around
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
 from param_decomp_lab.config.site_patterns import expert_of
@@ -49,12 +50,13 @@ class NotThere(UserError):
 
 
 class Pages:
-    """Renders the pages of a catalog. ``static``: the address of the style sheet and the script."""
+    """Renders the pages of a catalog. ``static``: the address of the style sheet and the script. ``only``: what a copy
+    without a server has; its pages have no forms."""
 
-    def __init__(self, catalog: Catalog, static: str) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, static: str, only: Chosen | None = None) -> None:
+        self.catalog, self.only = catalog, only
         self._templates = templates_beside(__file__)
-        self._templates.globals.update(static=static, url=address, range=range)
+        self._templates.globals.update(static=static, url=address, range=range, copy=only is not None)
         self._templates.filters.update(
             number=number,
             percent=percent,
@@ -112,7 +114,8 @@ class Pages:
         return self.render(
             "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=verdict(series, {}, l0),
             sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
-            C=sum(site.C for site in plan.sites), page=page, pages=pages, experts=l0 is not None and l0.has_experts,
+            C=sum(site.C for site in plan.sites), page=page, pages=pages,
+            copied=0 if self.only is None else self.only.count, experts=l0 is not None and l0.has_experts,
         )  # fmt: skip
 
     def _routed(self, opened: Opened, site: str) -> float | None:
@@ -125,6 +128,8 @@ class Pages:
     def site(self, opened: Opened, site: str, query: Query, page: int) -> str:
         where = opened.harvest.site(site)
         numbers = find_components(opened, site, query)
+        if self.only is not None:
+            numbers = numbers[np.isin(numbers, self.only.of_site(site))]
         summary, labels = opened.summary(site), opened.labels.of_site(site)
         pages = max(1, math.ceil(len(numbers) / PAGE))
         page = min(page, pages)
@@ -167,7 +172,7 @@ class Pages:
         tokens, outputs = harvest.tokens(site, n), harvest.outputs(site, n)
         weights, companions = harvest.weights(site, n), harvest.companions(site, n, COMPANIONS)
         labels = opened.labels
-        previous, following, place = _neighbours(opened, site, n, query if given else None)
+        previous, following, place = _neighbours(opened, site, n, query if given else None, self.only)
         examples, history = harvest.examples(site, n), labels.history(site, n)
         return self.render(
             "component.html", opened=opened, plan=plan, site=where, n=n, row=row, query=query if given else None,
@@ -327,9 +332,13 @@ def _scores(opened: Opened, site: str, n: int, label: str) -> list[dict[str, Any
     return rows[:SCORES_SHOWN]
 
 
-def _neighbours(opened: Opened, site: str, n: int, query: Query | None) -> tuple[int | None, int | None, str]:
+def _neighbours(
+    opened: Opened, site: str, n: int, query: Query | None, only: Chosen | None
+) -> tuple[int | None, int | None, str]:
     """The components before and after this one in the order of ``query``, or by number; and where it stands."""
     C = opened.harvest.site(site).C
+    if only is not None:
+        return *around(only.of_site(site), n), ""
     if query is not None:
         numbers = find_components(opened, site, query)
         at = np.flatnonzero(numbers == n)

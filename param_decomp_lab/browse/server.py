@@ -56,7 +56,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     """The browser of the runs in ``folders``. ``hosts``: names, besides those of this machine, that a request may use
     for it. Raises UserError where there is nothing to show."""
-    files = _static_files()
+    files = static_files()
     version = hashlib.sha256(b"".join(content for content, _ in files.values())).hexdigest()[:12]
     catalog = Catalog(folders)
     pages = Pages(catalog, f"/static/{version}")
@@ -288,7 +288,8 @@ def _report_policy(page: str) -> str:
     )
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Content and type of the files that all pages use, by name."""
     shared = (HERE.parent / "display" / "base.css").read_bytes()
     return {
         "browse.css": (shared + (HERE / "browse.css").read_bytes(), "text/css"),

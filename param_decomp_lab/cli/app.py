@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from param_decomp_lab.cli import data, weights
+from param_decomp_lab.cli import data, share, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
 from param_decomp_lab.cli.cluster import cluster
@@ -63,6 +63,7 @@ app.command()(cluster)
 app.command()(browse)
 app.command()(graph)
 app.command()(label)
+app.add_typer(share.app, name="share")
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +81,7 @@ def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for _commands in (app, data.app, weights.app):
+for _commands in (app, data.app, weights.app, share.app):
     for _command in _commands.registered_commands:
         assert _command.callback is not None
         _command.callback = _check_paths(_command.callback)

@@ -40,11 +40,11 @@ def cluster(
 
         pd cluster runs/p-1a2b3c4d --harvest step-20000-1a2b3c4d --draw 3
     """
-    from param_decomp_lab.cluster.cluster import chosen_harvest
     from param_decomp_lab.cluster.cluster import cluster as find
     from param_decomp_lab.cluster.request import ClusterRequest
     from param_decomp_lab.cluster.tables import print_groups
     from param_decomp_lab.display.console import PlainConsole
+    from param_decomp_lab.harvest_files import chosen_harvest
 
     console = PlainConsole()
     request = ClusterRequest(alpha, seeds, min_density, draw)

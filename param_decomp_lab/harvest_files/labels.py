@@ -13,6 +13,8 @@ LABELS_FILE = "labels.sqlite"
 LONGEST = 10_000
 """Characters of a label."""
 LONGEST_NAME = 100
+BY_MODEL = " (pd label)"
+"""At the end of the author's name where a model has labelled."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS labels (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, site TEXT NOT NULL, component INTEGER NOT NULL,

@@ -22,7 +22,7 @@ from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.averages import Averages, find_averages
 from param_decomp_lab.harvest_files.groups import Groups, find_groups
-from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
+from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
     FIRINGS_FILE,
     GROUPS,
@@ -135,6 +135,8 @@ class Harvest:
         self._file = lru_cache(maxsize=8)(self._open)
         self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
         self._component_row = lru_cache(maxsize=64)(self._row_of)
+        # The next component is mostly in the same ones, of a few MB each.
+        self._row_group = lru_cache(maxsize=len(GROUPS))(self._read_row_group)
 
     # --- tables of a site ---
 
@@ -365,10 +367,14 @@ class Harvest:
         found = self.site(site)
         if not 0 <= number < found.C:
             raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
-        with self._reading(table, site) as file:
-            group = file.read_row_group(number // GROUPS[table], use_threads=False)
+        with self._reading(table, site):
+            group = self._row_group(table, site, number // GROUPS[table])
             mine = np.flatnonzero(group["component"].to_numpy() == number)
             return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
+
+    def _read_row_group(self, table: Table, site: str, group: int) -> pa.Table:
+        with self._reading(table, site) as file:
+            return file.read_row_group(group, use_threads=False)
 
     @contextmanager
     def _reading(self, table: Table, site: str) -> Iterator[pq.ParquetFile]:
@@ -504,28 +510,3 @@ class Harvest:
             f"Harvest of {plan.run}, step {plan.step:,}: {plan.n_positions:,} {what}, {len(plan.sites)} sites, "
             f"{sum(site.C for site in plan.sites):,} components, fires above {plan.threshold:g}"
         )
-
-
-def find_harvests(run_folder: Path) -> list[Path]:
-    """Folders of the finished harvests of a run, the newest first."""
-    folder = run_folder / HARVESTS
-    found = [path.parent for path in folder.glob(f"*/{PLAN_FILE}") if not path.parent.name.startswith(".")]
-    return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
-
-
-def harvests_of(run_folder: Path) -> list[Path]:
-    """`find_harvests`, of which there must be one. UserError, with the command that makes one, if there is none."""
-    found = find_harvests(run_folder)
-    if not found:
-        raise UserError(f"{run_folder} has no harvest; make one with `pd harvest {run_folder}`")
-    return found
-
-
-def harvest_of(run_folder: Path, step: int) -> Harvest:
-    """The newest harvest of a checkpoint. UserError if there is none."""
-    for path in find_harvests(run_folder):
-        if (found := Harvest(path)).plan.step == step:
-            return found
-    raise UserError(
-        f"{run_folder} has no harvest of step {step}; make one with `pd harvest {run_folder} --step {step}`"
-    )

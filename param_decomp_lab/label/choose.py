@@ -33,7 +33,7 @@ def choose_components(harvest: Harvest, selection: Selection) -> list[Component]
     for option, density in (("--min-density", least), ("--max-density", most)):
         if not 0 <= density <= 1:
             raise UserError(f"{option} should be a share from 0 to 1, not {density:g}")
-    sites = _matching(harvest, selection.sites)
+    sites = matching_sites(harvest, selection.sites)
     numbers, values, of_site = [], [], []
     for k, site in enumerate(sites):
         summary = harvest.summary(site)
@@ -46,7 +46,9 @@ def choose_components(harvest: Harvest, selection: Selection) -> list[Component]
     return [(sites[site_number[i]], int(number[i])) for i in order]
 
 
-def _matching(harvest: Harvest, patterns: tuple[str, ...]) -> list[str]:
+def matching_sites(harvest: Harvest, patterns: tuple[str, ...]) -> list[str]:
+    """Sites of the harvest that one of the patterns of --sites matches; all without a pattern. UserError for a pattern
+    that matches none."""
     for pattern in patterns:
         if not any(matches_module(pattern, site) for site in harvest.sites):
             raise UserError(f"--sites {pattern} matches no site of {harvest.folder}; {nearest(pattern, harvest.sites)}")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from param_decomp_lab.harvest_files.labels import LONGEST_NAME, Label
+from param_decomp_lab.harvest_files.labels import BY_MODEL, LONGEST_NAME, Label
 from param_decomp_lab.label.asking import Ended
 from param_decomp_lab.label.choose import Component, choose_components
 from param_decomp_lab.label.endpoint import Endpoint
@@ -12,9 +12,6 @@ from param_decomp_lab.label.ledger import Question
 from param_decomp_lab.label.naming import label_question
 from param_decomp_lab.label.place import LabelledRun
 from param_decomp_lab.label.session import Progress, Replace, Request, Stop, open_session, say_end
-
-BY_MODEL = " (pd label)"
-"""At the end of the author's name where a model has labelled."""
 
 
 def author(model: str) -> str:

@@ -43,6 +43,10 @@ HELP = {
         "--threshold",
         "pd graph runs/p-5e6f7a8b",
     ),
+    ("share",): ("graph", "components", "site"),
+    ("share", "graph"): ("pd share graph runs/p-1a2b3c4d --out shared/graphs", "--group", "--features-url"),
+    ("share", "components"): ("--sites '*.down_proj' --model smollm2-135m --gzip", "--batch"),
+    ("share", "site"): ("--components layers.3.mlp.down_proj:1,2,17", "--most 100 --overwrite"),
     ("harvest",): ("pd harvest runs/p-1a2b3c4d --tokens 10e6 --sites '*.down_proj' --threshold 0.1", "status 75"),
     ("cluster",): ("pd cluster runs/p-1a2b3c4d --alpha 0.25 --min-density 0.001 --seeds 5", "--draw", "--harvest"),
     ("runs",): ("pd runs runs/sweep-1 /scratch/me/runs", "--json", "waiting", "broken"),
@@ -66,7 +70,7 @@ def test_help(command: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     for text in HELP[command]:
         assert text in result.output
-    if command not in ((), ("data",), ("weights",)):
+    if command not in ((), ("data",), ("weights",), ("share",)):
         assert "Example" in result.output
 
 
