@@ -39,15 +39,14 @@ READINGS = "readings"
 
 
 class Reading(NamedTuple):
-    """A direction along which what one site reads is measured at one row: the target of a backward pass.
+    """What sites read along a direction, as the target of a backward pass. By stack, and in a layer by kind.
 
-    ``direction``, ``weight``: by stack, and in a layer by kind. ``weight``: 1 in the layer of the site and 0 elsewhere;
-    with a leading layer axis until a scan takes it apart. ``row``: the number of the position, or of the experts' slot.
+    ``weight``: of every row that is read, a position or an experts' slot: 1 at one row of one layer, or at all of it;
+    with a leading layer axis until a scan takes it apart.
     """
 
     direction: dict[str, Float[Array, "_d_in"]]
-    weight: dict[str, Float[Array, "*_layers"]]
-    row: Int[Array, ""]
+    weight: dict[str, Float[Array, "*layers _rows"]]
 
 
 @dataclass
@@ -87,11 +86,10 @@ class CutLayer:
             return apply()
         y = self.held[kind]
         if self.reading is not None:
+            weight = self.reading.weight[kind]
+            of_rows = x.reshape(-1, x.shape[-1]) @ self.reading.direction[kind]
             # Slots that share a position's row read that.
-            n_rows, rows = y[..., 0].size, x.reshape(-1, x.shape[-1])
-            read = self.reading.weight[kind] * (
-                rows[self.reading.row * rows.shape[0] // n_rows] @ self.reading.direction[kind]
-            )
+            read = jnp.repeat(of_rows, weight.shape[0] // of_rows.shape[0]) @ weight
             self.records[READINGS] = self.records[READINGS] + read if READINGS in self.records else read
         return y
 
@@ -128,7 +126,7 @@ class CutLinears:
         reading = None
         if self.reading is not None and held:
             direction = {stack.kind: self.reading.direction[stack.name] for stack in self._stacks(first)}
-            reading = Reading(direction, weight, self.reading.row)
+            reading = Reading(direction, weight)
         return CutLayer(held, reading, frozen_axes(PLAIN), chosen)
 
 
@@ -386,7 +384,10 @@ def _measure(
     target, sites = problem.target, problem.target.sites
     weights = eqx.combine(biases, others)
     start = (sites.all[0].layer, inputs if entry is None else entry)
-    reading = _reading(sites, components, wanted) if isinstance(wanted, Targets) else None
+    reading = None
+    if isinstance(wanted, Targets):
+        rows = {name: _one_row(y, wanted.row) for name, y in held.items()}
+        reading = reading_of(sites, components, wanted, rows)
     forward = target.forward(weights, inputs, CutLinears(sites, held, chosen, reading), start)
     if isinstance(wanted, Targets):
         read = [jnp.sum(records[READINGS]) for records in forward.records.values() if READINGS in records]
@@ -398,8 +399,15 @@ def _measure(
     return value - jnp.mean(predictions) if is_text else value
 
 
-def _reading(sites: Sites, components: Components, wanted: Targets) -> Reading:
-    """What the activation ``‖U_c‖ (x · V_c)`` of one component is measured by."""
+def _one_row(held: Float[Array, "layers *n d_out"], row: Int[Array, ""]) -> Float[Array, "layers rows"]:
+    n_layers, n_rows = held.shape[0], held[0, ..., 0].size
+    return jnp.broadcast_to(jax.nn.one_hot(row, n_rows, dtype=held.dtype), (n_layers, n_rows))
+
+
+def reading_of(
+    sites: Sites, components: Components, wanted: Targets, rows: Mapping[str, Float[Array, "layers _rows"]]
+) -> Reading:
+    """What the activation ``‖U_c‖ (x · V_c)`` of one component is measured by, at some ``rows`` of its stack."""
     direction, weight = {}, {}
     for number, stack in enumerate(sites.stacks):
         own = components[stack.name]
@@ -409,6 +417,6 @@ def _reading(sites: Sites, components: Components, wanted: Targets) -> Reading:
             expert = jnp.minimum(wanted.expert, stack.experts - 1)
             V, U = V[expert], U[expert]
         direction[stack.name] = V[:, component] * jnp.linalg.norm(U[component])
-        here = wanted.stack == number
-        weight[stack.name] = jnp.where(here, jax.nn.one_hot(wanted.layer, stack.n_layers, dtype=V.dtype), 0)
-    return Reading(direction, weight, wanted.row)
+        of_layers = jax.nn.one_hot(wanted.layer, stack.n_layers, dtype=V.dtype)[:, None] * rows[stack.name]
+        weight[stack.name] = jnp.where(wanted.stack == number, of_layers, 0)
+    return Reading(direction, weight)
