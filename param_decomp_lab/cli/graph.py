@@ -10,7 +10,10 @@ from param_decomp_lab.cli.options import RunFolder, Step
 
 def graph(
     run: RunFolder,
-    prompt: Annotated[str, typer.Argument(help="A text; of a toy its active features, such as '3 7=0.5'.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="A text; of a toy its active features, such as '3 7=0.5'.", show_default=False),
+    ] = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,6 +39,14 @@ def graph(
     edges: Annotated[float, typer.Option(help="Share of the edges' scores that is kept.")] = 0.98,
     most_nodes: Annotated[int, typer.Option(min=1, help="Nodes kept at most.")] = 2000,
     follow: Annotated[int, typer.Option(min=1, help="Components followed back at most.")] = 2000,
+    dataset: Annotated[
+        bool, typer.Option("--dataset", help="In place of a prompt: averages over rows of the run's harvest.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="With --dataset: rows that are read.")] = 64,
+    largest: Annotated[int, typer.Option(min=1, help="With --dataset: edges kept of each component.")] = 20,
+    least_firings: Annotated[
+        int, typer.Option(min=1, help="With --dataset: components that fire so often in the harvest, at least.")
+    ] = 10,
     step: Step = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/graphs.", show_default=False)
@@ -59,6 +70,9 @@ def graph(
     prediction stays as near to the model's as before, also with the other components at random and under attack: the
     graph then has far fewer nodes.
 
+    `--dataset` averages over text in place of following one prompt: which components lead to which, kept beside the run's
+    harvest and shown on the pages of components.
+
     Examples:
 
         pd graph runs/p-1a2b3c4d "The capital of France is"
@@ -67,17 +81,33 @@ def graph(
 
         pd graph runs/p-1a2b3c4d "The capital of France is" --optimize
 
+        pd graph runs/p-1a2b3c4d --dataset --rows 256
+
         pd graph runs/p-5e6f7a8b "3=0.75" --target 3
     """
     from param_decomp_lab.display.console import PlainConsole
+    from param_decomp_lab.errors import UserError
     from param_decomp_lab.graph.show import ProgressLine, graph_file, show_graph
     from param_decomp_lab.opening import load_run
     from param_decomp_lab.run_folder.output_file import check_output_file
 
     console = PlainConsole()
+    if dataset == (prompt is not None):
+        raise UserError("give a prompt, or --dataset for averages over the run's harvest")
     if out is not None:
+        if dataset:
+            raise UserError("--out: averages are kept beside the harvest")
         check_output_file(out, "--out")
     opened = load_run(run, step, devices=devices, target=moved)
+    if dataset:
+        from param_decomp_lab.average.averages import AverageRequest, average_attributions
+        from param_decomp_lab.average.show import AveragesBar, show_averages
+
+        with AveragesBar(PlainConsole(stderr=True)) as bar:
+            averages = average_attributions(opened, opened.harvest, AverageRequest(rows, largest, least_firings), bar)
+        show_averages(console, averages)
+        console.print(str(averages.folder), highlight=False, soft_wrap=True)
+        return
     how = {"loss": loss, "allowed": allowed, "steps": optimize_steps} if optimize else False
     with ProgressLine(PlainConsole(stderr=True), follow) as progress:
         found = opened.graph(

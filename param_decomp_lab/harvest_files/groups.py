@@ -99,8 +99,8 @@ class Groups:
             about = read_json(file, "the groups", dict, LISTING_BYTES)
             if about["options"]["format"] != FORMAT:
                 raise ValueError(f"its format is {about['options']['format']}, this version reads {FORMAT}")
-            self.options = _checked(Options, about["options"])
-            self.results = [_checked(SeedResult, one) for one in about["results"]]
+            self.options = checked_numbers(Options, about["options"])
+            self.results = [checked_numbers(SeedResult, one) for one in about["results"]]
             self.seed, self.cost_before = about["seed"], float(about["cost_before"])
             if not (type(self.seed) is int and 0 <= self.seed < len(self.results)):
                 raise ValueError("its seed")
@@ -284,7 +284,7 @@ def _columns(file: Path, schema: pa.Schema) -> dict[str, np.ndarray]:
     return {name: table[name].to_numpy() for name in schema.names}
 
 
-def _checked(kind: type, raw: Any) -> Any:
+def checked_numbers(kind: type, raw: Any) -> Any:
     """A dataclass of numbers from JSON."""
     values = {field.name: raw[field.name] for field in fields(kind)}
     for field in fields(kind):

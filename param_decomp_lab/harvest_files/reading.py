@@ -20,6 +20,7 @@ from jaxtyping import Float32, Float64, Int, Int32, Int64
 
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files.averages import Averages, find_averages
 from param_decomp_lab.harvest_files.groups import Groups, find_groups
 from param_decomp_lab.harvest_files.plan import HARVESTS, Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
@@ -307,6 +308,15 @@ class Harvest:
         if not found:
             raise UserError(f"{self.folder} has no groups; make them with `pd cluster {self.folder}`")
         return Groups(found[0], self)
+
+    @property
+    def averages(self) -> Averages:
+        """How components lead to each other on average: the newest of `pd graph --dataset`. Raises UserError if there
+        are none."""
+        found = find_averages(self.folder)
+        if not found:
+            raise UserError(f"{self.folder} has no average attributions; make them with `pd graph RUN --dataset`")
+        return Averages(found[0], self)
 
     # --- inside ---
 
