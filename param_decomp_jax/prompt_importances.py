@@ -139,8 +139,14 @@ def lowering_loss(
 
 
 def penalty_total(descent: Descent, importances: Importances, step: Int[Array, ""]) -> Float[Array, ""]:
-    """``Σ ψ(λ)`` over all components and positions, at a step of the descent."""
-    of_stacks = [jnp.sum(penalty_of(descent.penalty, x, step, descent.steps)) for x in importances.values()]
+    """``Σ ψ(λ)`` over all components and positions, at a step of the descent.
+
+    Where λ is 0 it has no gradient: whether a component comes back is up to the errors.
+    """
+    of_stacks = []
+    for x in importances.values():
+        free = jnp.where(x > 0, x, jax.lax.stop_gradient(x))
+        of_stacks.append(jnp.sum(penalty_of(descent.penalty, free, step, descent.steps)))
     return jnp.sum(jnp.stack(of_stacks))
 
 
@@ -236,4 +242,4 @@ def _random_sources(problem: Problem, leading: tuple[int, ...], key: Array) -> B
 
 
 def _adam(descent: Descent) -> optax.GradientTransformation:
-    return optax.adam(descent.learning_rate)
+    return optax.adam(descent.learning_rate, b2=0.99)

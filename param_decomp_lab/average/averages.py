@@ -34,8 +34,8 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class AverageRequest:
-    """``rows``: of the harvest, that are read. ``largest``: edges kept of each target. ``least_firings``: a target fires
-    at least so often in the harvest."""
+    """``rows``: of the harvest, that are read. ``largest``: edges kept of each target. ``least_firings``: of a target,
+    in the harvest."""
 
     rows: int = 64
     largest: int = 20
@@ -71,6 +71,11 @@ def average_attributions(
             if progress is not None:
                 progress(done + edges.so_far, total, site)
         done += len(numbers)
+    if not targets:
+        raise UserError(
+            f"no component of {harvest.folder} has edges to average: too few fire {request.least_firings} times, or "
+            "nothing leads to those that do"
+        )
     columns = [np.concatenate(parts) for parts in zip(*((t.target, t.source, t.weight) for t in targets), strict=True)]
     order = np.lexsort((-np.abs(columns[2]), columns[0]))
     write_averages(out, options, n_targets, [column[order] for column in columns])

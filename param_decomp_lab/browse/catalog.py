@@ -9,6 +9,7 @@ from pathlib import Path
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Groups, Harvest, Summary, find_harvests
+from param_decomp_lab.harvest_files.averages import AVERAGES_FILE, Averages, find_averages
 from param_decomp_lab.harvest_files.groups import CLUSTERS_FILE, find_groups
 from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
@@ -114,6 +115,17 @@ class Opened:
     def _groups(self, folder: Path, inode: int) -> Groups:
         del inode
         return Groups(folder, self.harvest)
+
+    @property
+    def averages(self) -> Averages | None:
+        """The newest average attributions of the harvest, None if there are none. Raises UserError for damaged ones."""
+        found = find_averages(self.harvest.folder)
+        return self._averages(found[0], _inode(found[0] / AVERAGES_FILE)) if found else None
+
+    @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
+    def _averages(self, folder: Path, inode: int) -> Averages:
+        del inode
+        return Averages(folder, self.harvest)
 
     @cached_property
     def scores(self) -> Scores:

@@ -37,6 +37,7 @@ function element(name, text, attributes = {}) {
   return made;
 }
 
+const selectable = (n) => marks[n].classList.contains("component") || marks[n].classList.contains("group");
 const hidden = (n) => state.hidden.includes(nodes[n][ID]);
 const number = (x) => x.toPrecision(3).replace("-", "−");
 const percent = (x) => `${(100 * x).toPrecision(2)} %`;
@@ -102,16 +103,15 @@ function pin(n) {
   const title = element("h2", node[NAME]);
   title.append(" ", element("small", node[PLACE]));
   const facts = element("p", undefined, { class: "facts" });
-  const isComponent = marks[n].classList.contains("component");
-  if (isComponent) facts.append(element("span", `λ ${number(node[IMPORTANCE])}`), element("span", `a ${number(node[VALUE])}`));
+  if (marks[n].classList.contains("component")) facts.append(element("span", `λ ${number(node[IMPORTANCE])}`), element("span", `a ${number(node[VALUE])}`));
   facts.append(element("span", `influence ${percent(node[INFLUENCE])}`));
   if (node[PAGE]) {
     const page = element("span");
-    page.append(element("a", "what this component does", { href: node[PAGE] }));
+    page.append(element("a", marks[n].classList.contains("group") ? "this group" : "what this component does", { href: node[PAGE] }));
     facts.append(page);
   }
   const buttons = element("p");
-  if (isComponent) buttons.append(button(state.selected.includes(node[ID]) ? "Let go" : "Select", () => select(n)), " ");
+  if (selectable(n)) buttons.append(button(state.selected.includes(node[ID]) ? "Let go" : "Select", () => select(n)), " ");
   buttons.append(button("Hide", () => hide(n)));
   const columns = element("div", undefined, { class: "columns" });
   columns.append(list("comes from", into[n], 0), list("leads to", out[n], 1));
@@ -187,7 +187,7 @@ marks.forEach((mark, n) => {
   mark.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey) return;
     event.preventDefault();
-    if (event.shiftKey && mark.classList.contains("component")) select(n);
+    if (event.shiftKey && selectable(n)) select(n);
     else pin(n);
   });
 });
@@ -210,7 +210,7 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea")) return;
   if (event.key === "Escape") pin(null);
   else if (pinned !== null && event.key === "h") hide(pinned);
-  else if (pinned !== null && event.key === "s" && marks[pinned].classList.contains("component")) select(pinned);
+  else if (pinned !== null && event.key === "s" && selectable(pinned)) select(pinned);
 });
 document.querySelector(".keys").hidden = false;
 refresh();

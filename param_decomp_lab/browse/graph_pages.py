@@ -18,7 +18,9 @@ from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node
+from param_decomp_lab.graph.groups import merge_groups
 from param_decomp_lab.graph.show import graph_file
+from param_decomp_lab.harvest_files import Groups
 
 LISTED = 100
 """Graphs in a list, the newest first."""
@@ -75,39 +77,46 @@ class GraphPages:
             except (UserError, OSError) as error:
                 entries.append({"name": path.stem, "wrong": clean(error, 300)})
         return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
-                                  target="", unit=unit(opened))  # fmt: skip
+                                  target="", optimize=False, unit=unit(opened))  # fmt: skip
 
-    def kept(self, opened: Opened, name: str, chosen: str) -> str:
-        """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none."""
+    def kept(self, opened: Opened, name: str, chosen: str, merged: bool) -> str:
+        """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none.
+        ``merged``: with groups of `pd cluster` as nodes."""
         path = next((path for path in _files(opened) if path.stem == name), None)
         if path is None:
             raise NotThere(f"there is no graph {clean(name, 100)} of this run")
-        return self._graph(opened, Graph.load(path), chosen, lambda node: _address(opened, name, node), kept=True)
 
-    def of_prompt(self, opened: Opened, prompt: str, target: str, chosen: str) -> str:
-        """The graph of a prompt, made now; the address has all that it is made from. ``target``: a token or feature."""
+        def to(node: str, groups: bool) -> str:
+            return _address(opened, name, node, groups)
 
-        def to(node: str) -> str:
-            return address(opened.run, opened.name, "graph", prompt=prompt, target=target, node=node)
+        return self._graph(opened, Graph.load(path), chosen, merged, to, None)
 
-        answer = self.ask(opened, prompt, target)
+    def of_prompt(self, opened: Opened, question: GraphQuestion, chosen: str, merged: bool) -> str:
+        """The graph of a prompt, made now; the address has all that it is made from."""
+        asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
+
+        def to(node: str, groups: bool) -> str:
+            return address(opened.run, opened.name, "graph", **asked, node=node, **_merging(groups))
+
+        answer = self.ask(opened, question)
         if answer is None or answer.graph is None:
             waiting = WAITING if answer is None else ""
             wrong = "" if answer is None else clean(answer.wrong, 2000)
-            return self._pages.render("graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
-                                      prompt=clean(prompt), target=clean(target, 100), unit=unit(opened))  # fmt: skip
-        return self._graph(opened, answer.graph, chosen, to, kept=False, target=target)
+            return self._pages.render(
+                "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong, prompt=clean(question.prompt),
+                target=clean(question.target, 100), optimize=question.optimize, unit=unit(opened),
+            )  # fmt: skip
+        return self._graph(opened, answer.graph, chosen, merged, to, asked)
 
-    def ask(self, opened: Opened, prompt: str, target: str) -> GraphAnswer | None:
+    def ask(self, opened: Opened, question: GraphQuestion) -> GraphAnswer | None:
         """The graph of a prompt; None while it is being made."""
-        if len(prompt) > LONGEST:
-            return GraphAnswer(wrong=f"a prompt may have {LONGEST:,} characters; this one has {len(prompt):,}")
-        question = GraphQuestion(prompt, (target,) if target else ())
+        if len(question.prompt) > LONGEST:
+            return GraphAnswer(wrong=f"a prompt may have {LONGEST:,} characters; this has {len(question.prompt):,}")
         return self._workers.of(opened).graph(question, PATIENCE_S)
 
-    def keep(self, opened: Opened, prompt: str, target: str) -> str:
+    def keep(self, opened: Opened, question: GraphQuestion) -> str:
         """Writes the graph of a prompt into the run's folder; its address."""
-        answer = self.ask(opened, prompt, target)
+        answer = self.ask(opened, question)
         if answer is None or answer.graph is None:
             raise UserError("there is no such graph to keep" if answer is None else answer.wrong)
         file = graph_file(opened.run_folder, answer.graph)
@@ -115,11 +124,22 @@ class GraphPages:
             answer.graph.save(file)
         except OSError as error:
             raise not_written(file, error, "look at the folder's permissions") from error
-        return _address(opened, file.stem, "")
+        return _address(opened, file.stem, "", groups=False)
 
     def _graph(
-        self, opened: Opened, graph: Graph, chosen: str, to: Callable[[str], str], *, kept: bool, target: str = ""
-    ) -> str:
+        self, opened: Opened, graph: Graph, chosen: str, merged: bool, address_of: Callable[[str, bool], str],
+        asked: dict[str, str] | None,
+    ) -> str:  # fmt: skip
+        """``asked``: what a graph that is not kept was made from."""
+        n_groups = 0
+        with_groups = _with_groups(opened, graph)
+        if with_groups is not None:
+            n_groups = sum(node.kind == "group" for node in with_groups.nodes)
+            graph = with_groups if merged else graph
+
+        def to(node: str) -> str:
+            return address_of(node, merged)
+
         served = _served(graph)
         numbers = {served_node: k for k, served_node in enumerate(served)}
         at = None
@@ -139,7 +159,8 @@ class GraphPages:
         }
         text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
         return self._pages.render(
-            "graph.html", opened=opened, graph=graph, drawing=drawing, kept=kept, target=target,
+            "graph.html", opened=opened, n_groups=n_groups, merged=merged, other_way=address_of("", not merged),
+            graph=graph, drawing=drawing, asked=asked,
             lists=None if at is None else self._lists(opened, graph, at, to),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=unit(opened),
@@ -190,8 +211,29 @@ def _brief(path: Path, changed: int) -> Brief:
     return Brief(clean(graph.prompt, 200), outputs, *sizes, graph.shares.influence, graph.step)
 
 
-def _address(opened: Opened, name: str, node: str) -> str:
-    return address(opened.run, opened.name, "graphs", name, node=node)
+def _address(opened: Opened, name: str, node: str, groups: bool) -> str:
+    return address(opened.run, opened.name, "graphs", name, node=node, **_merging(groups))
+
+
+def _merging(groups: bool) -> dict[str, str]:
+    """In an address: whether groups are nodes."""
+    return {"groups": "1"} if groups else {}
+
+
+def _with_groups(opened: Opened, graph: Graph) -> Graph | None:
+    """The graph with groups as nodes; None where there are no groups that can be read, or none in the graph."""
+    try:
+        groups = opened.groups
+        found = None if groups is None else merge_groups(graph, _group_of(opened, groups))
+    except UserError:  # damaged groups are no reason not to show the graph
+        return None
+    return found if found is not None and any(node.kind == "group" for node in found.nodes) else None
+
+
+def _group_of(opened: Opened, groups: Groups) -> Callable[[str, int], int | None]:
+    """The harvest may lack sites that the graph has."""
+    sites = opened.harvest.sites
+    return lambda site, number: groups.group_of(site, number) if site in sites else None
 
 
 def _files(opened: Opened) -> list[Path]:
@@ -226,6 +268,8 @@ def _name(graph: Graph, node: Node, label: str) -> str:
             return f"{node.site}, the rest"
         case "biases":
             return "all biases"
+        case "group":
+            return f"group {node.number}, {len(node.members)} components"
         case "output":
             return f"output {clean(graph.output_names[node.number], 40)!r}"
         case "embedding":
@@ -239,6 +283,8 @@ def _place(graph: Graph, node: Node) -> str:
 
 
 def _page(opened: Opened, node: Node) -> str:
+    if node.kind == "group":
+        return address(opened.run, opened.name, "groups", node.number)
     if node.kind != "component" or node.site not in opened.harvest.sites:
         return ""
     return address(opened.run, opened.name, "sites", node.site, node.number)
@@ -248,7 +294,7 @@ def _draw(
     opened: Opened, graph: Graph, served: list[int], to: Callable[[str], str], chosen: int | None, edges: list[Edge]
 ) -> Drawing:
     """Cells by row and position; a cell has as many lines of nodes as it needs."""
-    order = {"embedding": 0, "biases": 0, "rest": 1, "component": 1, "output": 2}
+    order = {"embedding": 0, "biases": 0, "rest": 1, "component": 1, "group": 1, "output": 2}
     sites = {site: n for n, site in enumerate(opened.harvest.sites)}
 
     def row_of(node: Node) -> tuple[int, int, str]:

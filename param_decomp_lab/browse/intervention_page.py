@@ -1,6 +1,7 @@
 """The page of an intervention: a prompt with some components out, scaled, or on alone."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages, clean, unit
 from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import InterventionQuestion
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening.selection import GROUP
 
 MOST = 500
 """Components of a selection."""
@@ -45,6 +48,10 @@ class InterventionPages:
             factor = math.nan
         if how not in HOWS or not math.isfinite(factor):
             return {"wrong": f"'{clean(scale, 40)}' should be a number"}
+        try:
+            selection = _without_groups(opened, selection)
+        except UserError as error:
+            return {"wrong": clean(error, 2000)}
         question = InterventionQuestion(prompt, selection, how == "alone", factor, goes_on)
         answer = self._workers.of(opened).intervention(question, PATIENCE_S)
         if answer is None:
@@ -52,3 +59,18 @@ class InterventionPages:
         if answer.wrong:
             return {"wrong": clean(answer.wrong, 2000)}
         return {"outcomes": answer.outcomes, "continuations": answer.continuations}
+
+
+def _without_groups(opened: Opened, selection: tuple[str, ...]) -> tuple[str, ...]:
+    """The selection with the members of this harvest's groups in the groups' place."""
+    found: list[str] = []
+    for entry in selection:
+        parts = re.fullmatch(rf"{GROUP}:(\d+)((?:@-?\d+)?)", entry)
+        if parts is None:
+            found.append(entry)
+            continue
+        groups = opened.groups
+        if groups is None or int(parts[1]) >= len(groups):
+            raise UserError(f"this harvest has no group {parts[1]}")
+        found += [f"{site}:{number}{parts[2]}" for site, number in groups.members(int(parts[1]))]
+    return tuple(found)

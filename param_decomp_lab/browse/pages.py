@@ -36,6 +36,7 @@ SHADES = 10
 TOKEN_CHARACTERS = 60
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
+AVERAGES_SHOWN = 10
 GROUP_MEMBERS = 12
 """Members of its group that a component's page names."""
 SCORES_SHOWN = 12
@@ -189,7 +190,7 @@ class Pages:
             ],
             rare=row["firings"] < RARE_FIRINGS, unit=unit(opened), author=user_name(),
             routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
-            group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS,
+            group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS, averages=_averages(opened, site, n),
         )  # fmt: skip
 
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
@@ -214,6 +215,24 @@ def _group_of(opened: Opened, site: str, n: int) -> dict[str, Any] | None:
     except UserError as error:  # what is damaged there is no reason not to show the component
         return {"wrong": str(error)}
     return {"number": number, "others": others, "density": float(groups.densities[number]), "wrong": ""}
+
+
+def _averages(opened: Opened, site: str, n: int) -> dict[str, Any] | None:
+    """What leads to a component on average and what it leads to, or what is wrong with the averages; None without
+    any."""
+    try:
+        averages = opened.averages
+        if averages is None:
+            return None
+        into, out = averages.into(site, n)[:AVERAGES_SHOWN], averages.out_of(site, n)[:AVERAGES_SHOWN]
+    except UserError as error:
+        return {"wrong": str(error)}
+    labels = {name: opened.labels.of_site(name) for name in {edge.site for edge in (*into, *out)}}
+    lists = [
+        (title, [(edge, labels[edge.site].get(edge.component, "")) for edge in edges])
+        for title, edges in (("comes from", into), ("leads to", out))
+    ]
+    return {"wrong": "", "lists": lists, "rows": averages.options.rows, "any": bool(into or out)}
 
 
 def _context(tokens: Sequence[str], example: Example, largest: float) -> Markup:

@@ -32,6 +32,7 @@ from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.intervention_page import InterventionPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages, Workers
+from param_decomp_lab.browse.text_worker import GraphQuestion
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.report.write import render_report
 
@@ -120,20 +121,21 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     @of_harvest
     async def kept_graph(request: Request, opened: Opened) -> Response:
         name, node = request.path_params["graph"], request.query_params.get("node", "")
-        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node))
+        merged = bool(request.query_params.get("groups"))
+        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node, merged))
 
     @of_harvest
     async def graph(request: Request, opened: Opened) -> Response:
-        prompt, target, node = (request.query_params.get(name, "") for name in ("prompt", "target", "node"))
-        if not prompt.strip():
+        question, node = _graph_question(request.query_params), request.query_params.get("node", "")
+        if not question.prompt.strip():
             return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
-        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, prompt, target, node))
+        merged = bool(request.query_params.get("groups"))
+        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, question, node, merged))
 
     @of_harvest
     async def keep_graph(request: Request, opened: Opened) -> Response:
         form = await _form(request)
-        prompt, target = form.get("prompt", ""), form.get("target", "")
-        return RedirectResponse(await asyncio.to_thread(graphs.keep, opened, prompt, target), 303)
+        return RedirectResponse(await asyncio.to_thread(graphs.keep, opened, _graph_question(form)), 303)
 
     @of_harvest
     async def intervene(request: Request, opened: Opened) -> Response:
@@ -313,6 +315,10 @@ def _number(text: str) -> int:
 
 def _page(request: Request) -> int:
     return max(1, _number(request.query_params.get("page") or "1"))
+
+
+def _graph_question(given: Mapping[str, str]) -> GraphQuestion:
+    return GraphQuestion(given.get("prompt", ""), given.get("target", ""), bool(given.get("optimize")))
 
 
 async def _form(request: Request) -> Mapping[str, Any]:

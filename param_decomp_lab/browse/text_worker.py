@@ -44,10 +44,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class GraphQuestion:
-    """The attribution graph of a prompt. ``targets``: tokens or features to follow; none for the most likely."""
+    """The attribution graph of a prompt. ``target``: the token or feature to follow, "" for the most likely.
+    ``optimize``: with importances that are lowered for this prompt first."""
 
     prompt: str
-    targets: tuple[str, ...]
+    target: str = ""
+    optimize: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
     match question:
         case str():
             return _what_fires(run, question, sites, threshold)
-        case GraphQuestion(prompt, targets):
-            return GraphAnswer(run.graph(prompt, target=targets or None, threshold=threshold))
+        case GraphQuestion(prompt, target, optimize):
+            return GraphAnswer(run.graph(prompt, target=target or None, optimize=optimize, threshold=threshold))
         case InterventionQuestion():
             return _intervene(run, question)
 

@@ -70,8 +70,8 @@ def graph(
     prediction stays as near to the model's as before, also with the other components at random and under attack: the
     graph then has far fewer nodes.
 
-    `--dataset` averages over text in place of following one prompt: which components lead to which, kept beside the run's
-    harvest and shown on the pages of components.
+    `--dataset` averages over text in place of following one prompt: which components lead to which. That is kept beside
+    the run's harvest, and shown on the pages of components.
 
     Examples:
 

@@ -108,7 +108,7 @@ def _comes_along(file: Path) -> bool:
 def _numbers(run: Run, selection: Selection) -> dict[str, list[int]]:
     """By site; raises UserError for what has no matrix of its own in the target."""
     found = {}
-    for name, mask in selected(selection, run.sites, 1, may_have_positions=False).items():
+    for name, mask in selected(selection, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():
         site = run.sites[name]
         if site.kind.endswith(PRE_IDENTITY):
             raise UserError(f"{name} is an identity put before a matrix: the target has nothing there to edit")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -12,13 +12,16 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.untrusted.json_text import read_json
 
+if TYPE_CHECKING:
+    from param_decomp_lab.harvest_files import Groups
+
 VERSION = 1
 FOLDER = "graphs"
 """Subfolder of a run's folder."""
 LARGEST = 64 << 20
 """Bytes of a file that is read."""
 
-NodeKind = Literal["component", "embedding", "rest", "biases", "output"]
+NodeKind = Literal["component", "embedding", "rest", "biases", "output", "group"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class Node:
     """A node (E5). ``number``: of a component within its site; of an embedding, the token or feature; of an output, the
     token or feature. ``position``: in the prompt, -1 for all biases together. ``value``: the activation a, or an
     output's value (E3). ``importance``: λ, of components alone. ``influence``: E6; of an output, its probability
-    among those chosen. ``probability``: of an output that is a token, the model's own."""
+    among those chosen. ``probability``: of an output that is a token, the model's own.
+
+    A group stands for several components at one position, ``members`` by their ids (`graph/groups.py`): its ``number``
+    is that of the group, ``site`` that of its member of largest influence, ``importance`` the largest λ."""
 
     kind: NodeKind
     site: str
@@ -36,6 +42,7 @@ class Node:
     importance: float
     influence: float
     probability: float = 0.0
+    members: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -152,6 +159,12 @@ class Graph:
         found = [(self.nodes[edge.target], edge) for edge in self.edges if edge.source == number]
         return sorted(found, key=lambda pair: -abs(pair[1].weight))
 
+    def grouped(self, groups: "Groups") -> "Graph":
+        """The same graph with the members of a group at one position as one node (`graph/groups.py:merge_groups`)."""
+        from param_decomp_lab.graph.groups import merge_groups
+
+        return merge_groups(self, groups.group_of)
+
     def _number(self, node: Node | str) -> int:
         return self.nodes.index(self.node(node) if isinstance(node, str) else node)
 
@@ -165,12 +178,15 @@ class Graph:
         """As `from_json` reads it. Nodes and edges are columns: names once, then rows."""
         tables = ("nodes", "edges", "shares", "optimized")
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
+        nodes = _columns(Node, self.nodes)
+        if not any(nodes["members"]):
+            del nodes["members"]
         return {
             "version": VERSION,
             **head,
             "shares": asdict(self.shares),
             "optimized": None if self.optimized is None else asdict(self.optimized),
-            "nodes": _columns(Node, self.nodes),
+            "nodes": nodes,
             "edges": _columns(Edge, self.edges),
         }
 

@@ -1,7 +1,7 @@
 """Importances of one prompt, lowered as far as its output allows (section 16): from them come graphs with few nodes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,10 @@ CUTOFFS = (0.02, 0.1, 0.3)
 """A candidate has 0 for what lies at or below one of these: the descent leaves much just above 0."""
 LEAST_KL = 1e-3
 """Nats that are always allowed: below, readings differ by rounding and draws."""
-DEFAULT_PENALTY = Lp(Anneal(1.0, 1.0), 1e-12)
+DEFAULT_PENALTY = Lp(Anneal(1.0, 1.0), 0.0)
+LEAST_EPS = 0.01
+MARGIN = 0.9
+"""Of what is allowed: errors differ by draws and attacks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class OptimizeRequest:
     learning_rate: float = 0.02
     attack_steps: int = 20
     attack_step_size: float = 0.1
-    attack_starts: int = 4
+    attack_starts: int = 8
     draws: int = 8
     seed: int = 0
 
@@ -121,7 +124,7 @@ def optimize(
         for cutoff in sorted(CUTOFFS, reverse=True):
             candidate = jax.tree.map(lambda x, cutoff=cutoff: jnp.where(x > cutoff, x, 0), state.importances)
             count = _count(candidate, threshold)
-            if count < fewest and (judge.errors(candidate, 0) <= allowed).all():
+            if count < fewest and (judge.errors(candidate, 0) <= MARGIN * allowed).all():
                 best, fewest, steps_of_best = candidate, count, done + n
                 break
         if progress is not None:
@@ -158,9 +161,10 @@ def _count(importances: Importances, threshold: float) -> int:
 
 
 def _penalty(problem: Problem) -> Lp | SmoothL0:
-    """The run's own, annealed over the descent as over training."""
+    """The run's own, annealed over the descent as over training; its slope at 0 bounded, for Adam would remember it."""
     terms = [term for term in problem.decomposition.terms if isinstance(term, ImportanceMinimality)]
-    return terms[0].penalty if terms else DEFAULT_PENALTY
+    own = terms[0].penalty if terms else DEFAULT_PENALTY
+    return replace(own, eps=max(own.eps, LEAST_EPS)) if isinstance(own, Lp) else own
 
 
 @cache

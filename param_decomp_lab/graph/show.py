@@ -95,19 +95,19 @@ def show_graph(console: Console, graph: Graph) -> None:
 
 
 def _show_optimized(console: Console, found: Optimized) -> None:
+    what = "KL of the next token" if found.loss == "kl" else "squared change of the logits"
     table = plain_table(
-        f"Importances optimised for this prompt (loss {found.loss}, step {found.step} of {found.steps})",
-        ("importances", "left"), ("components that fire", "right"), ("error at λ", "right"), ("at random", "right"),
-        ("under attack", "right"),
+        f"Optimised for this prompt: {what}, others at λ, at random, under attack",
+        ("importances", "left"), ("fire", "right"), ("at λ", "right"), ("random", "right"), ("attack", "right"),
     )  # fmt: skip
     for name, firing, errors in (
-        ("of the CI function", found.before, found.errors_before),
+        ("the run's", found.before, found.errors_before),
         ("optimised", found.after, found.errors_after),
     ):
         table.add_row(name, f"{firing:,}", number(errors.ci), number(errors.random), number(errors.attack))
     console.print(table)
     if found.step == 0:
-        console.print("Nothing smaller stood all readings: these are the importances of the CI function.")
+        console.print("Nothing smaller stood all three: these are the run's own importances.")
 
 
 def _place(graph: Graph, node: Node) -> str:

@@ -99,7 +99,7 @@ def intervene(run: Any, prompt: Any, selection: Selection, **options: Any) -> In
         raise UserError(f"an intervention is about one row of inputs, not about {list(values.shape)}")
     importances = _importances(run, values)
     n_positions = next(iter(importances.values())).shape[0]
-    chosen = selected(selection, run.sites, n_positions, request.positions)
+    chosen = selected(selection, run.sites, n_positions, request.positions, groups=lambda: run.groups)
     maskings = _Maskings(importances, chosen, request)
     readings = {name: _read(run, values, name, maskings, request) for name in request.readings}
     continuation: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -223,7 +223,11 @@ def _continue(
             break
         row = np.asarray(tokens, np.int32)
         importances = _importances(run, row)
-        chosen = {} if selection is None else selected(selection, run.sites, len(tokens), request.positions)
+        chosen = (
+            {}
+            if selection is None
+            else selected(selection, run.sites, len(tokens), request.positions, groups=lambda: run.groups)
+        )
         masks = _Maskings(importances, chosen, request).with_sources(selection is None, None)
         tokens.append(int(np.asarray(run.logits(row, masks))[-1].argmax()))
     return tuple(tokens[len(values) :])

@@ -1,7 +1,7 @@
 """A selection of components, at some or all positions: what an intervention is done to."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,13 @@ from param_decomp_jax.sites import Site
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Node
+from param_decomp_lab.harvest_files import Groups
 
+GROUP = "group"
+"""In place of a site: the number is a group's."""
 Selection = Any
-"""Components as text (``layers.3.mlp.down_proj:17``, at one position ``layers.3.mlp.down_proj:17@4``), as nodes of a
-graph, or numbers by site: one or many."""
+"""Components as text (``layers.3.mlp.down_proj:17``, at one position ``layers.3.mlp.down_proj:17@4``), groups of
+`pd cluster` (``group:12``, ``group:12@4``), nodes of a graph, or numbers by site: one or many."""
 
 
 def selected(
@@ -24,12 +27,13 @@ def selected(
     positions: Iterable[int] | None = None,
     *,
     may_have_positions: bool = True,
+    groups: Callable[[], Groups] | None = None,
 ) -> dict[str, Bool[np.ndarray, "T C"]]:
     """By site, which components are selected at which positions; sites without any are left out.
 
     ``positions``: of the components that are selected without a position of their own; None for all.
-    ``may_have_positions``: whether a component may be selected at one position. Raises UserError for what is no
-    component, or no position.
+    ``may_have_positions``: whether a component may be selected at one position. ``groups``: where a group's members are
+    read. Raises UserError for what is no component, no group, or no position.
     """
     everywhere = range(n_positions) if positions is None else [_position(p, n_positions) for p in positions]
     found: dict[str, np.ndarray] = {}
@@ -46,17 +50,30 @@ def selected(
         mask = found.setdefault(site, np.zeros((n_positions, C), bool))
         mask[everywhere if own is None else _position(own, n_positions), number] = True
 
+    def add_group(number: int, own: int | None) -> None:
+        if groups is None:
+            raise UserError(f"group:{number}: here components are selected one by one")
+        of_run = groups()
+        if not 0 <= number < len(of_run):
+            raise UserError(f"group:{number}: the run's groups go from 0 to {len(of_run) - 1}")
+        for name, member in of_run.members(number):
+            add(name, member, own)
+
     for entry in _entries(selection):
         match entry:
+            case Node(kind="group", members=members):
+                for name, number, position in map(_parts, members):
+                    add(name, number, position)
             case Node(kind="component", site=site, number=number, position=position):
                 add(site, number, position)
             case Node():
                 raise UserError(f"{entry.id} is no component; an intervention is done to components")
             case str():
-                parts = re.fullmatch(r"(.+):(\d+)(?:@(-?\d+))?", entry.strip())
-                if parts is None:
-                    raise UserError(f"'{entry[:80]}' should be SITE:NUMBER or SITE:NUMBER@POSITION")
-                add(parts[1], int(parts[2]), None if parts[3] is None else int(parts[3]))
+                name, number, position = _parts(entry)
+                if name == GROUP:
+                    add_group(number, position)
+                else:
+                    add(name, number, position)
             case (str(site), number):
                 for one in np.atleast_1d(np.asarray(number)).tolist():
                     add(site, int(one), None)
@@ -65,6 +82,14 @@ def selected(
     if not found:
         raise UserError("nothing is selected")
     return found
+
+
+def _parts(text: str) -> tuple[str, int, int | None]:
+    """Site, number, and position of ``SITE:NUMBER`` or ``SITE:NUMBER@POSITION``."""
+    parts = re.fullmatch(r"(.+):(\d+)(?:@(-?\d+))?", text.strip())
+    if parts is None:
+        raise UserError(f"'{text[:80]}' should be SITE:NUMBER or SITE:NUMBER@POSITION")
+    return parts[1], int(parts[2]), None if parts[3] is None else int(parts[3])
 
 
 def _entries(selection: Selection) -> list[Any]:

@@ -9,11 +9,13 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
 from param_decomp_lab.graph import Graph
+from param_decomp_lab.harvest_files.averages import AverageOptions, write_averages
 from param_decomp_lab.opening import Run
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
 
@@ -107,6 +109,50 @@ def test_a_toy(shown: TestClient, mine: Path) -> None:
     assert "features go from 0" in wait(shown, f"{here}/graph", prompt="1=0.75", target="99")
     site = next(iter(load_run(mine / TOY).sites))
     assert "mean squared change" in wait(shown, f"{here}/intervene", prompt="1=0.75", select=f"{site}:0", how="alone")
+
+
+def test_groups_as_nodes(shown: TestClient, mine: Path, run: Run) -> None:
+    """Members of a group are one node, which leads to the group's page, and can be taken out as a whole."""
+    graph = run.graph(TEXT, nodes_share=1.0)
+    groups = run.groups
+    merged = graph.grouped(groups)
+    name = next(node.id for node in merged.nodes if node.kind == "group")
+    graph.save(mine / LLAMA / "graphs" / "groups.json")
+    here = f"{base(mine)}/graphs/groups"
+    one_by_one = shown.get(here)
+    assert f"{here}?groups=1" in unescape(one_by_one.text)
+    page = shown.get(here, params={"groups": "1", "node": name})
+    ids = [node[6] for node in data_of(page.text)["nodes"]]
+    assert set(ids) == {node.id for node in merged.nodes}
+    number = merged.node(name).number
+    assert f"{base(mine)}/groups/{number}" in page.text
+    assert all(member in page.text for member in merged.node(name).members)
+    found = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=f"group:{number}")
+    assert "others under attack" in found
+    assert "has no group 999" in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select="group:999")
+
+
+def test_an_optimised_graph_says_so(shown: TestClient, mine: Path, run: Run) -> None:
+    raw = run.graph(TEXT).to_json()
+    errors = {"ci": 0.25, "random": 0.125, "attack": 2.0}
+    raw["optimized"] = {"loss": "kl", "steps": 400, "step": 380, "before": 300, "after": 12, "errors_before": errors,
+                        "errors_after": errors}  # fmt: skip
+    (mine / LLAMA / "graphs" / "optimised.json").write_text(json.dumps(raw))
+    assert "12 components fire, in place of 300" in shown.get(f"{base(mine)}/graphs/optimised").text
+
+
+def test_averages_on_a_component_page(shown: TestClient, mine: Path, run: Run) -> None:
+    site = "layers.0.mlp.down_proj"
+    page = f"{base(mine)}/sites/{site}/5"
+    assert "On average" not in shown.get(page).text
+    numbers = [run.harvest.number_of(*at) for at in ((site, 5), ("layers.1.mlp.up_proj", 7))]
+    options = AverageOptions(8, 20, 1)
+    edges = [np.asarray([numbers[1]], np.int32), np.asarray([numbers[0]], np.int32), np.asarray([-0.5], np.float32)]
+    write_averages(run.harvest.folder / "averages" / options.name, options, 1, edges)
+    text = shown.get(page).text
+    assert "leads to" in text
+    assert f"{base(mine)}/sites/layers.1.mlp.up_proj/7" in text
+    assert "No component leads to it directly" in shown.get(f"{base(mine)}/sites/{site}/6").text
 
 
 def test_what_is_wrong_with_a_kept_graph(shown: TestClient, mine: Path) -> None:

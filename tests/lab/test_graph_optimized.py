@@ -1,15 +1,17 @@
-"""Graphs of importances that were optimised for a prompt: they fire less, and stand what the run's own stand."""
+"""Graphs of importances that were optimised for a prompt: fewer components fire, and stand what the run's own do."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.opening import Run, load_run
 
 TEXT = "def f(x):"
-HOW = {"steps": 60, "attack_steps": 5, "samples": 2}
+HOW = {"steps": 60, "attack_steps": 5, "attack_starts": 2, "draws": 2, "allowed": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +21,63 @@ def run(finished: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def graph(run: Run) -> Graph:
-    return run.graph(TEXT, target=[104, 7], optimize=HOW)
+    return run.graph(TEXT, target=[104, 7], optimize=HOW, nodes_share=1.0, edges_share=1.0, unfollowed=0.0)
 
 
-def test_fewer_components_fire(graph: Graph) -> None:
+def test_fewer_components_fire(run: Run, graph: Graph) -> None:
     found = graph.optimized
-    print(found)
     assert found is not None
+    assert found.before == sum(int((np.asarray(x) > 0).sum()) for x in run.causal_importances(TEXT).values())
+    assert found.after < found.before / 2
+    assert graph.firing == found.after
+    assert 0 < found.step <= 60
+
+
+def test_errors_are_those_of_its_importances(run: Run, graph: Graph) -> None:
+    """The nodes of the unpruned graph have all of λ, so its reading `ci` can be run by `run.logits`."""
+    masks = {name: np.zeros((len(TEXT), site.C), np.float32) for name, site in run.sites.items()}
+    for node in graph.components:
+        masks[node.site][node.position, node.number] = node.importance
+    assert graph.optimized is not None
+    errors = graph.optimized.errors_after, graph.optimized.errors_before
+    for theirs, own in zip(errors, (masks, "ci"), strict=True):
+        p, q = (log_softmax(np.asarray(run.logits(TEXT, m))[-1]) for m in (None, own))
+        assert theirs.ci == pytest.approx(float((np.exp(p) * (p - q)).sum()), rel=1e-3)
+    allowed = [3 * x for x in vars(graph.optimized.errors_before).values()]
+    for have, limit in zip(vars(graph.optimized.errors_after).values(), allowed, strict=True):
+        assert have <= 1.5 * limit  # judged with other draws than chosen by
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    result: np.ndarray = x - np.log(np.exp(x - x.max()).sum()) - x.max()
+    return result
+
+
+def test_is_kept_with_its_graph(graph: Graph, tmp_path: Path) -> None:
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json").optimized == graph.optimized
+
+
+@pytest.mark.slow
+def test_what_lies_after_the_position_is_out(run: Run) -> None:
+    graph = run.graph(TEXT, position=3, optimize={**HOW, "steps": 20, "loss": "logit"}, target=[104])
+    assert graph.optimized is not None
+    assert max(node.position for node in graph.components) <= 3
+    assert graph.optimized.before < sum(int((np.asarray(x) > 0).sum()) for x in run.causal_importances(TEXT).values())
+
+
+@pytest.mark.slow
+def test_a_toy(toy: Path) -> None:
+    """Whose output has no position."""
+    graph = load_run(toy / "p-00000001").graph("1=0.75", optimize=HOW)
+    assert graph.optimized is not None
+    assert graph.optimized.after <= graph.optimized.before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"loss": "mse"}, "should be kl or logit"), ({"steps": 0}, "steps"), ({"allowed": -1}, "allowed")],
+)
+def test_wrong_options(run: Run, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        run.graph(TEXT, optimize=options)
