@@ -1700,25 +1700,30 @@ def allowed_errors(of_start: Mapping[str, float], multiple: float, is_kl: bool) 
     return {r: max(multiple * e, 0.001 if is_kl else 0.0) for r, e in of_start.items()}
 
 
+def importances_size(lower_ci: Mapping[str, Num], penalty: Callable[[Num], Num]) -> Num:
+    """O3: the sum of psi over all components and positions, without a gradient where lambda is 0."""
+
+    def of_site(lam: Num) -> Num:
+        free = value(lam) > 0
+        return (penalty(lam) * free).sum() + (penalty(value(lam)) * ~free).sum()
+
+    return sum(map(of_site, lower_ci.values()))
+
+
 def lowering_loss(
     model: Decomposition,
-    start: Mapping[str, Array],
+    start_size: float,
     penalty: Callable[[Num], Num],
     weights: Mapping[str, float],
     allowed: Mapping[str, float],
     random: Tree,
     attack: Tree,
 ) -> tuple[Num, dict[str, Num]]:
-    """O3: (the loss, {reading: e_r}) of lambda, `model.lower`. `start`: lambda_0; `weights`: w_r by reading; `random`
-    and `attack`: the sources of the two."""
-
-    def size(lower_ci: Mapping[str, Num]) -> Num:
-        own = [penalty(where_it_exists(lam, s, model.clean.exists)).sum() for s, lam in lower_ci.items()]
-        return sum(own)
-
+    """O3: (the loss, {reading: e_r}) of lambda, `model.lower`. `start_size`: the sum of psi over lambda_0; `weights`:
+    w_r by reading; `random` and `attack`: the sources of the two."""
     errors = {r: reading_error(model, own) for r, own in zip(READINGS, (None, random, attack), strict=True)}
     priced = sum(math.exp(weights[r]) / allowed[r] * errors[r] for r in READINGS)
-    return size(model.lower) / size(start) + priced, errors
+    return importances_size(model.lower, penalty) / start_size + priced, errors
 
 
 class Lowering(NamedTuple):
@@ -1757,9 +1762,10 @@ def lower_once(
     moving = {"lower": tree_map(Var, state.lower), "attack": tree_map(Var, state.attack)}
     at_lower = replace(model, components=tree_map(value, model.components), lower=moving["lower"])
     penalty = penalty_of(minimality, step, total)
-    loss, errors = lowering_loss(at_lower, start, penalty, state.weights, allowed, random, moving["attack"])
+    start_size = importances_size(start, penalty_of(minimality, 0, total))
+    loss, errors = lowering_loss(at_lower, start_size, penalty, state.weights, allowed, random, moving["attack"])
     grads = gradients(loss, moving)
-    direction, moments = adam_direction(grads["lower"], state.moments, (0.9, 0.999), 1e-8)
+    direction, moments = adam_direction(grads["lower"], state.moments, (0.9, 0.99), 1e-8)
     lower_ci = tree_map(lambda x, d: np.clip(x - lr * d, 0, 1), state.lower, direction)
     attack = tree_map(lambda x, g: np.clip(x + step_size * np.sign(g), 0, 1), state.attack, grads["attack"])
     found = {r: float(value(e)) for r, e in errors.items()}

@@ -28,6 +28,7 @@ from param_decomp_jax.prompt_importances import (
     _random_sources,
     lower,
     lowering_loss,
+    penalty_total,
     reading_errors,
     start_lowering,
 )
@@ -185,7 +186,8 @@ def step_and_draws(
     problem: Problem, network: Any, start: Importances, state: Lowered, descent: Descent
 ) -> tuple[Lowered, Any]:
     drawn = draws_of_step(PromptErrors(problem, *network, descent.measure), state.step)
-    return lower(problem, *network, jnp.asarray(ALLOWED), start, state, descent, 1), drawn
+    at_start = penalty_total(descent, start, jnp.zeros((), jnp.int32))
+    return lower(problem, *network, jnp.asarray(ALLOWED), at_start, state, descent, 1), drawn
 
 
 def loss_and_gradients(
@@ -194,10 +196,11 @@ def loss_and_gradients(
     """Of the first step, with its draws."""
     errors = PromptErrors(problem, *network, descent.measure)
     drawn = draws_of_step(errors, state.step)
+    at_start = penalty_total(descent, start, jnp.zeros((), jnp.int32))
 
     def loss(importances: Any, sources: Any) -> Any:
         prices, allowed = state.log_prices, jnp.asarray(ALLOWED)
-        return lowering_loss(errors, descent, importances, sources, drawn, prices, allowed, start, state.step)
+        return lowering_loss(errors, descent, importances, sources, drawn, prices, allowed, at_start, state.step)
 
     return *jax.value_and_grad(loss, (0, 1), has_aux=True)(state.importances, state.sources), drawn
 
@@ -327,7 +330,7 @@ def test_eight_devices_are_one(name: str, shape: MeshShape) -> None:
         state = in_mid_descent(case)
 
         def both(network: Any, importances: Importances) -> Any:
-            stepped = lower(problem, *network, jnp.asarray(ALLOWED), case.start, state, descent, 1)
+            stepped, _ = step_and_draws(problem, network, case.start, state, descent)
             judged = reading_errors(problem, *network, importances, jax.random.key(2), descent.measure, JUDGED)
             return stepped, judged
 
