@@ -44,7 +44,7 @@ SMOOTH = SmoothL0(Schedule(0.4, "linear", 0.0, 0.1))
 STEP = 3
 LOG_PRICES = np.asarray([0.3, -0.4, 0.1])
 ALLOWED = np.asarray([2.0, 0.3, 0.01])
-JUDGED = ReadingTest(2, 3, FreshAttack("random", 0.2, 2, "unique_per_datapoint"))
+JUDGED = ReadingTest(2, 3, FreshAttack("random", 0.125, 2, "unique_per_datapoint"))  # exact in float32, as sources are
 
 
 class Case(NamedTuple):
@@ -256,7 +256,6 @@ def test_loss_and_gradients_are_the_reference_s(name: str) -> None:
         sources = tiny.ref_bundle(gradients[1], case.problem.target.sites)
         tiny.assert_alike(want.gradients, {"lower": of_importances, "attack": sources}, 1e-9)
         moved = [s for s, own in sources.items() if np.any(own["components"])]
-        print([s for s in sources if s not in moved])
         assert len(moved) > len(sources) / 2
 
 
@@ -320,8 +319,9 @@ def start_sources(case: Case) -> Bundle:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MeshShape(fsdp=8), MeshShape(2, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "experts, logits"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("llama", MeshShape(2, 2, 2)), ("experts, logits", MeshShape(fsdp=8))], ids=str
+)
 def test_eight_devices_are_one(name: str, shape: MeshShape) -> None:
     """A step, and errors as they are judged. A single row is on all devices that rows are divided among."""
     with jax.enable_x64():
