@@ -1707,7 +1707,7 @@ ROWS: dict[str, Callable[[], tuple[list[ref.Target], list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ["Llama", pytest.param("experts", marks=pytest.mark.slow), "TMS"])
 def test_averages_are_edges_added_up(name: str) -> None:
     """E8 from E2, edge by edge; one component never matters, another never does anything."""
     rows, sites = ROWS[name]()
