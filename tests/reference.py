@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8 and 11-13, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11-13, 15 and 16, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -1518,6 +1518,53 @@ def attributions(target: Target, components: dict, node: Node) -> Edges:
     return Edges(weights["components"], deltas, embeddings, biases)
 
 
+class EdgeSums(NamedTuple):
+    """E8, of one row. `edges`: {(site of t, site of s): [C_t, C_s]}, of any two sites, the sums over the positions of s
+    of lambda_s · l_s · dA_t/dl_s; by site: `importances` [C] and `squares` [C], the sums of lambda and of a^2 over the
+    positions at which the site exists, and `positions`, their number."""
+
+    edges: dict[tuple[str, str], Array]
+    importances: dict[str, Array]
+    squares: dict[str, Array]
+    positions: dict[str, int]
+
+
+def edge_sums(target: Target, components: dict, lower_ci: Mapping[str, Array]) -> EdgeSums:
+    """E8: `target` on a batch of one row, lambda `[1, ..., C]` by site."""
+    at_clean, chosen = cut_leaves(target, components)
+    exists = existence(components, chosen)
+    leaves = tree_map(Var, at_clean)
+    acts, _ = cut_pass(target, components, leaves, chosen)
+    there = {s: exists.get(s, np.ones(a.shape[:-1], dtype=bool)) for s, a in acts.items()}
+
+    def into(t: str, c: int) -> dict[str, Array]:
+        """Of the sources at every site, `[C_s]`."""
+        A = where_it_exists(acts[t], t, exists)[..., c].sum()
+        slopes = gradients(A if isinstance(A, Var) else Var(A), leaves["components"])
+        at_each = {s: lower_ci[s] * at_clean["components"][s] * slopes[s] for s in acts}
+        return {s: at_each[s][there[s]].sum(axis=0) for s in acts}
+
+    rows = {t: [into(t, c) for c in range(a.shape[-1])] for t, a in acts.items()}
+    return EdgeSums(
+        {(t, s): np.stack([row[s] for row in rows[t]]) for t in acts for s in acts},
+        {s: lower_ci[s][there[s]].sum(axis=0) for s in acts},
+        {s: (value(a)[there[s]] ** 2).sum(axis=0) for s, a in acts.items()},
+        {s: int(own.sum()) for s, own in there.items()},
+    )
+
+
+def average_attributions(rows: Sequence[EdgeSums]) -> dict[tuple[str, str], Array]:
+    """E8: {(site of t, site of s): [C_t, C_s]}; 0 where a component never matters or never does anything."""
+
+    def total(part: str) -> dict:
+        return {key: sum(getattr(row, part)[key] for row in rows) for key in getattr(rows[0], part)}
+
+    edges, importances, squares, positions = map(total, EdgeSums._fields)
+    usual = {s: np.sqrt(squares[s] / max(positions[s], 1)) for s in squares}
+    scales = {(t, s): np.outer(usual[t], importances[s]) for t, s in edges}
+    return {key: np.divide(w, scales[key], out=np.zeros(w.shape), where=scales[key] > 0) for key, w in edges.items()}
+
+
 def with_rests(edges: Edges, fires: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
     """E5: ({site: `[..., C]`} from the components that fire, 0 elsewhere; {site: `[...]`} from the rests).
     fires: {site: bool `[..., C]`}."""
@@ -1612,3 +1659,115 @@ def adjusted_rand(one: Sequence[int], other: Sequence[int]) -> float:
     expected = len(mine) * len(theirs) / (n * (n - 1) / 2)
     most = (len(mine) + len(theirs)) / 2
     return 1.0 if most == expected else (len(mine & theirs) - expected) / (most - expected)
+
+
+# ---- Section 16: importances of one prompt ----
+
+READINGS = ("ci", "random", "attack")
+
+
+def prompt_error(clean: Array, masked: Num, at: int | None, outputs: Sequence[int] | None = None) -> Num:
+    """O2: of a batch of one row, at the position `at`; of a toy, which has none, at None. `outputs`: those whose values
+    are to be kept; None: R1."""
+    if outputs is None:
+        return mse_error(clean, masked) if at is None else kl_error(clean[0, at], masked[0, at])
+    nodes = [Node(FEATURE, (0,), k) if at is None else Node(LOGIT, (0, at), k) for k in outputs]
+    differences = [node_value({}, masked, node) - node_value({}, clean, node) for node in nodes]
+    return sum(d**2 for d in differences) / len(nodes)
+
+
+def reading_error(model: Decomposition, sources: Tree | None) -> Num:
+    """O2: `model` has `prompt_error`. sources {site: {components, delta}}; None: those of the reading `ci`."""
+    own = {s: constant_source(0.0, lam.shape[:-1]) for s, lam in model.lower.items()} if sources is None else sources
+    return forward_error(model, Forward(tuple(model.lower), {}, own))
+
+
+def judged_errors(
+    model: Decomposition, draws: Sequence[Tree], starts: Sequence[Tree], step_size: float, n_steps: int
+) -> dict[str, float]:
+    """O2, to judge importances. `draws`: the sources of `random`; `starts`: where each attack begins."""
+    model = model.detached()
+    found = [fresh_attack(partial(reading_error, model), start, step_size, n_steps) for start in starts]
+    return {
+        "ci": float(reading_error(model, None)),
+        "random": sum(float(reading_error(model, draw)) for draw in draws) / len(draws),
+        "attack": max(float(reading_error(model, sources)) for sources in found),
+    }
+
+
+def allowed_errors(of_start: Mapping[str, float], multiple: float, is_kl: bool) -> dict[str, float]:
+    """O4: b_r, from the errors that the start has when it is judged."""
+    return {r: max(multiple * e, 0.001 if is_kl else 0.0) for r, e in of_start.items()}
+
+
+def importances_size(lower_ci: Mapping[str, Num], penalty: Callable[[Num], Num]) -> Num:
+    """O3: the sum of psi over all components and positions, without a gradient where lambda is 0."""
+
+    def of_site(lam: Num) -> Num:
+        free = value(lam) > 0
+        return (penalty(lam) * free).sum() + (penalty(value(lam)) * ~free).sum()
+
+    return sum(map(of_site, lower_ci.values()))
+
+
+def lowering_loss(
+    model: Decomposition,
+    start_size: float,
+    penalty: Callable[[Num], Num],
+    weights: Mapping[str, float],
+    allowed: Mapping[str, float],
+    random: Tree,
+    attack: Tree,
+) -> tuple[Num, dict[str, Num]]:
+    """O3: (the loss, {reading: e_r}) of lambda, `model.lower`. `start_size`: the sum of psi over lambda_0; `weights`:
+    w_r by reading; `random` and `attack`: the sources of the two."""
+    errors = {r: reading_error(model, own) for r, own in zip(READINGS, (None, random, attack), strict=True)}
+    priced = sum(math.exp(weights[r]) / allowed[r] * errors[r] for r in READINGS)
+    return importances_size(model.lower, penalty) / start_size + priced, errors
+
+
+class Lowering(NamedTuple):
+    """O3, O4: lambda, Adam's moments of it, the sources of the reading `attack`, and w_r by reading."""
+
+    lower: dict[str, Array]
+    moments: dict
+    attack: Tree
+    weights: dict[str, float]
+
+
+class Lowered(NamedTuple):
+    """`gradients` of the loss: {lower, attack}."""
+
+    state: Lowering
+    loss: float
+    errors: dict[str, float]
+    gradients: dict[str, Tree]
+
+
+def lower_once(
+    model: Decomposition,
+    start: Mapping[str, Array],
+    minimality: dict,
+    allowed: Mapping[str, float],
+    state: Lowering,
+    random: Tree,
+    *,
+    lr: float,
+    step_size: float,
+    step: int,
+    total: int,
+) -> Lowered:
+    """O3, O4: a step of the descent. `model`: whose lambda is not read; `minimality`: L2's entry in the schema;
+    `random`: the sources of that reading in this step."""
+    moving = {"lower": tree_map(Var, state.lower), "attack": tree_map(Var, state.attack)}
+    at_lower = replace(model, components=tree_map(value, model.components), lower=moving["lower"])
+    penalty = penalty_of(minimality, step, total)
+    start_size = importances_size(start, penalty_of(minimality, 0, total))
+    loss, errors = lowering_loss(at_lower, start_size, penalty, state.weights, allowed, random, moving["attack"])
+    grads = gradients(loss, moving)
+    direction, moments = adam_direction(grads["lower"], state.moments, (0.9, 0.99), 1e-8)
+    lower_ci = tree_map(lambda x, d: np.clip(x - lr * d, 0, 1), state.lower, direction)
+    attack = tree_map(lambda x, g: np.clip(x + step_size * np.sign(g), 0, 1), state.attack, grads["attack"])
+    found = {r: float(value(e)) for r, e in errors.items()}
+    weights = {r: w + 0.1 * float(np.clip(found[r] / allowed[r] - 1, -1, 1)) for r, w in state.weights.items()}
+    return Lowered(Lowering(lower_ci, moments, attack, weights), float(value(loss)), found, grads)

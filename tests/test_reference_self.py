@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -1699,6 +1700,47 @@ def test_linear_networks_sum_to_the_activation(sites: list[str]) -> None:
         np.testing.assert_array_equal(edges.embeddings.any(), node.of == "linear1")
 
 
+ROWS: dict[str, Callable[[], tuple[list[ref.Target], list[str]]]] = {
+    "Llama": lambda: ([ref.llama_target(LLAMA, row[None], **ARCH) for row in TOKENS], [EMBED, *SITES]),
+    "experts": lambda: ([ref.llama_target(MOE.weights, row[None], **MOE.arch) for row in TOKENS], MOE.sites),
+    "TMS": lambda: ([tms(normal(5))], TMS_SITES),
+}
+
+
+@pytest.mark.parametrize("name", ["Llama", pytest.param("experts", marks=pytest.mark.slow), "TMS"])
+def test_averages_are_edges_added_up(name: str) -> None:
+    """E8 from E2, edge by edge; one component never matters, another never does anything."""
+    rows, sites = ROWS[name]()
+    components = random_components(rows[0], sites)
+    components[sites[0]]["U"][1] = 0.0
+    cut = [ref.cut_leaves(target, components) for target in rows]
+    exists = [ref.existence(sites, chosen) for _, chosen in cut]
+    acts = [leaves["components"] for leaves, _ in cut]
+    lam = [{s: uniform(*x.shape) for s, x in own.items()} for own in acts]
+    for own, there in zip(lam, exists, strict=True):
+        own[sites[0]][..., 2] = 0.0
+        own |= {s: own[s] * where[..., None] for s, where in there.items()}
+    sums = [ref.edge_sums(*row) for row in zip(rows, [components] * len(rows), lam, strict=True)]
+    found = ref.average_attributions(sums)
+    assert set(found) == {(t, s) for t in sites for s in sites}
+    for t in sites:
+        everywhere = [(row, where) for row, own in enumerate(acts) for where in np.ndindex(*own[t].shape[:-1])]
+        at = [(row, where) for row, where in everywhere if t not in exists[row] or exists[row][t][where]]
+        for c in range(acts[0][t].shape[-1]):
+            summed = {s: np.zeros(acts[0][s].shape[-1]) for s in sites}
+            for row, where in at:
+                edges = ref.attributions(rows[row], components, ref.Node(t, where, c)).components
+                for s in sites:
+                    summed[s] += (lam[row][s] * edges[s]).reshape(-1, len(summed[s])).sum(axis=0)
+            usual = np.sqrt(np.mean([acts[row][t][(*where, c)] ** 2 for row, where in at]))
+            for s in sites:
+                weight = sum(own[s].reshape(-1, len(summed[s])).sum(axis=0) for own in lam)
+                want = [x / (w * usual) if w * usual > 0 else 0.0 for x, w in zip(summed[s], weight, strict=True)]
+                np.testing.assert_allclose(found[t, s][c], want, rtol=1e-10, atol=1e-13)
+    assert sum(w.any() for w in found.values()) >= len(sites) - 1
+    assert not any(found[t, sites[0]][:, [1, 2]].any() for t in sites)
+
+
 def test_rests() -> None:
     target, sites, kind = CUT_CASES["Llama"]()
     edges = ref.attributions(target, random_components(target, sites), ref.Node(kind, (0, 2), 5))
@@ -1775,3 +1817,104 @@ def test_prune(shares: tuple[float, float]) -> None:
     left_out = sum(of_node[n] for n in range(8) if n not in nodes) / of_node.sum()
     np.testing.assert_allclose(pruned.influence, left_out, atol=1e-12)
     np.testing.assert_allclose(pruned.scores, 1 - sum(scores[e] for e in edges) / sum(scores.values()), atol=1e-12)
+
+
+# ---- importances of one prompt ----
+
+
+def lowering_case(name: str, outputs: list[int] | None) -> tuple[ref.Decomposition, Tree, Callable[[], Tree]]:
+    """(the model, lambda_0, a function that draws sources); away from 0 and 1, for finite differences."""
+    target, sites, kind = CUT_CASES[name]()
+    if kind == ref.FEATURE:
+        target = ref.tms_target(
+            {"linear1": normal(5, 2), "hidden_layers": [], "linear2": normal(2, 5), "bias": normal(5)}, uniform(1, 5)
+        )
+    components = random_components(target, sites)
+    clean = ref.clean_pass(target, sites)
+    at = 1 if kind == ref.LOGIT else None
+    start = {
+        s: (0.3 + 0.4 * uniform(*clean.inputs[s].shape[:-1], pair["U"].shape[0]))
+        * clean.exists.get(s, np.ones(1))[..., None]
+        for s, pair in components.items()
+    }
+
+    def draw() -> Tree:
+        shape = {s: lam.shape for s, lam in start.items()}
+        return {
+            s: {"components": 0.2 + 0.6 * uniform(*n), "delta": 0.2 + 0.6 * uniform(*n[:-1])} for s, n in shape.items()
+        }
+
+    error = partial(ref.prompt_error, at=at, outputs=outputs)
+    return ref.Decomposition(target, error, clean, components, start), start, draw
+
+
+@pytest.mark.parametrize("outputs", [None, [3, 1]], ids=["r1", "outputs"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("experts", marks=pytest.mark.slow), "TMS"])
+def test_a_step_of_lowering(name: str, outputs: list[int] | None) -> None:
+    """O2 to O4: gradients by finite differences, the error and the new state written out."""
+    model, start, draw = lowering_case(name, outputs)
+    random, lam = draw(), tree_map(lambda x: 0.8 * x, start)
+    minimality = {"pnorm": 1.6, "p_anneal_final_p": 0.5, "p_anneal_start_frac": 0.0, "eps": 1e-3}
+    weights, allowed = {"ci": 0.3, "random": -0.4, "attack": 0.0}, {"ci": 0.7, "random": 0.05, "attack": 9.0}
+    moments = ref.zero_moments(lam)
+    state = ref.Lowering(lam, moments, draw(), weights)
+    settings = {"lr": 0.05, "step_size": 0.3, "step": 2, "total": 10}
+
+    def lowered(lower: Tree, attack: Tree) -> ref.Lowered:
+        at = ref.Lowering(lower, moments, attack, weights)
+        return ref.lower_once(model, start, minimality, allowed, at, random, **settings)
+
+    got = lowered(state.lower, state.attack)
+    moving = {"lower": state.lower, "attack": state.attack}
+
+    def loss(t: Tree) -> ref.Num:  # a lambda of 0 stays there: psi has no gradient
+        return lowered(tree_map(lambda x, old: x * (old > 0), t["lower"], lam), t["attack"]).loss
+
+    assert_derivative(loss, moving, got.gradients)
+    sizes = [
+        sum(((x[s] + 1e-3) ** p).sum() for s in x) for x, p in ((lam, 1.6 + (0.5 - 1.6) * 0.2), (start, 1.6))
+    ]  # psi of this step, and of the first
+    priced = sum(math.exp(weights[r]) * got.errors[r] / allowed[r] for r in ref.READINGS)
+    np.testing.assert_allclose(got.loss, sizes[0] / sizes[1] + priced)
+    for r, sources in ("ci", None), ("random", random), ("attack", state.attack):
+        delta = {s: np.zeros(x.shape[:-1]) if sources is None else sources[s]["delta"] for s, x in lam.items()}
+        u = {s: 0.0 if sources is None else sources[s]["components"] for s in lam}
+        masks = {s: x + (1 - x) * u[s] for s, x in lam.items()}
+        y, _ = ref.masked_pass(model.target, model.components, masks, delta, {}, model.clean.chosen)
+        clean, masked = model.clean.output[0], y[0]
+        if name != "TMS":
+            clean, masked = clean[1], masked[1]
+        if outputs is not None:
+            if name != "TMS":
+                clean, masked = clean - clean.mean(), masked - masked.mean()
+            want = sum((masked[k] - clean[k]) ** 2 for k in outputs) / 2
+        elif name == "TMS":
+            want = ((masked - clean) ** 2).mean()
+        else:
+            p, q = (np.exp(x) / np.exp(x).sum() for x in (clean, masked))
+            want = (p * np.log(p / q)).sum()
+        np.testing.assert_allclose(got.errors[r], want, rtol=1e-10)
+        ratio = want / allowed[r] - 1
+        np.testing.assert_allclose(got.state.weights[r], weights[r] + 0.1 * max(-1.0, min(1.0, ratio)))
+    for s in lam:  # Adam's first step is the sign
+        g = got.gradients["lower"][s]
+        np.testing.assert_allclose(
+            got.state.lower[s], np.clip(lam[s] - 0.05 * g / (np.abs(g) + 1e-8), 0, 1), atol=1e-12
+        )
+        for part in "components", "delta":
+            g, old = got.gradients["attack"][s][part], state.attack[s][part]
+            np.testing.assert_allclose(got.state.attack[s][part], np.clip(old + 0.3 * np.sign(g), 0, 1))
+
+
+def test_judged_errors() -> None:
+    """O2, O4: a mean over draws, the largest of the attacks, each from its own start."""
+    model, _, draw = lowering_case("Llama", None)
+    draws, starts = [draw(), draw()], [draw(), draw(), draw()]
+    found = ref.judged_errors(model, draws, starts, 0.1, 2)
+    np.testing.assert_allclose(found["random"], np.mean([ref.reading_error(model, one) for one in draws]))
+    ends = [ref.fresh_attack(partial(ref.reading_error, model), one, 0.1, 2) for one in starts]
+    errors = [ref.reading_error(model, one) for one in ends]
+    assert found["attack"] == max(errors) > min(errors)
+    assert all(e > ref.reading_error(model, one) for e, one in zip(errors, starts, strict=True))
+    assert ref.allowed_errors({"ci": 1e-4, "random": 0.1}, 2.0, True) == {"ci": 1e-3, "random": 0.2}
+    assert ref.allowed_errors({"ci": 1e-4}, 2.0, False) == {"ci": 2e-4}

@@ -133,11 +133,9 @@ class _Averager:
         targets = self._targets(site, padded)
         total = np.zeros((len(self._importance), at_once))
         for batch in self._batches:
-            found = self._by_source(_jitted(_sums_of_batch), batch, targets)
-            if first and not np.any(found):
-                return None
-            first = False
-            total += found
+            total += self._by_source(_jitted(_sums_of_batch), batch, targets)
+        if first and not np.any(total):  # of all batches: an expert may be taken in the last alone
+            return None
         return total[:, : len(numbers)]
 
     def _targets(self, site: str, numbers: Int[np.ndarray, " K"]) -> Targets:
