@@ -105,9 +105,9 @@ def experts(outputs: Any = None) -> Case:
     return make_case(with_experts.target(), with_experts.weights(), tiny.TOKENS[:1, :3], Measure(1, outputs), LP)
 
 
-def tms(outputs: Any = None, **changes: Any) -> Case:
+def tms(outputs: Any = None, penalty: Any = SMOOTH, **changes: Any) -> Case:
     target, features = toys.target(toys.SPARSE, toys.EVERY_MATRIX), toys.features(toys.SPARSE)[:1]
-    return make_case(target, toys.weights(toys.SPARSE), features, Measure(None, outputs), SMOOTH, **changes)
+    return make_case(target, toys.weights(toys.SPARSE), features, Measure(None, outputs), penalty, **changes)
 
 
 CASES = {
@@ -116,7 +116,7 @@ CASES = {
     "experts": experts,
     "experts, logits": partial(experts, CHOSEN),
     "tms": tms,
-    "tms, features": partial(tms, CHOSEN),
+    "tms, features": partial(tms, CHOSEN, LP),
     "tms without deltas": partial(tms, use_delta=False),
 }
 
