@@ -4,16 +4,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.harvest_files.groups import Groups
 from param_decomp_lab.untrusted.json_text import read_json
-
-if TYPE_CHECKING:
-    from param_decomp_lab.harvest_files import Groups
 
 VERSION = 1
 FOLDER = "graphs"
@@ -159,7 +157,7 @@ class Graph:
         found = [(self.nodes[edge.target], edge) for edge in self.edges if edge.source == number]
         return sorted(found, key=lambda pair: -abs(pair[1].weight))
 
-    def grouped(self, groups: "Groups") -> "Graph":
+    def grouped(self, groups: Groups) -> "Graph":
         """The same graph with the members of a group at one position as one node (`graph/groups.py:merge_groups`)."""
         from param_decomp_lab.graph.groups import merge_groups
 
