@@ -21,6 +21,12 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Instead of eval.batch_size.", show_default=False)
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="In place of metrics: beside neurons, singular vectors and rotations.")
+    ] = False,
+    attack: Annotated[
+        str, typer.Option(metavar="STEPS", help="With --baselines: lengths of attacks, such as 20,80; empty for none.")
+    ] = "20,40,80,160,320",
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
@@ -39,6 +45,9 @@ def evaluate(
     else with its usual keys; a metric with other keys is passed as a mapping. Numbers are printed and written as JSON,
     figures into a folder beside it. The run may still be going on; its `metrics.jsonl` stays as it is.
 
+    `--baselines` compares the run with parts that cost no training, each at the same number of parts: the matrices'
+    neurons, their singular vectors, and a random rotation; with what is off left out, at random, and under attack.
+
     `--set` changes keys that begin with eval, data or memory.
 
     Examples:
@@ -50,11 +59,25 @@ def evaluate(
         pd eval runs/p-1a2b3c4d --metric '{type: PGDReconLoss, init: random, step_size: 0.05, n_steps: 100,
         mask_scope: unique_per_datapoint}' --out attack.json
 
+        pd eval runs/p-1a2b3c4d --baselines --batches 4 --attack 20,80
+
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
     from param_decomp_lab.eval.command import evaluate as measure
     from param_decomp_lab.eval.request import EvaluationRequest, read_metric_file
 
+    if baselines:
+        from param_decomp_lab.baselines.command import compare_with_baselines
+        from param_decomp_lab.errors import UserError
+
+        if metric or metrics is not None:
+            raise UserError("--baselines: takes no metrics; run `pd eval` a second time for these")
+        if not all(length.strip().isdecimal() for length in attack.split(",") if attack.strip()):
+            raise UserError(f"--attack {attack}: should be numbers of steps, such as 20,80")
+        lengths = tuple(sorted({int(length) for length in attack.split(",")} - {0})) if attack.strip() else ()
+        asked = EvaluationRequest(None, batches, batch_size, tuple(overrides or ()))
+        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole())
+        return
     chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, PlainConsole())

@@ -58,7 +58,7 @@ def evaluate_run(
     assert settings is not None
     _refuse_uneven(settings, config, run)
     problem = make_problem(config, run.architecture, folder)
-    batches, data = _batches(run, config, request)
+    batches, data = evaluation_batches(run, config, request)
     learned, weights = run.learned, run.weights
     state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
     drawn: dict[str, Path] = {}
@@ -79,7 +79,7 @@ def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:
         )
 
 
-def _batches(run: Run, config: RunConfig, request: EvaluationRequest) -> tuple[BatchSource, str]:
+def evaluation_batches(run: Run, config: RunConfig, request: EvaluationRequest) -> tuple[BatchSource, str]:
     """The evaluation's batches, and a description of their source."""
     method, inputs = config.method, run.architecture.inputs
     assert method.eval is not None

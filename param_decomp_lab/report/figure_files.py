@@ -24,6 +24,7 @@ CAPTIONS = {
     "ci_histograms": "Causal importances",
     "mean_ci_per_component": "Mean causal importance per component",
     "activation_density": "Activation density",
+    "baselines": "The decomposition beside parts that cost no training",
 }
 
 

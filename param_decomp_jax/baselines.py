@@ -1,0 +1,206 @@
+"""A matrix taken apart without training, and passes in which chosen parts of every site are on (section 17).
+
+A decomposition should be held against what one gets for nothing. Its parts and those of a baseline are masked in the
+same way here: by masks that are given, with no delta.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from param_decomp_jax.components import Components, Factors, look_up
+from param_decomp_jax.grouped import Groups, grouped_matmul
+from param_decomp_jax.memory import PLAIN
+from param_decomp_jax.mesh import Axes, constrain, gather
+from param_decomp_jax.numerics import matmul, wide
+from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLinears, frozen_axes, top_experts
+
+Masks = dict[str, Float[Array, "layers *n _C"]]
+"""By stack; ``*n`` are the leading axes of an activation."""
+
+
+@dataclass
+class SelectedLayer:
+    """One layer whose sites give ``Σ m_c (x · V_c) U_c``; other matrices as they are."""
+
+    parts: dict[str, Factors]
+    masks: dict[str, Float[Array, "*n _C"]]
+    frozen: Axes
+    records: dict[str, Array] = field(default_factory=dict)
+
+    def enter(self, x: Shaped[Array, "*n"]) -> None:
+        pass
+
+    def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
+        return top_experts(logits, k)
+
+    def look_up(
+        self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "*n d"]:
+        return look_up(table, rows, self.frozen).astype(dtype)
+
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
+        x = self._masked(kind + PRE_IDENTITY, x, lambda: x)
+        return self._masked(kind, x, lambda: constrain(matmul(x, gather(W, self.frozen, x.dtype)), "batch"))
+
+    def grouped(
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "*n k d_out"]:
+        return grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups)
+
+    def _masked(self, kind: str, x: Array, apply: Callable[[], Array]) -> Array:
+        if kind not in self.parts:
+            return apply()
+        own = self.parts[kind]
+        inner = matmul(x, own.V.astype(x.dtype)) * self.masks[kind].astype(x.dtype)
+        return constrain(matmul(inner, own.U.astype(x.dtype)), "batch")
+
+
+@dataclass(frozen=True)
+class SelectedLinears:
+    """Passes in which every site is the masked sum of its parts. ``parts``, ``masks``: by stack."""
+
+    sites: Sites
+    parts: Components
+    masks: Masks
+
+    def cuts(self) -> frozenset[int]:
+        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
+
+    def join(self, layer: int, x: Any) -> Any:
+        return x
+
+    def _stacks(self, first: int) -> list[Stack]:
+        return [stack for stack in self.sites.stacks if first in stack.layers]
+
+    def slices(self, first: int, stop: int) -> Any:
+        stacks = self._stacks(first)
+        return {s.kind: self.parts[s.name] for s in stacks}, {s.kind: self.masks[s.name] for s in stacks}
+
+    def layer(self, first: int, stop: int, slice_: Any) -> SelectedLayer:
+        parts, masks = slice_
+        return SelectedLayer(parts, masks, frozen_axes(PLAIN))
+
+
+class MaskedErrors(NamedTuple):
+    """Of some masks: R1 with the masks as they are, and of a language model the cross-entropy of the next token (0 of a
+    toy); R1 with what is off at random, and after each of the attacks' lengths."""
+
+    error: Float[Array, ""]
+    cross_entropy: Float[Array, ""]
+    random: Float[Array, ""]
+    attacked: Float[Array, " lengths"]
+
+
+def activations(problem: Problem, parts: Components, weights: Weights, inputs: Array) -> Masks:
+    """``‖U_c‖ (x · V_c)`` of the clean pass, by stack."""
+    target, sites = problem.target, problem.target.sites
+    clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
+    found = {}
+    for segment in sites.segments:
+        for stack in segment.stacks:
+            x = wide(clean.records[segment.first][stack.reads])
+            own = parts[stack.name]
+            scaled = own.V * jnp.linalg.norm(own.U, axis=-1)[:, None, :]
+            found[stack.name] = jnp.einsum("l...d,ldc->l...c", x, scaled)
+    return found
+
+
+def largest(values: Masks, k: int) -> Masks:
+    """B2: 1 for the k largest values of each site at each position, those that are equal to the last of them too; 0
+    for the others. Values that are not above 0 are never chosen."""
+
+    def of_stack(x: Array) -> Array:
+        least = jax.lax.top_k(x, min(k, x.shape[-1]))[0][..., -1:]
+        return ((x >= least) & (x > 0)).astype(jnp.float32)
+
+    return {name: of_stack(x) for name, x in values.items()}
+
+
+def mean_l0(masks: Masks) -> Float[Array, ""]:
+    """B5: parts that are not off, at a position and site; a mean over both."""
+    counts = [jnp.mean(jnp.sum(m > 0, axis=-1, dtype=jnp.float32)) * m.shape[0] for m in masks.values()]
+    return jnp.sum(jnp.stack(counts)) / sum(m.shape[0] for m in masks.values())
+
+
+def masked_errors(
+    problem: Problem,
+    parts: Components,
+    weights: Weights,
+    inputs: Array,
+    masks: Masks,
+    key: PRNGKeyArray,
+    lengths: tuple[int, ...],
+    step_size: float,
+) -> MaskedErrors:
+    """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
+    target, sites = problem.target, problem.target.sites
+    clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(sites, memory=target.memory)).output)
+
+    def output(masks: Masks) -> Array:
+        linears = SelectedLinears(sites, parts, masks)
+        result: Array = target.forward(weights, inputs, linears).output
+        return result
+
+    def error(masks: Masks) -> Float[Array, ""]:
+        return target.errors(weights, clean, [output(masks)])[0]
+
+    def with_sources(sources: Masks) -> Masks:
+        return {name: m + (1 - m) * sources[name] for name, m in masks.items()}
+
+    def draw(key: PRNGKeyArray) -> Masks:
+        keys = jax.random.split(key, len(masks))
+        return {name: jax.random.uniform(k, m.shape) for k, (name, m) in zip(keys, masks.items(), strict=True)}
+
+    for_random, for_attack = jax.random.split(key)
+    plain = output(masks)
+    sources, attacked, done = draw(for_attack), [], 0
+    for length in lengths:
+
+        def ascend(_: Int[Array, ""], s: Masks) -> Masks:
+            gradient = jax.grad(lambda s: error(with_sources(s)))(s)
+            return jax.tree.map(lambda x, g: jnp.clip(x + step_size * jnp.sign(g), 0, 1), s, gradient)
+
+        sources = jax.lax.fori_loop(0, length - done, ascend, sources)
+        attacked.append(error(with_sources(sources)))
+        done = length
+    return MaskedErrors(
+        target.errors(weights, clean, [plain])[0],
+        _cross_entropy(problem, weights, inputs, plain),
+        error(with_sources(draw(for_random))),
+        jnp.stack(attacked) if attacked else jnp.zeros(0),
+    )
+
+
+def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:
+    """Of the target as it is; 0 of a toy."""
+    return _cross_entropy(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
+
+
+def _cross_entropy(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
+    if not jnp.issubdtype(inputs.dtype, jnp.integer):
+        return jnp.zeros(())
+    log_p = jax.nn.log_softmax(problem.target.predictions(weights, output[:, :-1]))
+    return -jnp.mean(jnp.take_along_axis(log_p, inputs[:, 1:, None], axis=-1))
+
+
+def second_moments(problem: Problem, weights: Weights, inputs: Array) -> Mapping[str, Float[Array, "layers d d"]]:
+    """Mean of ``x xᵀ`` of what each site reads, over the positions of a batch, by stack."""
+    target, sites = problem.target, problem.target.sites
+    clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
+    found = {}
+    for segment in sites.segments:
+        for stack in segment.stacks:
+            x = wide(clean.records[segment.first][stack.reads])
+            rows = x.reshape(x.shape[0], -1, x.shape[-1])
+            found[stack.name] = jnp.einsum("lrd,lre->lde", rows, rows) / rows.shape[1]
+    return found

@@ -1,0 +1,138 @@
+"""`pd eval --baselines`: measures, prints, and writes a table and a figure."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxtyping import Array
+from rich.console import Console
+
+from param_decomp_lab.baselines.figure import comparison_figure
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, compare, matched_k
+from param_decomp_lab.data.batches import epoch_order
+from param_decomp_lab.data.sources import BatchSource
+from param_decomp_lab.display.numbers import number
+from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
+from param_decomp_lab.eval.run_evaluation import evaluation_batches
+from param_decomp_lab.figures.save import figure_path, save_figure
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.opening import Run, load_run
+from param_decomp_lab.run_folder.folder import EVALUATIONS
+from param_decomp_lab.run_folder.output_file import check_output_file
+from param_decomp_lab.setup.language_model import training_rows
+
+NAME = "baselines"
+POSITIONS = 1 << 14
+"""At which second moments are measured, at least: many more than a matrix has inputs."""
+MOST_DRAWS = 64
+"""Batches of a toy for the same."""
+
+
+def compare_with_baselines(
+    folder: Path,
+    request: EvaluationRequest,
+    lengths: tuple[int, ...],
+    step: int | None,
+    out: Path | None,
+    devices: int | None,
+    target: Path | None,
+    console: Console,
+) -> Comparison:
+    """Writes ``out``, a JSON file, and a figure beside it; None for files in the run's folders of evaluations and of
+    figures, from which the report takes it. Raises UserError and CannotWrite."""
+    if out is not None:
+        check_output_file(out, "--out")
+    run = load_run(folder, step, devices=devices, target=target)
+    config = evaluation_config(run.config, request, f"{folder}: the evaluation")
+    settings = config.method.eval
+    assert settings is not None
+    source, data = evaluation_batches(run, config, request)
+    batches = [source(n) for n in range(settings.n_steps)]
+    others = _other_batches(run, source, settings.n_steps, settings.batch_size)
+    found = compare(
+        run, batches, others, lengths, progress=lambda what: console.print(f"measuring {what} …", highlight=False)
+    )
+    file = out or run.folder / EVALUATIONS / f"{NAME}_{run.step}.json"
+    picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
+    show(found, data, console)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({"data": data, **asdict(found)}, indent=1, ensure_ascii=False) + "\n")
+        save_figure(comparison_figure(found), picture)
+    except OSError as error:
+        raise CannotWrite(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
+    for path in (file, picture):
+        console.print(str(path), highlight=False, soft_wrap=True)
+    return found
+
+
+def _other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: int) -> list[Array]:
+    """Batches that are not measured on, `POSITIONS` together: rows that the run trained on, or a toy's next draws."""
+    if not run.is_language_model:
+        return [source(n_measured + n) for n in range(min(MOST_DRAWS, math.ceil(POSITIONS / batch_size)))]
+    data = training_rows(run.config)
+    n = math.ceil(POSITIONS / (batch_size * data.seq_len))
+    chosen = epoch_order(0, 0, len(data))[: n * batch_size]
+    whole = len(chosen) - len(chosen) % batch_size
+    if not whole:
+        raise UserError(f"--batch-size {batch_size}: the training data have {len(data)} rows only")
+    rows = data.rows(chosen[:whole])
+    return [run.as_batch(rows[start : start + batch_size])[0] for start in range(0, whole, batch_size)]
+
+
+def show(found: Comparison, data: str, console: Console) -> None:
+    """A table at the decomposition's L0, one by L0, and what they come to."""
+    what = "KL" if found.of_text else "error"
+    shown = sorted({0, len(found.lengths) - 1}) if found.lengths else []  # the file has all of them
+    table = plain_table(
+        f"At the decomposition's L0 ({matched_k(found.own.l0)} parts), {found.positions:,} positions from {data}",
+        ("parts", "left"), ("L0", "right"), (what, "right"), ("random", "right"),
+        *((f"attack {found.lengths[n]}", "right") for n in shown),
+    )  # fmt: skip
+    for point in (found.own, found.own_on_off, *found.matched.values()):
+        cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
+        table.add_row(_title(point), *map(_number, cells))
+    console.print(table)
+    names = list(found.matched)
+    sizes = sorted({p.number for p in found.points if p.parts != OWN})
+    ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *((name, "wrap") for name in (OWN, *names)))
+    by_place = {(p.parts, p.number): p for p in found.points if p.chosen not in (LAMBDA, ON_OFF)}
+    for k in sizes:
+        row = [by_place.get((name, k)) for name in (OWN, *names)]
+        ladder.add_row(f"{k:g}", *("–" if p is None else _number(p.error) for p in row))
+    console.print(ladder)
+    console.print(verdict(found), highlight=False)
+
+
+def verdict(found: Comparison) -> str:
+    """How the decomposition stands against its best baseline, in one sentence for each reading."""
+    own, best = found.own, found.best
+    what = "KL" if found.of_text else "error"
+
+    def ratio(a: float, b: float) -> str:
+        return number(a / b) if b > 0 else "–"
+
+    text = (
+        f"At L0 {own.l0:.1f} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
+        f"baseline ({best.parts}); at random {ratio(own.random, min(p.random for p in found.matched.values()))} times"
+    )
+    if found.lengths:
+        worst = min(p.attacked[-1] for p in found.matched.values())
+        text += (
+            f", after {found.lengths[-1]} steps of attack {ratio(own.attacked[-1], worst)} times, each against the best"
+        )
+    return text + "."
+
+
+def _title(point: Point) -> str:
+    if point.parts != OWN:
+        return point.parts
+    return LAMBDA if point.chosen == LAMBDA else f"λ above {point.number:g} on"
+
+
+def _number(x: float) -> str:
+    """Errors of nothing come out a rounding below 0."""
+    return number(max(x, 0.0))

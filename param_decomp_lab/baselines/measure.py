@@ -1,0 +1,229 @@
+"""Curves of a run and of its baselines: how far the output moves with how many parts on."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from param_decomp_jax.attribution import for_attribution
+from param_decomp_jax.baselines import (
+    MaskedErrors,
+    Masks,
+    activations,
+    cross_entropy,
+    largest,
+    masked_errors,
+    mean_l0,
+    second_moments,
+)
+from param_decomp_jax.ci import squashings
+from param_decomp_jax.components import Components, Factors, with_views
+from param_decomp_jax.importances import importance_logits
+from param_decomp_jax.step import Problem
+from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening import Run
+
+OWN = "decomposition"
+LAMBDA, ON_OFF, LARGEST = "λ as masks", "λ above", "largest"
+THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
+STEP_SIZE = 0.1
+
+Progress = Callable[[str], None]
+"""Told what is being measured."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of choosing parts, on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`, `ON_OFF` a
+    threshold, or the `LARGEST` so many at each site and position: ``number``. ``l0``: parts that are not off, a mean
+    over sites and positions (B5). ``error``: R1 with the masks as they are, ``random`` with what is off at random,
+    ``attacked`` after each of the attack's lengths, where it was attacked. ``cross_entropy``: in nats above that of the
+    target; None of a toy."""
+
+    parts: str
+    chosen: str
+    number: float
+    l0: float
+    error: float
+    cross_entropy: float | None
+    random: float
+    attacked: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All points of a run. ``lengths``: steps of the attacks. ``positions``: of the batches together."""
+
+    run: str
+    step: int
+    of_text: bool
+    positions: int
+    lengths: tuple[int, ...]
+    points: tuple[Point, ...]
+
+    @property
+    def own(self) -> Point:
+        """The decomposition with λ as masks."""
+        return next(p for p in self.points if p.parts == OWN and p.chosen == LAMBDA)
+
+    @property
+    def own_on_off(self) -> Point:
+        """The decomposition with what fires on."""
+        return next(p for p in self.points if p.parts == OWN and p.chosen == ON_OFF and p.number == 0)
+
+    @property
+    def matched(self) -> dict[str, Point]:
+        """Of each baseline, the point at the decomposition's L0."""
+        k = matched_k(self.own.l0)
+        return {p.parts: p for p in self.points if p.parts != OWN and p.number == k}
+
+    @property
+    def best(self) -> Point:
+        """The baseline of least error at the decomposition's L0."""
+        return min(self.matched.values(), key=lambda p: p.error)
+
+
+def matched_k(l0: float) -> int:
+    """Parts at each site and position that make up an L0, rounded up in a baseline's favour."""
+    return max(1, int(np.ceil(l0)))
+
+
+def compare(
+    run: Run,
+    batches: Sequence[Array],
+    others: Sequence[Array],
+    lengths: tuple[int, ...] = (20, 40, 80, 160, 320),
+    seed: int = 0,
+    progress: Progress = lambda what: None,
+) -> Comparison:
+    """Measures a run and its baselines on some batches. ``others``: batches for the second moments that weight singular
+    vectors, not among those on which they are measured. Raises UserError for a run whose sites are experts' matrices or
+    an embedding: these have no baselines here."""
+    stacks = run.target.sites.stacks
+    for stack in stacks:
+        if stack.experts is not None or stack.lookup:
+            what = "an embedding" if stack.lookup else "experts' matrices"
+            raise UserError(f"--baselines: {stack.name} is {what}, of which no baselines are computed")
+    work = _Measurement(run, batches, others, lengths, seed)
+    points = []
+    progress("the decomposition")
+    points += list(work.own())
+    k_own = matched_k(points[0].l0)
+    for kind in BASELINES:
+        progress(kind)
+        points += list(work.of_baseline(kind, k_own))
+    of_text = run.is_language_model
+    positions = sum(int(np.prod(run.target.activation_axes(batch.shape))) for batch in batches)
+    return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points))
+
+
+class _Measurement:
+    def __init__(
+        self, run: Run, batches: Sequence[Array], others: Sequence[Array], lengths: tuple[int, ...], seed: int
+    ) -> None:
+        self._run, self._batches, self._lengths, self._seed = run, batches, lengths, seed
+        self._others = others
+        self._problem = for_attribution(run.problem)
+        self._sites = self._problem.target.sites
+        with jax.set_mesh(run.mesh):
+            clean = [_jitted(cross_entropy)(self._problem, run.weights, batch) for batch in batches]
+        self._clean = float(np.mean([float(x) for x in clean]))
+
+    def own(self) -> Iterator[Point]:
+        run = self._run
+        with jax.set_mesh(run.mesh):
+            logits = [_jitted(_logits)(self._problem, *run.learned, run.weights, batch) for batch in self._batches]
+            parts = with_views(run.learned.components, self._sites)
+        lower, _ = squashings(self._problem.decomposition.squashing)
+        importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
+        yield self._point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
+        for threshold in THRESHOLDS:
+            masks = [{n: (x > threshold).astype(jnp.float32) for n, x in of_batch.items()} for of_batch in importances]
+            yield self._point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
+        for k in self._ladder(parts):
+            masks = [largest(_firing(z, x), k) for z, x in zip(logits, importances, strict=True)]
+            yield self._point(parts, masks, OWN, LARGEST, k, attacked=False)
+
+    def of_baseline(self, kind: Baseline, k_own: int) -> Iterator[Point]:
+        run = self._run
+        parts = self._parts(kind)
+        with jax.set_mesh(run.mesh):
+            sizes = [
+                {n: jnp.abs(a) for n, a in _jitted(activations)(self._problem, parts, run.weights, batch).items()}
+                for batch in self._batches
+            ]
+        for k in sorted({*self._ladder(parts), k_own}):
+            masks = [largest(of_batch, k) for of_batch in sizes]
+            yield self._point(parts, masks, kind, LARGEST, k, attacked=k == k_own)
+
+    @cached_property
+    def _moments(self) -> dict[str, np.ndarray]:
+        """Of what the sites read, by stack."""
+        run, total = self._run, None
+        for batch in self._others:
+            with jax.set_mesh(run.mesh):
+                found = _jitted(second_moments)(self._problem, run.weights, batch)
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+        return {name: np.asarray(x) / len(self._others) for name, x in (total or {}).items()}
+
+    def _ladder(self, parts: Components) -> list[int]:
+        most = max(own.U.shape[1] for own in parts.values())
+        return [k for k in (2**n for n in range(16)) if k <= most]
+
+    def _parts(self, kind: Baseline) -> Components:
+        run = self._run
+        with jax.set_mesh(run.mesh):
+            weights = jax.device_get(self._problem.target.site_weights(run.weights))
+        made = {}
+        for number, stack in enumerate(self._sites.stacks):
+            rng = np.random.default_rng([self._seed, number])
+            layers = [
+                parts_of(kind, stack.kind, W, second, rng)
+                for W, second in zip(weights[stack.name], self._moments[stack.name], strict=True)
+            ]
+            V, U = (jnp.asarray(np.stack(x).astype(np.float32)) for x in zip(*layers, strict=True))
+            made[stack.name] = Factors(V, U)
+        return made
+
+    def _point(
+        self, parts: Components, masks: Sequence[Masks], name: str, chosen: str, number: float, attacked: bool
+    ) -> Point:
+        run, found, l0 = self._run, [], []
+        lengths = self._lengths if attacked else ()
+        for n, (batch, own) in enumerate(zip(self._batches, masks, strict=True)):
+            key = jax.random.fold_in(jax.random.key(self._seed), n)
+            with jax.set_mesh(run.mesh):
+                errors: MaskedErrors = _jitted_errors(
+                    self._problem, parts, run.weights, batch, own, key, lengths, STEP_SIZE
+                )
+                l0.append(float(mean_l0(own)))
+            found.append(jax.device_get(errors))
+        mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
+        lost = float(mean.cross_entropy) - self._clean if run.is_language_model else None
+        return Point(
+            name, chosen, number, float(np.mean(l0)), float(mean.error), lost, float(mean.random),
+            tuple(mean.attacked.tolist()),
+        )  # fmt: skip
+
+
+def _firing(logits: Mapping[str, Array], importances: Mapping[str, Array]) -> Masks:
+    """The logits of what fires, shifted so that all of them are above 0; 0 for the rest."""
+    return {name: jnp.where(importances[name] > 0, z - jnp.min(z) + 1, 0) for name, z in logits.items()}
+
+
+def _logits(problem: Problem, components: Any, ci: Any, weights: Any, inputs: Array) -> dict[str, Array]:
+    return importance_logits(problem, components, ci, weights, inputs)
+
+
+@cache
+def _jitted(function: Any) -> Any:
+    return jax.jit(function, static_argnums=0)
+
+
+_jitted_errors = jax.jit(masked_errors, static_argnums=(0, 6, 7))
