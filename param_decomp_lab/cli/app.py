@@ -16,6 +16,7 @@ from param_decomp_lab.cli import data, share, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
 from param_decomp_lab.cli.cluster import cluster
+from param_decomp_lab.cli.compare import compare
 from param_decomp_lab.cli.configs import configs
 from param_decomp_lab.cli.demo import demo
 from param_decomp_lab.cli.eval import evaluate
@@ -56,6 +57,7 @@ app.add_typer(weights.app, name="weights")
 app.command()(report)
 app.command("wandb")(send)
 app.command()(runs)
+app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(harvest)

@@ -177,16 +177,17 @@ def difference(old: RunConfig, new: RunConfig) -> list[str]:
 def _leaves(config: RunConfig) -> dict[str, str]:
     excluded = {"run_id", "torch_config"} | {key for key, _ in _without_meaning(config.method)}
     parts = (config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json"))
-    return {key: text for part in parts for key, text in _flat(part) if key not in excluded}
+    return {key: text for part in parts for key, text in flat_keys(part) if key not in excluded}
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def flat_keys(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every key of a nested value, as `--set` takes it, with its value as JSON."""
     below = f"{key}." if key else ""
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from _flat(item, f"{below}{name}")
+            yield from flat_keys(item, f"{below}{name}")
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for n, item in enumerate(value):
-            yield from _flat(item, f"{below}{n}")
+            yield from flat_keys(item, f"{below}{n}")
     else:
         yield key, json.dumps(value, ensure_ascii=False)

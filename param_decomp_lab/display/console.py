@@ -1,5 +1,6 @@
 """The console that every command prints with."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from param_decomp_lab.untrusted.printable import printable
+
+WIDTH = 150
+"""Width of a wide table if that of the terminal is unknown (output to a file or pipe)."""
 
 
 class PlainConsole(Console):
@@ -25,3 +29,10 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             text = segment.text
             yield segment if segment.control else Segment(printable(text, len(text)), segment.style)
+
+
+def wide_console() -> PlainConsole:
+    """For tables of many columns: as wide as the terminal, or `WIDTH`."""
+    console = PlainConsole()
+    known = console.is_terminal or "COLUMNS" in os.environ
+    return console if known else PlainConsole(width=WIDTH)

@@ -1,11 +1,11 @@
-"""Line charts as numbers between 0 and 1: where the paths, the ticks and the labels go. ``macros.html`` draws them.
+"""Line charts as numbers between 0 and 1: where the paths, the ticks and the labels go. `charts.html` draws them.
 
 The plot is an SVG that stretches with the page while its labels are HTML, so that a chart is readable at any width, and
 its points travel along as JSON for the few lines of JavaScript that show values under the pointer.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
@@ -58,6 +58,39 @@ class Chart:
     """JSON for the pointer: domain and, per line, name, colour and [step, value] pairs."""
 
 
+@dataclass(frozen=True)
+class Axis:
+    """From ``low`` to ``high``, logarithmic or linear. ``ticks``: at percents of it from ``low``."""
+
+    low: float
+    high: float
+    log: bool
+
+    def share(self, value: float) -> float:
+        """0 at ``low``, 1 at ``high``."""
+        low, high = self.low, self.high
+        return log10(value / low) / log10(high / low) if self.log else (value - low) / (high - low)
+
+    @property
+    def ticks(self) -> list[Tick]:
+        values = _ticks(self.low, self.high, self.log)
+        # As many digits as tell them apart: 2.65·10⁻⁵ and 2.7·10⁻⁵.
+        labels = next(
+            found
+            for digits in (1, 2, 3, 16)
+            if len(set(found := [_tick_label(value, digits) for value in values])) == len(values) or digits == 16
+        )
+        return [Tick(100 * self.share(value), label) for value, label in zip(values, labels, strict=True)]
+
+
+def axis(values: Sequence[float], from_zero: bool = False) -> Axis:
+    """An axis for finite values: logarithmic when all are positive and spread over decades, else linear (from 0 with
+    ``from_zero``)."""
+    low, high = min(values), max(values)
+    log = low > 0 and high > LOG_RATIO * low
+    return Axis(*_domain(low, high, log, from_zero), log)
+
+
 def line_chart(
     title: str,
     series: Mapping[str, Series],
@@ -68,12 +101,13 @@ def line_chart(
     dashed: Sequence[str] = (),
     from_zero: bool = False,
     ramp: bool = False,
+    legend: bool = True,
 ) -> Chart | None:
     """A chart of ``series`` (name -> values) over steps 0 … ``x_max``; None when there is nothing finite to draw.
 
     ``colors`` are taken in turn. The y axis is logarithmic when all values are positive and spread over decades, else
-    linear (from 0 with ``from_zero``). With ``ramp`` the order of the lines is their legend. Points that are not finite
-    break the line and are counted in the note.
+    linear (from 0 with ``from_zero``). With ``ramp`` the order of the lines is their legend; without ``legend`` they
+    have none. Points that are not finite break the line and are counted in the note.
     """
     lost = sum(len(values.values) - len(values.finite) for values in series.values())
     drawn = {
@@ -83,23 +117,16 @@ def line_chart(
     }
     if not drawn:
         return None
-    every = [value for values in drawn.values() for _, value in values.finite]
-    positive = [value for value in every if value > 0]
-    log = len(positive) == len(every) and max(every) > LOG_RATIO * min(every)
-    low, high = _domain(min(every), max(every), log, from_zero)
+    y = axis([value for values in drawn.values() for _, value in values.finite], from_zero)
     x_max = max(x_max, 1)
     limit = MAX_POINTS if len(drawn) <= 8 else max(40, 8 * MAX_POINTS // len(drawn))
-
-    def place(value: float) -> float:
-        share = (log10(value) - log10(low)) / (log10(high) - log10(low)) if log else (value - low) / (high - low)
-        return 1 - share
 
     lines: list[Line] = []
     data: list[dict[str, object]] = []
     for i, (name, values) in enumerate(drawn.items()):
         points = thin(list(zip(values.steps, values.values, strict=True)), limit)
         color = colors[i % len(colors)]
-        lines.append(Line(name, color, _path(points, x_max, place), number(series[name].last), name in dashed))
+        lines.append(Line(name, color, _path(points, x_max, y), number(series[name].last), name in dashed))
         data.append({"n": name, "c": color, "p": [[step, float(f"{v:.4g}")] for step, v in points if isfinite(v)]})
     notes = [part for part in (note, f"{lost} not finite" if lost else "") if part]
     return Chart(
@@ -107,11 +134,11 @@ def line_chart(
         note=" · ".join(notes),
         lines=lines,
         x_ticks=[Tick(100 * step / x_max, _short_step(step)) for step in _step_ticks(x_max)],
-        y_ticks=[Tick(100 * place(value), _tick_label(value)) for value in _ticks(low, high, log)],
-        log=log,
-        legend=len(lines) > 1 and not ramp,
+        y_ticks=[Tick(100 - tick.at, tick.label) for tick in y.ticks],
+        log=y.log,
+        legend=legend and len(lines) > 1 and not ramp,
         ramp=ramp,
-        points=json.dumps({"x": x_max, "lo": low, "hi": high, "log": log, "s": data}, separators=(",", ":")),
+        points=json.dumps({"x": x_max, "lo": y.low, "hi": y.high, "log": y.log, "s": data}, separators=(",", ":")),
     )
 
 
@@ -157,15 +184,15 @@ def _domain(low: float, high: float, log: bool, from_zero: bool) -> tuple[float,
     return low - pad, high + pad
 
 
-def _path(points: Sequence[tuple[int, float]], x_max: int, place: Callable[[float], float]) -> str:
+def _path(points: Sequence[tuple[int, float]], x_max: int, y: Axis) -> str:
     parts: list[str] = []
     pen_up = True
     for i, (step, value) in enumerate(points):
         if not isfinite(value):
             pen_up = True
             continue
-        x, y = SCALE * step / x_max, SCALE * place(value)
-        parts.append(f"{'M' if pen_up else 'L'}{x:.1f} {y:.1f}")
+        across, down = SCALE * step / x_max, SCALE * (1 - y.share(value))
+        parts.append(f"{'M' if pen_up else 'L'}{across:.1f} {down:.1f}")
         # A point without neighbours is a line of no length: its round cap is a dot.
         alone = pen_up and (i + 1 == len(points) or not isfinite(points[i + 1][1]))
         if alone:
@@ -198,14 +225,14 @@ def _round_steps(low: float, high: float, n: int) -> list[float]:
     return [round(i * unit, 12) if unit > 1e-9 else i * unit for i in range(start, stop + 1)]
 
 
-def _tick_label(value: float) -> str:
+def _tick_label(value: float, digits: int) -> str:
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
         return f"{value:,.6g}".replace("-", "−")
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
     power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    mantissa = mantissa.removesuffix(".0").replace("-", "−")
+    mantissa = mantissa.rstrip("0").rstrip(".").replace("-", "−")
     return f"10{power}" if mantissa == "1" else f"{mantissa}·10{power}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from param_decomp_lab.config.wrapper import RUN_ID
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.display.console import wide_console
 from param_decomp_lab.display.numbers import duration, number
 from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
@@ -34,8 +34,6 @@ PATIENCE_S = 900.0
 """A run counts as stopped if it wrote nothing for this long and for ten times its logging interval."""
 TAIL = 1 << 20
 """Bytes read from the end of `metrics.jsonl` to find the last rows."""
-WIDTH = 150
-"""Width of the table if it is unknown (output to a file or pipe)."""
 WIDEST = 60
 """Longest folder name that is not wrapped, in characters."""
 
@@ -218,9 +216,7 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
     if as_json:
         print(json.dumps([_plain(asdict(run)) for run in found], indent=2))
         return
-    console = PlainConsole()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = PlainConsole(width=WIDTH)
+    console = wide_console()
     if not found:
         console.print("no runs here")
         return

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from playwright.sync_api import sync_playwright
 
 from param_decomp_lab.metrics.sinks import read_metrics
 from tests.lab.one_node import Checkout, Cluster, one_node, sets
 from tests.lab.several import environment_of
+from tests.lab.test_browse_in_chromium import CHROMIUM, watched
 from tests.lab.test_processes import SMALL
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here, rows, saved_arrays, saved_steps
 
@@ -170,6 +173,82 @@ def test_sweep(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path)
     alone = sets((*LIGHT, "pd.seed=4", f"out_dir={tmp_path}", "run_id=p-00000004"))
     assert checkout.pd("train", tiny.config, *alone, environment=cluster.environment()).returncode == 0
     assert rows(seeds[4]) == rows(tmp_path / "p-00000004")
+
+
+def test_a_sweep_compared(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:
+    """`pd compare` on twelve runs, of which one was cancelled and one damaged; the page in a real browser."""
+    runs = tmp_path / "runs"
+    metrics = "[{type: CI_L0, groups: null}, {type: CEandKLLosses, rounding_threshold: 0.0}]"
+    evaluation = f"eval={{batch_size: 8, n_steps: 1, every: 400, slow_every: 400, metrics: {metrics}}}"
+    losses = "[{{type: FaithfulnessLoss, coeff: 100}}, {{type: CIMaskedReconLoss, coeff: 1}}, {}]"
+    minimality = "{type: ImportanceMinimalityLoss, coeff: 0.1, pnorm: 1.0, beta: 0.0, eps: 1.0e-06}"
+    longer = ("pd.steps=400", "cadence={train_log_every: 1}", f"pd.loss_metrics={losses.format(minimality)}")
+    light = [text for text in LIGHT if text.partition("=")[0] not in ("pd.steps", "pd.loss_metrics", "eval")]
+    settings = sets((*light, *longer, evaluation, f"out_dir={runs}"))
+    swept = ("--sweep", "pd.seed=0,1,2", "--sweep", "pd.loss_metrics.2.coeff=0,0.1,1,10")
+    job = submitted(
+        checkout, cluster, tiny.config, *settings, *swept, "--gpu", "none", "--cpus-per-task", "1", "--shared"
+    )
+    folders = {
+        int(json.loads((folder / "launch.json").read_text())["jobs"][0].rpartition("_")[2]): folder
+        for folder in runs.glob("p-*")
+    }
+    assert sorted(folders) == list(range(12))
+
+    def logs() -> str:
+        return "".join(path.read_text() for path in runs.rglob("*.log"))
+
+    cluster.wait(lambda: len(read_metrics(folders[11])) > 3, "steps of the last", logs)
+    cluster.ask("scancel", f"{job}_11")
+    states = [f"{job}_{index}" for index in range(12)]
+    cluster.wait(lambda: not {cluster.state(one) for one in states} & set(UNFINISHED), "the end of all", logs)
+    assert [cluster.state(one) for one in states[:11]] == ["COMPLETED"] * 11, logs()
+    unfinished, broken = folders[11], folders[3]
+    text = (broken / "metrics.jsonl").read_text()
+    (broken / "metrics.jsonl").write_text(text.replace('"step"', '"ste', 1))
+
+    page_file = tmp_path / "comparison.html"
+    done = checkout.pd("compare", runs, "--json", "--agreement", "--out", page_file, environment=cluster.environment())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    by_id = {run["id"]: run for run in found["runs"]}
+    assert len(by_id) == 12
+    assert by_id[unfinished.name]["state"] == "stopped"
+    assert by_id[broken.name]["state"] == "broken"
+    assert "metrics.jsonl:1" in by_id[broken.name]["why"]
+    # The front, from the rows themselves.
+    points = {}
+    for folder in folders.values():
+        if folder not in (unfinished, broken):
+            last = read_metrics(folder)[-1]
+            l0 = np.mean([value for key, value in last.items() if key.startswith("eval/l0/")])
+            points[folder.name] = (float(l0), last["eval/ce_kl/kl_ci_masked"])
+    best = {
+        name
+        for name, point in points.items()
+        if not any(p[0] <= point[0] and p[1] <= point[1] and p != point for p in points.values())
+    }
+    front = next(front for front in found["fronts"] if front["error"] == "λ as masks")
+    assert set(front["runs"]) == best
+    assert len(found["seeds"]) == 4
+    assert len(found["agreement"]) == 9  # three seeds of three coefficients; of the last only one run is left
+    assert all(pair["cosines"]["matrix"] > 3 * pair["by_chance"]["matrix"] for pair in found["agreement"])
+
+    said: list[str] = []
+    with sync_playwright() as playwright:
+        page = watched(playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]), said)
+        page.goto(page_file.as_uri())
+        assert page.locator("#runs tbody tr").count() == 12
+        assert page.locator("#runs .state-broken").inner_text() == "broken"
+        assert page.locator("#runs .state-stopped").inner_text() == "stopped"
+        chart = page.locator("figure.scatter", has_text="λ as masks")
+        assert chart.locator("a.run.best").count() == len(best)
+        assert chart.locator("a.run.unfinished").count() <= 1
+        chart.locator("a.run.best").first.click()
+        chosen = page.url.partition("#run-")[2]
+        assert page.locator(f"#run-{chosen} code").inner_text().endswith(tuple(best))
+        page.screenshot(path=tmp_path / "comparison.png", full_page=True)
+    assert said == []
 
 
 def test_one_of_a_sweep_is_preempted(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_path: Path) -> None:

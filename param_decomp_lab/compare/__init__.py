@@ -1,0 +1,1 @@
+"""`pd compare`: runs beside each other."""

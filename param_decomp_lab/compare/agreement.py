@@ -1,0 +1,166 @@
+"""Whether two runs found the same components."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import linear_sum_assignment
+
+from param_decomp_lab.compare.records import Record
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
+from param_decomp_lab.eval.run_evaluation import evaluation_batches
+from param_decomp_lab.opening import Run, load_run
+
+MOST = 2048
+"""Components of a site that are matched at most, those of largest mean λ: an assignment takes n³ operations."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cosines:
+    """Means over matched pairs (P4): of ``V``, of ``U``, and of the rank-one matrices V ⊗ U."""
+
+    V: float
+    U: float
+    matrix: float
+
+
+@dataclass(frozen=True)
+class SiteAgreement:
+    """Of two runs at a site. ``counts``: components of each that fire, of which the smaller number is matched.
+    ``cosines`` and, of as many random directions, ``by_chance``: None if a run has no component that fires."""
+
+    site: str
+    counts: tuple[int, int]
+    cosines: Cosines | None
+    by_chance: Cosines | None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of two runs, by number among the records. ``why``: if it could not be found."""
+
+    one: int
+    other: int
+    sites: tuple[SiteAgreement, ...] = ()
+    why: str = ""
+
+    @property
+    def cosines(self) -> Cosines | None:
+        """Means over the sites."""
+        return _mean([site.cosines for site in self.sites if site.cosines is not None])
+
+    @property
+    def by_chance(self) -> Cosines | None:
+        return _mean([site.by_chance for site in self.sites if site.by_chance is not None])
+
+
+@dataclass(frozen=True)
+class Fired:
+    """The components of a site that fire. ``V`` [d_in, n], ``U`` [n, d_out]."""
+
+    V: Float[np.ndarray, "d_in n"]
+    U: Float[np.ndarray, "n d_out"]
+
+
+def agreements(
+    records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
+) -> list[Agreement]:
+    """Of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of finished runs.
+    What keeps a run from being read is said of its pairs."""
+    done = [[number for number in group if records[number].finished] for group in groups]
+    pairs = [pair for group in done for pair in combinations(group, 2)]
+    if not pairs:
+        pairs = list(combinations(sorted(number for group in done for number in group), 2))
+    read: dict[int, dict[str, Fired] | str] = {}
+    for number in sorted({number for pair in pairs for number in pair}):
+        progress(f"reading {records[number].status.folder}")
+        try:
+            read[number] = _fired(Path(records[number].status.folder))
+        except UserError as error:
+            read[number] = str(error)
+    found = []
+    for n, (one, other) in enumerate(pairs, 1):
+        progress(f"matching components, pair {n} of {len(pairs)}")
+        a, b = read[one], read[other]
+        if isinstance(a, str) or isinstance(b, str):
+            found.append(Agreement(one, other, why=a if isinstance(a, str) else str(b)))
+        elif {name: (x.V.shape[0], x.U.shape[1]) for name, x in a.items()} != {
+            name: (x.V.shape[0], x.U.shape[1]) for name, x in b.items()
+        }:
+            found.append(Agreement(one, other, why="they decompose different matrices"))
+        else:
+            found.append(Agreement(one, other, tuple(of_site(name, x, b[name]) for name, x in a.items())))
+    return found
+
+
+def of_site(name: str, one: Fired, other: Fired, seed: int = 0) -> SiteAgreement:
+    """P4 of two runs at a site. ``seed``: of the random directions."""
+    counts = one.V.shape[1], other.V.shape[1]
+    if not all(counts):
+        return SiteAgreement(name, counts, None, None)
+    rng = np.random.default_rng(seed)
+
+    def random(like: Fired) -> Fired:
+        return Fired(rng.standard_normal(like.V.shape), rng.standard_normal(like.U.shape))
+
+    return SiteAgreement(name, counts, matched(one, other), matched(random(one), random(other)))
+
+
+def matched(one: Fired, other: Fired) -> Cosines:
+    """Mean cosines of pairs, matched one to one so that their sum is largest: for V, U and the matrices apart."""
+    V = _unit(one.V.T) @ _unit(other.V.T).T
+    U = _unit(one.U) @ _unit(other.U).T
+    return Cosines(*(_assigned(cosines) for cosines in (np.abs(V), np.abs(U), V * U)))
+
+
+def _assigned(cosines: Float[np.ndarray, "n m"]) -> float:
+    rows, columns = linear_sum_assignment(cosines, maximize=True)
+    return float(cosines[rows, columns].mean())
+
+
+def _unit(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+    wide = rows.astype(np.float64)
+    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def _fired(folder: Path) -> dict[str, Fired]:
+    """The components of a run that fire in its evaluation's batches, by site; the `MOST` of largest mean λ."""
+    run = load_run(folder)
+    means = _mean_importances(run)
+    found = {}
+    for site in run.sites:
+        V, U = run.factors(site)
+        firing = np.flatnonzero(means[site] > 0)
+        chosen = np.sort(firing[np.argsort(-means[site][firing], kind="stable")[:MOST]])
+        found[site] = Fired(V[:, chosen], U[chosen])
+    return found
+
+
+def _mean_importances(run: Run) -> dict[str, Float[np.ndarray, " C"]]:
+    """Mean λ of every component over the batches of the run's own evaluation; a single batch where it has none."""
+    request = EvaluationRequest(["CI_L0"])
+    config = evaluation_config(run.config, request, str(run.folder))
+    assert config.method.eval is not None
+    source, _ = evaluation_batches(run, config, request)
+    n = config.method.eval.n_steps
+    totals: dict[str, Float[np.ndarray, " C"]] = {}
+    for number in range(n):
+        for name, importance in run.causal_importances(np.asarray(source(number))).items():
+            mean = np.asarray(importance, np.float64).reshape(-1, importance.shape[-1]).mean(0)
+            totals[name] = totals.get(name, np.zeros_like(mean)) + mean / n
+    return totals
+
+
+def _mean(of_sites: Sequence[Cosines]) -> Cosines | None:
+    if not of_sites:
+        return None
+    parts: Mapping[str, float] = {
+        name: float(np.mean([getattr(x, name) for x in of_sites])) for name in ("V", "U", "matrix")
+    }
+    return Cosines(**parts)

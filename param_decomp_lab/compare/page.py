@@ -1,0 +1,99 @@
+"""The page of a comparison, self-contained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from param_decomp_lab.compare.agreement import Agreement
+from param_decomp_lab.compare.charts import scatter
+from param_decomp_lab.compare.differences import differences, labels, seed_groups, short_names
+from param_decomp_lab.compare.fronts import Front, fronts
+from param_decomp_lab.compare.records import Record
+from param_decomp_lab.display.numbers import number
+from param_decomp_lab.display.templates import templates_beside
+from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
+from param_decomp_lab.report.metrics import Series
+
+PALETTE = [f"var(--c{i})" for i in range(8)]
+FEW = 14
+"""Up to so many runs are named in the legend of a chart of curves."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All that is shown of some runs. ``labels``: of the runs. ``differences``: by key, the value of every run.
+    ``groups``: runs that differ by their seeds alone."""
+
+    records: list[Record]
+    labels: list[str]
+    differences: dict[str, list[str]]
+    names: dict[str, str]
+    groups: list[list[int]]
+    fronts: list[Front]
+    agreements: list[Agreement]
+
+    @property
+    def colors(self) -> dict[int, str]:
+        """One for runs that differ by their seeds alone; beyond eight, a ramp."""
+        n = len(self.groups)
+        shades = PALETTE if n <= len(PALETTE) else ramp_colors(n)
+        of_groups = {run: shades[g] for g, group in enumerate(self.groups) for run in group}
+        return {run: of_groups.get(run, "var(--ink-2)") for run in range(len(self.records))}
+
+    @property
+    def on_a_front(self) -> set[int]:
+        return {run for front in self.fronts for run in front.front}
+
+
+def compared(records: Sequence[Record]) -> Compared:
+    """Without agreements, for which checkpoints have to be read."""
+    groups = seed_groups(records)
+    different = differences(records)
+    names = short_names(list(different), records)
+    return Compared(list(records), labels(records), different, names, groups, fronts(records, groups), [])
+
+
+def render(found: Compared) -> str:
+    """The page as a string."""
+    environment = templates_beside(__file__)
+    environment.filters.update(number=number)
+    seeds = [group for group in found.groups if sum(found.records[run].finished for run in group) > 1]
+    return environment.get_template("comparison.html").render(
+        found=found,
+        seeds=seeds,
+        charts=[scatter(front, found.labels, found.colors) for front in found.fronts if front.points],
+        curves=_curves(found),
+        states=_states(found.records),
+    )
+
+
+def _states(records: Sequence[Record]) -> str:
+    """How many runs there are of each state."""
+    counts: dict[str, int] = {}
+    for record in records:
+        counts[record.status.state] = counts.get(record.status.state, 0) + 1
+    return ", ".join(f"{n} {state}" for state, n in counts.items())
+
+
+def _curves(found: Compared) -> list[Chart]:
+    """L0, every error, and every term of the loss over training; one line a run."""
+    titles: dict[str, dict[int, Series]] = {}
+    for run, record in enumerate(found.records):
+        if (l0 := record.l0) is not None:
+            titles.setdefault("L0", {})[run] = l0
+    for run, record in enumerate(found.records):
+        for name, series in record.errors.items():
+            titles.setdefault(name, {})[run] = series
+    for run, record in enumerate(found.records):
+        for key, series in record.series.items():
+            if key.startswith("train/loss/"):
+                titles.setdefault(key.removeprefix("train/loss/"), {})[run] = series
+    last = max((s.steps[-1] for of_runs in titles.values() for s in of_runs.values()), default=0)
+    charts = []
+    for title, of_runs in titles.items():
+        lines = {found.labels[run]: series for run, series in of_runs.items()}
+        colors = [found.colors[run] for run in of_runs]
+        drawn = [color for (color, series) in zip(colors, lines.values(), strict=True) if series.finite]
+        chart = line_chart(title, lines, drawn or colors, x_max=last + 1, legend=len(lines) <= FEW)
+        if chart is not None:
+            charts.append(chart)
+    return charts

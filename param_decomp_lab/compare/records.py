@@ -1,0 +1,95 @@
+"""What is compared of a run: its state, its configuration and its metrics, from small files, any of which may be
+damaged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.report.configuration import component_counts
+from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
+from param_decomp_lab.report.listing import RunStatus, find_runs
+from param_decomp_lab.report.metrics import Series, series_by_key
+from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.untrusted.yaml_text import read_mapping
+
+MASKINGS = {"ci_masked": "λ as masks", "rounded_masked": "λ rounded", "stoch_masked": "stochastic"}
+"""The maskings whose KL is compared."""
+ATTACK = "attack"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as far as it can be read. ``config``: None if it cannot, as is ``status.why`` then. ``series``: its metrics
+    by key."""
+
+    status: RunStatus
+    config: Mapping[str, Any] | None
+    series: Mapping[str, Series]
+
+    @property
+    def id(self) -> str:
+        return self.status.id
+
+    @property
+    def finished(self) -> bool:
+        return self.status.state == "finished"
+
+    @property
+    def of_text(self) -> bool:
+        """Whether its errors are KLs."""
+        return any(key.startswith("eval/ce_kl/kl_") for key in self.series)
+
+    @property
+    def l0(self) -> Series | None:
+        """Active components at a position, a mean over sites, at every evaluation."""
+        table = l0_table(self.series, component_counts(self.config or {}, l0_names(self.series)))
+        if table is None or not table.sites:
+            return None
+        steps = sorted(set.intersection(*(set(site.series.steps) for site in table.sites)))
+        by_step = [dict(zip(site.series.steps, site.series.values, strict=True)) for site in table.sites]
+        means = [table.mean_over_sites([values[step] for values in by_step]) for step in steps]
+        found = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean is not None]
+        return Series(tuple(step for step, _ in found), tuple(mean for _, mean in found)) if found else None
+
+    @property
+    def errors(self) -> dict[str, Series]:
+        """What is held against L0, by its name: KL under maskings and attacks; the losses of a toy's evaluation."""
+        found = {words: series for name, words in MASKINGS.items() if (series := kl(self.series, name))}
+        attacked = {
+            ATTACK if name == "PGDReconLoss" else f"{ATTACK}, {name}": series
+            for name, series in attacks(self.series).items()
+        }
+        prefix = "eval/loss/"
+        losses = {key.removeprefix(prefix): series for key, series in self.series.items() if key.startswith(prefix)}
+        others = {} if found else {name: x for name, x in losses.items() if name not in attacks(self.series)}
+        return {**found, **others, **attacked}
+
+    def error(self, name: str) -> float | None:
+        """The last of an error that is finite; None without one."""
+        series = self.errors.get(name)
+        return series.last if series is not None and isfinite(series.last) else None
+
+
+def read_records(folders: Sequence[Path]) -> list[Record]:
+    """All runs in or below ``folders``, the oldest first. UserError for a missing folder, and if there is no run."""
+    found = find_runs(folders)
+    if not found:
+        raise UserError(f"no runs in {', '.join(map(str, folders))}; give their folders: pd compare RUN RUN …")
+    return [_record(status) for status in reversed(found)]
+
+
+def _record(status: RunStatus) -> Record:
+    if status.state == "broken":
+        return Record(status, None, {})
+    folder = Path(status.folder)
+    try:
+        config = read_mapping(folder / CONFIG_FILE, "the configuration of a run")
+        series = series_by_key(read_metrics(folder))
+    except (UserError, OSError) as error:
+        return Record(replace(status, state="broken", why=printable(str(error), 2000)), None, {})
+    return Record(status, config, series)
