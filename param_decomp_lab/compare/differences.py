@@ -57,6 +57,26 @@ def seed_groups(records: Sequence[Record]) -> list[list[int]]:
     return list(groups.values())
 
 
+def in_order(records: Sequence[Record]) -> list[Record]:
+    """By the values in which they differ, seeds after all others; runs that cannot be read last."""
+    different = differences(records)
+    keys = sorted(different, key=is_seed)
+
+    def place(number: int) -> tuple[bool, list[tuple[bool, float, str]]]:
+        return records[number].config is None, [_comparable(different[key][number]) for key in keys]
+
+    return [records[number] for number in sorted(range(len(records)), key=place)]
+
+
+def _comparable(text: str) -> tuple[bool, float, str]:
+    """Numbers by size, before texts."""
+    try:
+        value = float(text)
+    except ValueError:
+        return True, 0.0, text
+    return False, value, ""
+
+
 def short_names(keys: Sequence[str], records: Sequence[Record]) -> dict[str, str]:
     """Each key by as few of its last words as tell it from the others; an entry of a list goes by its type."""
     config = next((record.config for record in records if record.config is not None), {})

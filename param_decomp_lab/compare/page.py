@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonpath, relpath
+from pathlib import Path
 
 from param_decomp_lab.compare.agreement import Agreement
 from param_decomp_lab.compare.charts import scatter
-from param_decomp_lab.compare.differences import differences, labels, seed_groups, short_names
+from param_decomp_lab.compare.differences import differences, in_order, labels, seed_groups, short_names
 from param_decomp_lab.compare.fronts import Front, fronts
 from param_decomp_lab.compare.records import Record
 from param_decomp_lab.display.numbers import number
@@ -45,11 +47,12 @@ class Compared:
 
 
 def compared(records: Sequence[Record]) -> Compared:
-    """Without agreements, for which checkpoints have to be read."""
+    """Without agreements, for which checkpoints have to be read. Runs are ordered by what differs, the seed last."""
+    records = in_order(records)
     groups = seed_groups(records)
     different = differences(records)
     names = short_names(list(different), records)
-    return Compared(list(records), labels(records), different, names, groups, fronts(records, groups), [])
+    return Compared(records, labels(records), different, names, groups, fronts(records, groups), [])
 
 
 def render(found: Compared) -> str:
@@ -57,12 +60,16 @@ def render(found: Compared) -> str:
     environment = templates_beside(__file__)
     environment.filters.update(number=number)
     seeds = [group for group in found.groups if sum(found.records[run].finished for run in group) > 1]
+    parents = [str(Path(record.status.folder).parent) for record in found.records]
+    place = commonpath(parents) if len({Path(parent).is_absolute() for parent in parents}) == 1 else "."
     return environment.get_template("comparison.html").render(
         found=found,
         seeds=seeds,
         charts=[scatter(front, found.labels, found.colors) for front in found.fronts if front.points],
         curves=_curves(found),
         states=_states(found.records),
+        place=place,
+        paths=[relpath(record.status.folder, place) for record in found.records],
     )
 
 

@@ -185,7 +185,7 @@ def test_a_sweep_compared(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_
     longer = ("pd.steps=400", "cadence={train_log_every: 1}", f"pd.loss_metrics={losses.format(minimality)}")
     light = [text for text in LIGHT if text.partition("=")[0] not in ("pd.steps", "pd.loss_metrics", "eval")]
     settings = sets((*light, *longer, evaluation, f"out_dir={runs}"))
-    swept = ("--sweep", "pd.seed=0,1,2", "--sweep", "pd.loss_metrics.2.coeff=0,0.1,1,10")
+    swept = ("--sweep", "pd.seed=0,1,2", "--sweep", "pd.loss_metrics.2.coeff=0,0.001,0.003,0.01")
     job = submitted(
         checkout, cluster, tiny.config, *settings, *swept, "--gpu", "none", "--cpus-per-task", "1", "--shared"
     )
@@ -232,7 +232,7 @@ def test_a_sweep_compared(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_
     assert set(front["runs"]) == best
     assert len(found["seeds"]) == 4
     assert len(found["agreement"]) == 9  # three seeds of three coefficients; of the last only one run is left
-    assert all(pair["cosines"]["matrix"] > 3 * pair["by_chance"]["matrix"] for pair in found["agreement"])
+    assert all(pair["cosines"]["matrix"] > 2 * pair["by_chance"]["matrix"] for pair in found["agreement"])
 
     said: list[str] = []
     with sync_playwright() as playwright:
