@@ -22,3 +22,5 @@ if [ ! -f $place/model/gguf.json ]; then
 fi
 [ -f $place/tokens/meta.json ] || run pd data tokenize --stdlib --tokenizer $place/model --seq-len 64 --out $place/tokens
 run pd train configs/demo-smollm2.yaml
+# How it stands against what one gets for nothing.
+run pd eval "$(ls -td runs/p-* | head -n 1)" --baselines --matched --batches 1 --batch-size 4 --attack 20

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxtyping import Array
 from rich.console import Console
+from rich.table import Table
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, compare, matched_k
@@ -40,6 +41,7 @@ def compare_with_baselines(
     devices: int | None,
     target: Path | None,
     console: Console,
+    matched_only: bool = False,
 ) -> Comparison:
     """Writes ``out``, a JSON file, and a figure beside it; None for files in the run's folders of evaluations and of
     figures, from which the report takes it. Raises UserError and CannotWrite."""
@@ -53,7 +55,12 @@ def compare_with_baselines(
     batches = [source(n) for n in range(settings.n_steps)]
     others = _other_batches(run, source, settings.n_steps, settings.batch_size)
     found = compare(
-        run, batches, others, lengths, progress=lambda what: console.print(f"measuring {what} …", highlight=False)
+        run,
+        batches,
+        others,
+        lengths,
+        progress=lambda what: console.print(f"measuring {what} …", highlight=False),
+        matched_only=matched_only,
     )
     file = out or run.folder / EVALUATIONS / f"{NAME}_{run.step}.json"
     picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
@@ -96,6 +103,14 @@ def show(found: Comparison, data: str, console: Console) -> None:
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
         table.add_row(_title(point), *map(_number, cells))
     console.print(table)
+    ladder = _ladder(found, what)
+    if ladder.row_count > 1:
+        console.print(ladder)
+    console.print(verdict(found), highlight=False)
+
+
+def _ladder(found: Comparison, what: str) -> Table:
+    """The error by the number of parts that are on."""
     names = list(found.matched)
     sizes = sorted({p.number for p in found.points if p.parts != OWN})
     ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *((name, "wrap") for name in (OWN, *names)))
@@ -103,8 +118,7 @@ def show(found: Comparison, data: str, console: Console) -> None:
     for k in sizes:
         row = [by_place.get((name, k)) for name in (OWN, *names)]
         ladder.add_row(f"{k:g}", *("–" if p is None else _number(p.error) for p in row))
-    console.print(ladder)
-    console.print(verdict(found), highlight=False)
+    return ladder
 
 
 def verdict(found: Comparison) -> str:

@@ -101,16 +101,20 @@ def compare(
     lengths: tuple[int, ...] = (20, 40, 80, 160, 320),
     seed: int = 0,
     progress: Progress = lambda what: None,
+    matched_only: bool = False,
 ) -> Comparison:
-    """Measures a run and its baselines on some batches. ``others``: batches for the second moments that weight singular
-    vectors, not among those on which they are measured. Raises UserError for a run whose sites are experts' matrices or
-    an embedding: these have no baselines here."""
+    """Measures a run and its baselines on some batches.
+
+    ``others``: batches for the second moments that weight singular vectors, not among those on which they are measured.
+    ``matched_only``: at the run's own L0 alone. Raises UserError for a run whose sites are experts' matrices or an
+    embedding: these have no baselines here.
+    """
     stacks = run.target.sites.stacks
     for stack in stacks:
         if stack.experts is not None or stack.lookup:
             what = "an embedding" if stack.lookup else "experts' matrices"
             raise UserError(f"--baselines: {stack.name} is {what}, of which no baselines are computed")
-    work = _Measurement(run, batches, others, lengths, seed)
+    work = _Measurement(run, batches, others, lengths, seed, matched_only)
     points = []
     progress("the decomposition")
     points += list(work.own())
@@ -125,9 +129,16 @@ def compare(
 
 class _Measurement:
     def __init__(
-        self, run: Run, batches: Sequence[Array], others: Sequence[Array], lengths: tuple[int, ...], seed: int
+        self,
+        run: Run,
+        batches: Sequence[Array],
+        others: Sequence[Array],
+        lengths: tuple[int, ...],
+        seed: int,
+        matched_only: bool,
     ) -> None:
         self._run, self._batches, self._lengths, self._seed = run, batches, lengths, seed
+        self._matched_only = matched_only
         self._others = others
         self._problem = for_attribution(run.problem)
         self._sites = self._problem.target.sites
@@ -143,7 +154,7 @@ class _Measurement:
         lower, _ = squashings(self._problem.decomposition.squashing)
         importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
         yield self._point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
-        for threshold in THRESHOLDS:
+        for threshold in THRESHOLDS[:1] if self._matched_only else THRESHOLDS:
             masks = [{n: (x > threshold).astype(jnp.float32) for n, x in of_batch.items()} for of_batch in importances]
             yield self._point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
         for k in self._ladder(parts):
@@ -173,6 +184,8 @@ class _Measurement:
         return {name: np.asarray(x) / len(self._others) for name, x in (total or {}).items()}
 
     def _ladder(self, parts: Components) -> list[int]:
+        if self._matched_only:
+            return []
         most = max(own.U.shape[1] for own in parts.values())
         return [k for k in (2**n for n in range(16)) if k <= most]
 

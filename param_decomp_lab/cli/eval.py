@@ -27,6 +27,9 @@ def evaluate(
     attack: Annotated[
         str, typer.Option(metavar="STEPS", help="With --baselines: lengths of attacks, such as 20,80; empty for none.")
     ] = "20,40,80,160,320",
+    matched: Annotated[
+        bool, typer.Option("--matched", help="With --baselines: at the run's own L0 alone, which is much faster.")
+    ] = False,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
@@ -61,6 +64,8 @@ def evaluate(
 
         pd eval runs/p-1a2b3c4d --baselines --batches 4 --attack 20,80
 
+        pd eval runs/p-1a2b3c4d --baselines --matched --batches 1 --attack 20
+
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
     from param_decomp_lab.eval.command import evaluate as measure
@@ -76,8 +81,12 @@ def evaluate(
             raise UserError(f"--attack {attack}: should be numbers of steps, such as 20,80")
         lengths = tuple(sorted({int(length) for length in attack.split(",")} - {0})) if attack.strip() else ()
         asked = EvaluationRequest(None, batches, batch_size, tuple(overrides or ()))
-        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole())
+        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole(), matched)
         return
+    if matched:
+        from param_decomp_lab.errors import UserError
+
+        raise UserError("--matched: is for --baselines")
     chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, PlainConsole())

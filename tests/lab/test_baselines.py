@@ -83,6 +83,12 @@ def test_a_toy(toy: Path, tmp_path: Path) -> None:
     assert "At L0" in outcome.out
     assert json.loads((tmp_path / "toy.json").read_text())["points"][0]["cross_entropy"] is None
     assert (tmp_path / "toy.png").is_file()
+    fewer = ("--matched", "--out", tmp_path / "matched.json")
+    outcome = pd_here("eval", toy / "p-00000001", "--baselines", "--batches", 1, "--attack", "", *fewer)
+    assert "At L0" in outcome.out
+    all_points, matched = (json.loads((tmp_path / name).read_text())["points"] for name in ("toy.json", "matched.json"))
+    assert len(matched) == 2 + len(BASELINES)
+    assert all(point in all_points for point in matched)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ HELP = {
         "--threshold",
         "pd graph runs/p-5e6f7a8b",
     ),
+    ("compare",): ("--agreement", "pd compare runs --json"),
     ("share",): ("graph", "components", "site"),
     ("share", "graph"): ("pd share graph runs/p-1a2b3c4d --out shared/graphs", "--group", "--features-url"),
     ("share", "components"): ("--sites '*.down_proj' --model smollm2-135m --gzip", "--batch"),
