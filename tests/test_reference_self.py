@@ -767,9 +767,21 @@ def test_step_gradients_by_ci_function(ci_config: dict) -> None:
 PERSISTENT_NAMES = ["PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss"]
 
 
+COVERED_BY_OTHERS = {
+    "StochasticReconLoss", "StochasticReconSubsetLoss", "StochasticReconLayerwiseLoss", "StochasticHiddenActsReconLoss",
+    "PGDReconSubsetLoss", "PGDReconLayerwiseLoss",
+}  # fmt: skip
+"""Terms whose live sets, routing, sources and error are those of others."""
+
+
 @pytest.mark.parametrize(
     ("name", "sigmoid_source"),
-    [(name, False) for name in ref.RECONSTRUCTION] + [(name, True) for name in PERSISTENT_NAMES],
+    [
+        *((name, False) for name in ref.RECONSTRUCTION if name not in COVERED_BY_OTHERS),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in sorted(COVERED_BY_OTHERS)),
+        ("PersistentPGDReconLoss", True),
+        pytest.param("PersistentPGDReconSubsetLoss", True, marks=pytest.mark.slow),
+    ],
 )
 def test_step_gradients_by_term(name: str, sigmoid_source: bool) -> None:
     loss = {

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from param_decomp_jax.attention import attend, blocked, plain
 from param_decomp_jax.mesh import MeshShape, make_mesh
+from tests.cases import slow_but
 
 TOLERANCE = {np.float32: 2e-5, np.float64: 1e-12}
 
@@ -51,7 +52,7 @@ def value_and_gradients(form: Any, q: Any, k: Any, v: Any, cotangent: Any) -> tu
     return out, *pullback(cotangent)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", slow_but([np.float64], [np.float32, np.float64]))
 @settings(max_examples=10, deadline=None)
 @given(
     T=st.integers(1, 13),

@@ -28,6 +28,7 @@ from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.gpt import GPT, GPTConfig
 from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears
 from tests import reference as ref
+from tests.cases import slow_but
 from tests.core import test_embedding_site as with_embedding
 from tests.core import test_experts as with_experts
 from tests.core import tiny, toys
@@ -176,7 +177,7 @@ CASES = {
 }
 
 
-FAST = ("llama", "tms")
+FAST = ("tms",)
 """The others differ from these where the reference, too, tells whether they are right."""
 
 
@@ -224,7 +225,10 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
                 assert total == pytest.approx(change(case.cut.held, whole_entry(case), biases), rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "gpt"])
+EDGES = slow_but(("llama", "experts", "resid_mlp", "identities", "late_tms"), [name for name in CASES if name != "gpt"])
+
+
+@pytest.mark.parametrize("name", EDGES)
 def test_edges_are_the_reference_s(name: str) -> None:
     """E1 to E5, to 1e-9 of the largest edge; the reference knows no stacks, no slots and no layer to begin at."""
     with jax.enable_x64():

@@ -235,6 +235,7 @@ def assert_eight_are_one(case: Case, shape: MeshShape) -> None:
     jax.clear_caches()  # programs for eight devices are large, and no other test asks for the same
 
 
+@pytest.mark.slow
 def test_eight_devices_are_one() -> None:
     with jax.enable_x64():
         assert_eight_are_one(tms(8), SHAPES[0])

@@ -110,6 +110,7 @@ def test_the_largest() -> None:
     np.testing.assert_array_equal(found[0], [[1, 0, 1, 0], [0, 0, 1, 0], [1, 1, 1, 0]])
 
 
+@pytest.mark.slow
 def test_all_parts_of_a_language_model_are_the_model() -> None:
     target, weights = tiny.target(), tiny.weights()
     problem = tiny.problem((), target)

@@ -183,6 +183,7 @@ def test_what_cannot_be_read(patterns: tuple[str, ...], message: str) -> None:
 CONFIG = ChunkwiseTransformer(GlobalTransformer(d_model=64, n_blocks=2, mlp_hidden=(96,), n_heads=4))
 
 
+@pytest.mark.slow
 def test_initial_weights() -> None:
     """C6: gain √2 over the width of the group's concatenation; attention is uniform; every group has its own."""
     ci: Any = initialise(CONFIG, KEY, WIDE)

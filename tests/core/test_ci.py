@@ -31,6 +31,7 @@ from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.mesh import is_axes
 from param_decomp_jax.sites import Site, Sites
 from tests import reference as ref
+from tests.cases import slow_but
 from tests.core import tiny
 
 RNG = np.random.default_rng(0)
@@ -147,21 +148,35 @@ def assert_like_reference(
     tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
 
 
-@pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+SEQUENCES = GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer
+"""CI functions to which a sequence is more than a larger batch."""
+
+
+@pytest.mark.parametrize(
+    ("config", "lead"),
+    [
+        pytest.param(config, LEADS[of], id=f"{name}-{of}", marks=marks)
+        for name, config in CONFIGS.items()
+        for of, marks in (
+            ("sequence", ()),
+            ("no sequence", pytest.mark.slow if isinstance(config, SEQUENCES) else ()),
+        )
+    ],
+)
 def test_logits_and_gradients(config: CIConfig, lead: tuple[int, ...]) -> None:
     args = (ci_of(config), components(), inputs_of(lead), cotangents_of(lead))
     if len(lead) == 2:
         assert_like_reference(config, *args, 1e-5)
-    # To a layerwise function a sequence is only a larger batch: once in float64 is enough.
-    if len(lead) == 1 or isinstance(config, GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer):
+    # Once in float64 is enough where a sequence is only a larger batch.
+    if len(lead) == 1 or isinstance(config, SEQUENCES):
         with jax.enable_x64(True):
             assert_like_reference(config, *tiny.to_float64(args), 1e-9)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_lazy_logits_in_blocks_of_components(config: CIConfig) -> None:
+@pytest.mark.parametrize("name", slow_but(("mlp", "chunkwise_transformer"), CONFIGS))
+def test_lazy_logits_in_blocks_of_components(name: str) -> None:
     """Blocks that cut C in two, in three, into single components, and not at all."""
+    config = CONFIGS[name]
     args = (ci_of(config), components(), inputs_of(LEADS["sequence"]), cotangents_of(LEADS["sequence"]))
     with jax.enable_x64(True):
         assert_like_reference(config, *tiny.to_float64(args), 1e-9, LAZY)
@@ -186,7 +201,7 @@ def test_axes_describe_every_array(config: CIConfig) -> None:
         assert all(x.shape[n] == stack.C for x, n in zip(heads, axis, strict=True) if n is not None)
 
 
-@pytest.mark.parametrize("fitting", [1, 2, 3])
+@pytest.mark.parametrize("fitting", slow_but([2], [1, 2, 3]))
 def test_scalar_mlps_in_blocks(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of as many components as fit and divide C, one at least."""
     config, lead = CONFIGS["mlp"], LEADS["sequence"]

@@ -15,6 +15,7 @@ from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.step import Problem, causal_importance, run_clean_pass
 from param_decomp_jax.targets.llama import module_name
 from param_decomp_jax.targets.plain_linears import RESIDUAL
+from tests.cases import slow_but
 from tests.core import tiny, toys
 from tests.core.test_identity_sites import IN_LLAMA, IN_RESIDUAL, IN_SPARSE
 
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[Any, Any, Any, CIConfig]] = {
         toys.target(toys.SPARSE, IN_SPARSE), toys.weights(toys.SPARSE), toys.features(toys.SPARSE), GlobalMLP((6,)),
     ),
 }  # fmt: skip
+
+
+FAST = ("Llama with gaps, a transformer for both layers", "Llama with identities, MLP", "TMS with identities, MLP")
 
 
 def problem_of(case: str, memory: MemoryPolicy) -> Problem:
@@ -80,7 +84,7 @@ def features_and_gradients(case: str, memory: MemoryPolicy) -> Any:
 
 
 @pytest.mark.parametrize("memory", [REPLAYED, pytest.param(RECOMPUTED, marks=pytest.mark.slow)], ids=["again", "both"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_kept_or_made_again(case: str, memory: MemoryPolicy) -> None:
     """To the features, and back to every parameter of the CI function's shared part."""
     ((want, _), wanted), ((got, of_weights), found) = (features_and_gradients(case, of) for of in (KEPT, memory))

@@ -99,14 +99,17 @@ def test_the_leanest_step_is_the_reference() -> None:
     tiny.assert_step_is_the_reference(problem, weights(), tiny.TOKENS, exact=True)
 
 
-def test_a_small_lean_step_is_the_reference() -> None:
+@pytest.mark.parametrize("attacked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_small_lean_step_is_the_reference(attacked: bool) -> None:
     """One layer, all of whose matrices of experts are sites; positions and components in blocks, logits made lazily."""
     experts = dataclasses.replace(CONFIG.experts, dense_layers=())  # type: ignore[type-var]
     config = dataclasses.replace(CONFIG, n_layers=1, experts=experts, qk_norm=None)
     memory = MemoryPolicy(save=frozenset({"layers", "ci", "vocabulary", "attention"}), component_block=2, token_block=8)
     chosen = {m.name: 4 for m in config.matrices() if m.expert is not None}
-    terms = (*TERMS[:3], Reconstruction("PersistentPGDReconLoss", 0.4, AllSites(), Everywhere(),
-             PersistentAttack(ADAM, PerBatchPerPosition())))  # fmt: skip
+    attack = PersistentAttack(ADAM, PerBatchPerPosition())
+    terms = TERMS[:3]
+    if attacked:
+        terms += (Reconstruction("PersistentPGDReconLoss", 0.4, AllSites(), Everywhere(), attack),)
     problem = tiny.problem(terms, tiny.target(config, chosen, memory), ci=GlobalMLP((6,)), memory=memory)
     tiny.assert_step_is_the_reference(problem, weights(config), tiny.TOKENS, exact=True)
 

@@ -114,6 +114,7 @@ def test_the_clean_pass_is_the_same_with_and_without(make: Any, config: Any, cho
             np.testing.assert_array_equal(W[name], np.eye(x.shape[-1]))
 
 
+@pytest.mark.slow
 @tiny.SLOW_IN_FP32
 def test_step_of_a_llama(exact: bool) -> None:
     """Every way to be live: with the module or without it, in a stack or alone; hidden acts count the identities."""

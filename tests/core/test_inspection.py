@@ -73,6 +73,7 @@ def test_losses_and_gradients_are_those_of_the_step(outcome: Any) -> None:
     assert worst(outcome.gradients, gradients) <= 1e-9
 
 
+@pytest.mark.slow
 def test_terms_add_up_to_the_step(outcome: Any) -> None:
     """Each alone, without warm-up ascents (there are none here) and without the leak of C1."""
     with jax.enable_x64(True):
@@ -135,6 +136,7 @@ ROUTED = Reconstruction(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ascents_draw_routes_of_their_own() -> None:
     """A3: a step on one persistent term is the reference's, routes of its ascents included, be they drawn or given."""
     problem = tiny.in_float64(tiny.problem((ROUTED,), toys.target(TOY, CHOSEN), squashing="normal", ci=tiny.SCALAR))

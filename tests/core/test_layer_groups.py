@@ -58,6 +58,7 @@ def loss_and_factor_gradients(target: ResidMLP) -> Any:
     return losses["loss/total"], unstack_sites(target.sites, gradients.components)
 
 
+@pytest.mark.slow
 def test_two_groups_are_two_segments_and_no_number_changes() -> None:
     want, got = loss_and_factor_gradients(ONE_GROUP), loss_and_factor_gradients(two_groups(named=True))
     assert [(s.first, s.stop) for s in two_groups(named=True).sites.segments] == [(0, 2), (2, 3)]

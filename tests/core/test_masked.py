@@ -142,7 +142,8 @@ def values_and_gradients(policy: str, together: bool) -> Any:
         return jax.device_get(of(components, given, sources, weights))
 
 
-@under(*POLICIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_together_is_one_by_one(policy: str) -> None:
     """Of each stream, errors and gradients are what they are alone, with every policy."""
     want, got = values_and_gradients("plain", False), values_and_gradients(policy, True)

@@ -36,6 +36,7 @@ from param_decomp_jax.mesh import (
     with_block,
     with_row,
 )
+from tests.cases import slow_but
 
 RNG = np.random.default_rng(0)
 FOUR = [MeshShape(fsdp=4), MeshShape(tensor=4), MeshShape(fsdp=2, tensor=2), MeshShape(replica=2, fsdp=2)]
@@ -162,7 +163,7 @@ def by_formula(x: np.ndarray, axis: int, n_blocks: int, parts: int) -> np.ndarra
     return np.stack([np.take(x, of, axis=axis) for of in numbers])
 
 
-@ON_FOUR
+@pytest.mark.parametrize("shape", slow_but(FOUR[2:], FOUR), ids=str)
 @pytest.mark.parametrize("name", ["component", "component_in_use", "batch", "seq"])
 def test_cut_and_uncut(shape: MeshShape, name: str) -> None:
     """Each block has elements of every device; `uncut` gives the array back; both move nothing between devices."""
@@ -288,7 +289,7 @@ def test_gather(shape: MeshShape, axes: Axes, dtype: Any) -> None:
 TWO_NODES = [MeshShape(fsdp=4, nodes=2), MeshShape(fsdp=8, nodes=4), MeshShape(fsdp=4, nodes=2, tensor=2)]
 
 
-@pytest.mark.parametrize("shape", TWO_NODES, ids=str)
+@pytest.mark.parametrize("shape", slow_but(TWO_NODES[2:], TWO_NODES), ids=str)
 @pytest.mark.parametrize("by", ["node", "device"])
 @pytest.mark.parametrize("axes", [V_AXES, Axes((None, "split"), product=True), Axes((None, "component"))], ids=str)
 def test_a_held_copy_is_used_in_its_place(shape: MeshShape, by: Any, axes: Axes) -> None:

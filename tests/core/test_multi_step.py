@@ -79,6 +79,7 @@ def test_grouping_changes_no_bit(program: Any) -> None:
         np.testing.assert_array_equal(values, of_other)
 
 
+@pytest.mark.slow
 def test_rows_bear_the_metrics_of_their_steps(program: Any) -> None:
     """Against the step alone; the learning rate tells the steps apart."""
     _, names, values = run(program, [4, 4, 1])

@@ -25,6 +25,7 @@ from param_decomp_jax.recon import AllSites, Reconstruction
 from param_decomp_jax.routing import Everywhere
 from param_decomp_jax.step import Problem, training_step
 from param_decomp_jax.targets import decoder as decoder_module
+from tests.cases import slow_but
 from tests.core import tiny
 from tests.core.test_step import CASES as OF_STEPS
 from tests.core.test_step import CHUNKWISE, FAITHFUL, IMPORTANCE, PERSISTENT, wanted
@@ -140,7 +141,7 @@ def calls_in_a_step(policy: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> se
 
 @pytest.mark.parametrize(
     "preset",
-    [PLAIN, LEAN, *(pytest.param(preset, marks=pytest.mark.slow) for preset in (BALANCED, PUBLISHED))],
+    slow_but([LEAN], [PLAIN, LEAN, BALANCED, PUBLISHED]),
     ids=["plain", "lean", "balanced", "published"],
 )
 def test_no_preset_has_losses_of_its_own(preset: MemoryPolicy, monkeypatch: pytest.MonkeyPatch) -> None:

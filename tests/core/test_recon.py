@@ -64,7 +64,7 @@ ROWS = [
 ]
 
 
-FAST = {"ChunkwiseSubsetReconLoss", "PGDReconLayerwiseLoss", "PersistentPGDReconSubsetLoss", "CIHiddenActsReconLoss"}
+FAST = {"PGDReconLayerwiseLoss", "PersistentPGDReconSubsetLoss", "CIHiddenActsReconLoss"}
 """Every kind of live sets, of masks and of error is among them."""
 
 
@@ -180,6 +180,7 @@ def test_memory_policy_changes_no_number(memory: MemoryPolicy, plain: tuple[Any,
     assert worst <= 1e-11
 
 
+@pytest.mark.slow
 def test_start_from_the_clean_residual() -> None:
     """F6: every site's own start, the middle of a scanned segment among them, against the very beginning."""
     layerwise = next(term for term in ROWS if isinstance(term.live, EachSite))

@@ -57,6 +57,7 @@ TOY_READER = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @tiny.SLOW_IN_FP32
 def test_a_step_is_the_reference(exact: bool) -> None:
     """Without a hidden layer in the readers and without attention."""

@@ -44,6 +44,7 @@ def test_the_published_step(exact: bool) -> None:
     tiny.assert_step_is_the_reference(published, WEIGHTS, FEATURES, exact)
 
 
+@pytest.mark.slow
 def test_importance_alone_moves_both_factors() -> None:
     """C5 under T4: `mlp` reads V of both sites, and V of the second one is U of the first."""
     of_importance = problem(IMPORTANCE, ci=LayerwiseMLP("mlp", (4,)))

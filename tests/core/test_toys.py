@@ -146,7 +146,7 @@ CASES: dict[str, Problem] = {
 }  # fmt: skip
 
 
-FAST = ("mlp, leaky_hard, relu", "shared_mlp, hard, relu, no delta", "global_shared_transformer, normal, relu")
+FAST = ("shared_mlp, hard, relu, no delta", "global_shared_transformer, normal, relu")
 """One site live and all of them, every kind of source and of attack, and hidden acts are among them."""
 
 

@@ -87,6 +87,7 @@ def test_the_largest_are_kept(run: Run, averages: Averages) -> None:
         average_attributions(run, run.harvest, AverageRequest(ROWS, 2, 10**9))
 
 
+@pytest.mark.slow
 def test_a_toy(mine: Path) -> None:
     """Of a TMS the second matrix comes directly from what is between it and the first."""
     outcome = pd_here("graph", mine / TOY, "--dataset", "--rows", 50, "--largest", 3, "--least-firings", 1)

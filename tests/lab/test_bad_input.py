@@ -188,6 +188,7 @@ def test_resuming_with_metrics_that_are_no_json(copied: Path) -> None:
     assert_refused(pd_here("train", "--resume", copied), f"{copied / 'metrics.jsonl'}:4")
 
 
+@pytest.mark.slow
 def test_as_a_process(tiny: Tiny, tmp_path: Path) -> None:
     process = tiny.pd(*tiny.train(tmp_path / "runs", 1, "pd.stepz=1"))
     assert_refused(Outcome(process.returncode, process.stdout, process.stderr), "pd.stepz")

@@ -75,6 +75,7 @@ def test_what_is_printed_and_written(run: Path, outcome: Outcome, found: Compari
     assert found.positions == BATCH * 16
 
 
+@pytest.mark.slow
 def test_a_toy(toy: Path, tmp_path: Path) -> None:
     outcome = pd_here(
         "eval", toy / "p-00000001", "--baselines", "--batches", 1, "--attack", "", "--out", tmp_path / "toy.json"

@@ -349,6 +349,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 def test_damaged_harvests(mine: Path) -> None:
     """Each file in turn is damaged or missing: one clear page, and the next page is as before."""
     harvest = only_harvest(mine)

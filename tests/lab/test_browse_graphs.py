@@ -83,6 +83,7 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     assert file.stem in shown.get(f"{here}/graphs").text
 
 
+@pytest.mark.slow
 def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     component = "layers.1.mlp.up_proj:3"
     page = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=f"{component}@1", how="off")

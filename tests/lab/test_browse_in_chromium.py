@@ -120,6 +120,7 @@ def test_from_the_runs_to_a_label(mine: Path, browser: Browser) -> None:
     assert said == []
 
 
+@pytest.mark.slow
 def test_with_the_keyboard_alone(mine: Path, browser: Browser) -> None:
     said: list[str] = []
     with served(mine) as address:
@@ -171,6 +172,7 @@ def test_with_the_keyboard_alone(mine: Path, browser: Browser) -> None:
     assert said == []
 
 
+@pytest.mark.slow
 def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Browser) -> None:
     said: list[str] = []
     with served(mine) as address:
@@ -204,6 +206,7 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
     assert [line for line in said if "404" not in line] == []
 
 
+@pytest.mark.slow
 def test_paths_that_no_browser_sends(harvested: Path) -> None:
     with served(harvested) as address:
         host = address.removeprefix("http://")

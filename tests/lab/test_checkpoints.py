@@ -29,6 +29,7 @@ from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.setup import Setup, set_up
 from param_decomp_lab.training.run import compile_steps
+from tests.cases import slow_but
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, EARLY, LATE, SECOND_ON, STEPS, rows, saved_arrays, saved_steps
 
@@ -165,7 +166,12 @@ def small() -> State:
 
 @pytest.mark.parametrize(
     ("keep_last", "milestones", "left"),
-    [(None, (), [0, 1, 2, 3]), (1, (), [3]), (2, (0, 2), [0, 2, 3]), (2, (1,), [1, 2, 3])],
+    [
+        pytest.param(None, (), [0, 1, 2, 3], marks=pytest.mark.slow),
+        pytest.param(1, (), [3], marks=pytest.mark.slow),
+        (2, (0, 2), [0, 2, 3]),
+        pytest.param(2, (1,), [1, 2, 3], marks=pytest.mark.slow),
+    ],
 )
 def test_which_stay(
     tmp_path: Path, small: State, keep_last: int | None, milestones: tuple[int, ...], left: list[int]
@@ -292,7 +298,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", slow_but(["truncated", "one bit", "an item missing"], DAMAGES))
 def test_the_newest_good_one_is_used(three_saved: Path, tmp_path: Path, small: State, damage: str) -> None:
     shutil.copytree(three_saved, tmp_path, dirs_exist_ok=True)
     inflict, says = DAMAGES[damage]

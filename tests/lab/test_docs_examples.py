@@ -19,6 +19,7 @@ from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.setup.problem import make_problem
+from tests.cases import slow_but
 from tests.lab.tiny_run import pd_here
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,11 @@ def run(finished: Path) -> Run:
     return load_run(finished)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in FRAGMENTS])
+OF_PYTHON = [page for page in PAGES if blocks(page, "python") and page not in FRAGMENTS]
+LONG = {"graphs.md", "walk.md"}
+
+
+@pytest.mark.parametrize("page", slow_but({*OF_PYTHON} - LONG, OF_PYTHON))
 def test_python(page: str, harvested: Path, run: Run) -> None:
     """Statement by statement, in one namespace; shapes in a comment such as ``# [T, C]`` are those of the values."""
     names: dict[str, Any] = {}

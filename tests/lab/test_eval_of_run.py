@@ -54,7 +54,12 @@ def test_the_run_s_own_numbers(run: Path) -> None:
         assert said in outcome.out
 
 
-def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "attacks",
+    [(), pytest.param(("PersistentPGDReconLoss", "PGDReconLayerwiseLoss"), marks=pytest.mark.slow)],
+    ids=["without attacks", "with attacks"],
+)
+def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path, attacks: tuple[str, ...]) -> None:
     """By type as the run evaluates it, as it trains on it, and as it usually is; by mapping; from a file."""
     (tmp_path / "metrics.yaml").write_text(
         yaml.safe_dump({"metrics": [{"type": "CI_L0", "groups": None, "ci_alive_threshold": 0.25}]})
@@ -63,7 +68,7 @@ def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path) -> No
         "{type: PGDReconLoss, name: weak, init: zeroes, step_size: 0.01, n_steps: 1, mask_scope: shared_across_batch}"
     )
     out = tmp_path / "found.json"
-    types = ("CI_L0", "FaithfulnessLoss", "PersistentPGDReconLoss", "PGDReconLayerwiseLoss", mapping)
+    types = ("CI_L0", "FaithfulnessLoss", *attacks, mapping)
     arguments = [word for metric in types for word in ("--metric", metric)]
     outcome = pd_here(
         *("eval", run, "--step", str(LATE), *arguments, "--metrics", tmp_path / "metrics.yaml"),
@@ -74,15 +79,16 @@ def test_other_metrics_on_an_earlier_checkpoint(run: Path, tmp_path: Path) -> No
     assert (found["step"], found["batches"], found["batch_size"]) == (LATE, 3, 4)
     row = found["row"]
     losses = {key.removeprefix("eval/loss/") for key in row if key.startswith("eval/loss/")}
-    assert losses == {"FaithfulnessLoss", "PersistentPGDReconLoss", "PGDReconLayerwiseLoss", "weak"}
+    assert losses == {"FaithfulnessLoss", *attacks, "weak"}
     assert {key.split("_")[0] for key in row if "l0" in key} == {"eval/l0/0.0", "eval/l0/0.25"}
     assert {"eval/l0/0.0_first", "eval/l0/0.0_everything"} <= row.keys()  # the run's own groups
     assert not any("ce_kl" in key for key in row)
     trained = {r["step"]: r for r in rows(run)}[LATE]
     assert row["eval/loss/FaithfulnessLoss"] == pytest.approx(trained["train/loss/FaithfulnessLoss"], rel=1e-5)
     metrics = {(metric["type"], metric.get("name")): metric for metric in found["metrics"]}
-    assert metrics[("PersistentPGDReconLoss", None)]["n_warmup_steps"] == 1
-    assert metrics[("PGDReconLayerwiseLoss", None)]["n_steps"] == 20
+    if attacks:
+        assert metrics[("PersistentPGDReconLoss", None)]["n_warmup_steps"] == 1
+        assert metrics[("PGDReconLayerwiseLoss", None)]["n_steps"] == 20
     assert not (run / "evals").exists()
     assert not out.with_suffix("").exists()  # no figure was asked for
 
@@ -235,6 +241,7 @@ def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_nee
     assert {"CEandKLLosses", "CI_L0", "PGDReconLoss", "PersistentPGDReconSubsetLoss", "CIHistograms"} <= taken
 
 
+@pytest.mark.slow
 def test_a_run_without_an_evaluation_of_its_own(tiny: Tiny, tmp_path: Path) -> None:
     """Its data are in two folders, so there is something to evaluate on; but it has to be told what."""
     assert pd_here(*tiny.train(tmp_path, 1, *LIGHT)).status == 0
@@ -255,6 +262,7 @@ def test_a_run_without_an_evaluation_of_its_own(tiny: Tiny, tmp_path: Path) -> N
         evaluate_run(run, EvaluationRequest(["CI_L0"]))
 
 
+@pytest.mark.slow
 def test_rows_that_were_trained_on_are_not_held_out(tiny: Tiny, tmp_path: Path) -> None:
     """With one set of files, the last rows are held out: two batches of eight here, and no more can be had later."""
     evaluation = "eval={batch_size: 8, n_steps: 2, every: 12, slow_every: 12, metrics: [{type: CI_L0, groups: null}]}"

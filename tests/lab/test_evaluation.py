@@ -27,6 +27,7 @@ from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
+from tests.cases import slow_but
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, EVAL_EVERY, SECOND_ON, SEQ_LEN, SITES, STEPS, Tiny
 
@@ -247,10 +248,11 @@ def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> N
 @pytest.mark.parametrize(
     "ci",
     [
-        core.SHARED, LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((5,)), TRANSFORMER,
+        core.SHARED,
+        *slow_but((), (LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)), GlobalMLP((5,)), TRANSFORMER)),
         ChunkwiseTransformer(TRANSFORMER, 2),
     ],
-)  # fmt: skip
+)
 def test_logits_of_chosen_components_and_sites(ci: Any) -> None:
     """Those that all the logits have in the same places."""
     problem = core.problem((), ci=ci)

@@ -65,6 +65,7 @@ def test_every_site_has_its_panels_and_a_png(sites: list[str], tmp_path: Path) -
     assert dict(rcParams) == before
 
 
+@pytest.mark.slow
 def test_224_sites_keep_a_layer_to_a_row() -> None:
     sites = names(32, ATTENTION + MLP)
     assert n_columns(sites) == 7

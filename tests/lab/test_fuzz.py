@@ -23,6 +23,8 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> list[fuzz.Result]:
     return results(tmp_path_factory.mktemp("fuzz") / "few.jsonl", 6, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.always
 @pytest.mark.parametrize("name", FORMATS)
 def test_six_cases(few: list[fuzz.Result], name: str) -> None:
     found = [result for result in few if result.format == name]

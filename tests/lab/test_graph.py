@@ -87,6 +87,7 @@ def graph_has_way_out(whole: Graph, node: Any, kept: dict[str, Any]) -> bool:
     return total > 0.5
 
 
+@pytest.mark.slow
 def test_on_eight_devices(run: Run, finished: Path, whole: Graph) -> None:
     parts = load_run(finished, devices=8).graph(TEXT, target=[104, 7], **WHOLE)
     assert {node.id for node in parts.nodes} == {node.id for node in whole.nodes}
@@ -98,6 +99,7 @@ def test_on_eight_devices(run: Run, finished: Path, whole: Graph) -> None:
         assert weights.get(ends, 0.0) == pytest.approx(edge.weight, abs=1e-5 * scale)
 
 
+@pytest.mark.slow
 def test_experts(run: Run) -> None:
     """Slots and positions, stacks and sites: edges into an output, one by one, against the reference."""
     target, weights = with_experts.target(), with_experts.weights()
@@ -207,6 +209,7 @@ def test_the_command(finished: Path, tmp_path: Path) -> None:
     assert Graph.load(out).prompt == TEXT
 
 
+@pytest.mark.slow
 def test_a_toy(toy: Path) -> None:
     graph = load_run(toy / "p-00000001").graph("1=0.75 3", target="3")
     assert graph.tokens == ("1=0.75 3=1",)

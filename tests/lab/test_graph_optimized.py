@@ -24,6 +24,8 @@ def graph(run: Run) -> Graph:
     return run.graph(TEXT, target=[104, 7], optimize=HOW, nodes_share=1.0, edges_share=1.0, unfollowed=0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.one_part
 def test_fewer_components_fire(run: Run, graph: Graph) -> None:
     found = graph.optimized
     assert found is not None
@@ -33,6 +35,8 @@ def test_fewer_components_fire(run: Run, graph: Graph) -> None:
     assert 0 < found.step <= 60
 
 
+@pytest.mark.slow
+@pytest.mark.one_part
 def test_errors_are_those_of_its_importances(run: Run, graph: Graph) -> None:
     """The nodes of the unpruned graph have all of λ, so its reading `ci` can be run by `run.logits`."""
     masks = {name: np.zeros((len(TEXT), site.C), np.float32) for name, site in run.sites.items()}
@@ -53,6 +57,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return result
 
 
+@pytest.mark.slow
+@pytest.mark.one_part
 def test_is_kept_with_its_graph(graph: Graph, tmp_path: Path) -> None:
     graph.save(tmp_path / "graph.json")
     assert Graph.load(tmp_path / "graph.json").optimized == graph.optimized

@@ -31,6 +31,7 @@ from param_decomp_lab.harvest.totals import Totals
 from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
 from param_decomp_lab.run_folder.lock import only_job
+from tests.cases import slow_but
 from tests.lab.tiny_run import SEQ_LEN, pd_here
 
 TOKENS = 40 * SEQ_LEN
@@ -276,7 +277,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-@pytest.fixture(scope="module", params=["llama", "toy"])
+@pytest.fixture(scope="module", params=slow_but(["llama"], ["llama", "toy"]))
 def undisturbed(request: pytest.FixtureRequest, runs: dict[str, Path]) -> tuple[Path, Any, dict[str, bytes]]:
     folder = runs[request.param]
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -291,7 +292,10 @@ def undisturbed(request: pytest.FixtureRequest, runs: dict[str, Path]) -> tuple[
 REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest(tokens=100, seed=7)}
 
 
-@pytest.mark.parametrize("how", ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"])
+WAYS = ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"]
+
+
+@pytest.mark.parametrize("how", slow_but(["8 devices", "interrupted"], WAYS))
 def test_the_same_bytes(
     undisturbed: tuple[Path, Any, dict[str, bytes]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

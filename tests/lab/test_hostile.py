@@ -264,6 +264,7 @@ def test_names_and_sizes_of_a_checkpoint(tmp_path: Path, sizes: object) -> None:
     assert not find_file_damage(tmp_path, ["learned"])
 
 
+@pytest.mark.slow
 def test_a_run_falls_back_to_the_checkpoint_before(toy: Path, tmp_path: Path) -> None:
     shutil.copytree(toy / "p-00000001", tmp_path / "p-00000001")
     (tmp_path / "p-00000001/ckpts/12" / FILES).write_text("[]")

@@ -162,6 +162,7 @@ configs:
 """
 
 
+@pytest.mark.slow
 def test_data_sets_by_name(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
 

@@ -60,6 +60,7 @@ def test_masks(run: Run, found: Intervention) -> None:
     np.testing.assert_allclose(before[0], run.logits(TEXT, masks="ci"), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_attack_hurts_more_than_its_start(run: Run) -> None:
     """It raises the divergence from the intervention at the importances."""
 

@@ -99,6 +99,7 @@ def test_messages_of_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "--coordinator: no host no.such.host." in no_host.err
 
 
+@pytest.mark.slow
 def test_joined_by_slurm(tmp_path: Path) -> None:
     found = run([*CHILD, "agree", "", ""], 2, 1, {"CHILD_FOLDER": str(tmp_path)}, slurm=True)
     assert [process.status for process in found] == [0, 0], found

@@ -26,6 +26,7 @@ from param_decomp_lab.label.ledger import open_ledger
 from param_decomp_lab.label.money import Prices
 from param_decomp_lab.label.naming import label_question, parse_label
 from param_decomp_lab.label.texts import Texts
+from tests.cases import slow_but
 from tests.lab.openai_server import KEY, MODEL, Messages, Server, Trouble, openai_server
 from tests.lab.tiny_run import PD, ROOT, Outcome, pd_here
 
@@ -247,13 +248,13 @@ def test_retry_after_is_heeded_by_all(run: Path, server: Server) -> None:
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "nested"),
-        ("[]", "should be an object"),
-        ('{"choices": []}', "without content"),
+        pytest.param("[]", "should be an object", marks=pytest.mark.slow),
+        pytest.param('{"choices": []}', "without content", marks=pytest.mark.slow),
         (
             '{"choices": [{"message": {"content": null}}], "usage": {"prompt_tokens": -5, "completion_tokens": 1}}',
             "without content",
         ),
-        ('{"choices": [{"message": {"content": "I think so"}}]}', "I think so"),
+        pytest.param('{"choices": [{"message": {"content": "I think so"}}]}', "I think so", marks=pytest.mark.slow),
         ('{"choices": [{"message": {"content": "{\\"label\\": 7}"}}]}', '{"label": 7}'),
         ("x" * 2_000_000, "more than 1,048,576 bytes"),
     ],
@@ -303,7 +304,7 @@ def test_a_server_that_stays_away(run: Path, server: Server) -> None:
 # ---- the cap ----
 
 
-@pytest.mark.parametrize("parallel", ["1", "8"])
+@pytest.mark.parametrize("parallel", slow_but(["8"], ["1", "8"]))
 def test_the_cap_holds(run: Path, server: Server, parallel: str) -> None:
     server.delay = 0.02
     cap = 16.0  # a request can cost some 5 dollars, and costs 1
@@ -342,6 +343,7 @@ def test_what_was_in_flight_counts_at_the_most_it_can_have_cost(run: Path, serve
     assert largest + paid(server) == pytest.approx(spent(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_and_resumed(run: Path, server: Server, rounds: int) -> None:
     """kill -9 at any moment: nothing is lost, and only what was in flight is asked again, and paid for twice."""

@@ -58,6 +58,7 @@ def test_refused(flags: tuple[str, ...], reason: str) -> None:
         config_of(*flags)
 
 
+@pytest.mark.slow
 def test_measurement(tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sets = [word for assignment in (*LIGHT, f"out_dir={tmp_path}") for word in ("--set", assignment)]
     flags = ("--first_layer", "1", "--last_layer", "1", "--C", "16", "--seq", "8", "--per_gpu_batch", "2")

@@ -31,6 +31,7 @@ from experiments.memory_study_page import (
 from experiments.memory_study_words import NOTES
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_lab.config import load_config
+from tests.cases import slow_but
 
 REFERENCE, REFERENCE_128 = (row.name for row in LEVERS if row.name.startswith("reference"))
 TINY = Size(rows=16, T=16, long=16, d=64, d_mlp=128, layers=4, heads=4, sites=2, C=128, vocabulary=96)
@@ -177,7 +178,7 @@ def results(program: Program) -> list[np.ndarray]:
     return [np.asarray(x.astype(jnp.float32)) for x in jax.tree.leaves(found)]
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+@pytest.mark.parametrize("habit", slow_but(HABITS[::5], HABITS), ids=lambda habit: habit.name)
 def test_a_habit_changes_no_result(habit: Habit, monkeypatch: pytest.MonkeyPatch) -> None:
     # cuDNN's attention is not even traced where there is none.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, default: default(*arrays))

@@ -240,6 +240,7 @@ def g(x):
 """
 
 
+@pytest.mark.slow
 def test_what_tests_execute(tmp_path: Path) -> None:
     """Here and in processes that they start, every kind of place; a test that fails is known to."""
     version(tmp_path, **{"param_decomp_jax/m": WATCHED, "param_decomp_lab/b": MODULE})
@@ -264,7 +265,12 @@ def test_what_tests_execute(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("assertion", "verdict"), [("f(1) == 2", "caught"), ("f(1) > 0", "survived"), ("g(1)", "caught at import")]
+    ("assertion", "verdict"),
+    [
+        ("f(1) == 2", "caught"),
+        pytest.param("f(1) > 0", "survived", marks=pytest.mark.slow),
+        pytest.param("g(1)", "caught at import", marks=pytest.mark.slow),
+    ],
 )
 def test_judging_by_pytest(tmp_path: Path, assertion: str, verdict: str) -> None:
     source = "def f(x):\n    return x + 1\n"

@@ -72,6 +72,7 @@ def text_of(folder):
     return bytes(data.rows(range(len(data))).ravel().astype(np.uint8)).decode()
 
 
+@pytest.mark.slow
 def test_a_data_set_by_name(hub, tmp_path):
     words = ["data", "tokenize", "--dataset", "somebody/stories", "--column", "story", "--seq-len", "32"]
     words += ["--processes", "1", "--overwrite", "--out", str(tmp_path / "out")]

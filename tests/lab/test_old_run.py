@@ -35,6 +35,8 @@ def unlike(found: Any, expected: Any, where: str = "") -> list[str]:
     return [] if same else [f"{where}: {found!r}, not {expected!r}"]
 
 
+@pytest.mark.slow
+@pytest.mark.always
 @pytest.mark.parametrize("question", EXPECTATIONS)
 def test_as_then(found: Tree, question: str) -> None:
     assert unlike(found[question], EXPECTATIONS[question], question) == []

@@ -146,8 +146,12 @@ def on(C: int, *numbers: int) -> np.ndarray:
     ("masks", "delta", "equivalent"),
     [
         pytest.param("ci", 0.0, lambda of: of, id="ci"),
-        pytest.param("ci", 1.0, lambda of: of, id="ci and delta"),
-        pytest.param({"layers.0.*": "ci"}, 0.0, lambda of: {s: of[s] for s in of if ".0." in s}, id="ci of some"),
+        pytest.param("ci", 1.0, lambda of: of, id="ci and delta", marks=pytest.mark.slow),
+        pytest.param(
+            *({"layers.0.*": "ci"}, 0.0, lambda of: {s: of[s] for s in of if ".0." in s}),
+            id="ci of some",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({UP: ONE, DOWN: TWO}, 0.0, lambda of: {UP: on(20, 0, 3, 11), DOWN: on(12, 5)}, id="components"),
         pytest.param({UP: []}, 0.0, lambda of: {UP: np.zeros(20)}, id="no component"),
         pytest.param({UP: [2], DOWN: "ci"}, 0.5, lambda of: {UP: on(20, 2), DOWN: of[DOWN]}, id="mixed"),
@@ -179,6 +183,7 @@ def test_text(run: Run) -> None:
     assert run.causal_importances(text)[UP].shape == (len(text), 20)
 
 
+@pytest.mark.slow
 def test_on_eight_devices(run: Run, finished: Path) -> None:
     """D3: what one device saved and eight open, components split over them."""
     spread = load_run(finished, devices=8)

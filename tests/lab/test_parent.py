@@ -64,6 +64,7 @@ def test_begins_with_what_was_learned(folder: Path, number: int, named: str, ste
     assert len(told["fingerprint"]) == len(told["target"]) == 16
 
 
+@pytest.mark.slow
 def test_reads_only_what_was_learned(folder: Path, tmp_path: Path) -> None:
     """From a checkpoint of which nothing else is left."""
     parent = tmp_path / "p-00000001"

@@ -95,6 +95,7 @@ def test_it_learns_saves_repeats_itself_and_is_cached(recipe, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"model", "other", "r.yaml"}
 
 
+@pytest.mark.slow
 def test_the_saved_model_is_the_one_evaluated(recipe):
     result = run_pretrain(changed(recipe, steps=5, layers="unroll"), console=console())
     config, weights = load_target(result.folder)
@@ -114,6 +115,7 @@ def test_the_step_reuses_its_buffers(recipe):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((weights, state)))
 
 
+@pytest.mark.slow
 def test_norms_are_not_decayed(recipe):
     weights = language_model(recipe, 32, 256).init(jax.random.key(0))
     optimizer = make_optimizer(recipe.optimizer, 30)

@@ -32,6 +32,7 @@ def test_imbalance() -> None:
     assert imbalance(jnp.zeros((4, 1, 4)), jnp.arange(4)[:, None, None]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_penalty_of_a_model() -> None:
     """The mean over the layers with experts; the logits are those without it, and routers have a gradient of it."""
     experts = dataclasses.replace(CONFIG.experts, dense_layers=(0,))  # type: ignore[type-var]

@@ -126,7 +126,7 @@ def assert_close(found, wanted):
 @pytest.mark.parametrize(
     ("remat", "layers"),
     [
-        (("mlp", "attention"), "scan"),
+        pytest.param(("mlp", "attention"), "scan", marks=pytest.mark.slow),
         (("block",), "unroll"),
         pytest.param(("mlp", "attention"), "unroll", marks=pytest.mark.slow),
         pytest.param(("block",), "scan", marks=pytest.mark.slow),
@@ -166,7 +166,7 @@ def sgd_steps(recipe, *batches):
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        pytest.param(NO_DROPOUT, "scan", id="gpt-scan"),
+        pytest.param(NO_DROPOUT, "scan", id="gpt-scan", marks=pytest.mark.slow),
         pytest.param(LLAMA, "unroll", id="llama-unroll"),
         pytest.param(NO_DROPOUT, "unroll", id="gpt-unroll", marks=pytest.mark.slow),
         pytest.param(LLAMA, "scan", id="llama-scan", marks=pytest.mark.slow),
@@ -180,6 +180,7 @@ def test_micro_batches_give_the_gradient_of_the_batch(model, layers):
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_seed_step_and_micro_batch():
     recipe = recipe_of(batch_size=4, micro_batches=1)
     (loss, _), (again, _), (next_step, _) = sgd_steps(recipe, (TOKENS, 0), (TOKENS, 0), (TOKENS, 1))
@@ -226,6 +227,7 @@ def test_precision(dtype, softmax_dtype):
     assert exponentials == [jnp.dtype(softmax_dtype)] * CONFIG.n_layers
 
 
+@pytest.mark.slow
 def test_a_llama_in_bfloat16_keeps_its_weights_in_fp32():
     recipe = recipe_of(model=LLAMA, dtype="bfloat16", batch_size=4)
     ((_, gradient),) = sgd_steps(recipe, (TOKENS, 0))
@@ -238,6 +240,7 @@ def test_a_llama_in_bfloat16_keeps_its_weights_in_fp32():
 # ---- the program ----
 
 
+@pytest.mark.slow
 def test_the_pretrainer_runs_the_step_that_is_compiled_without_weights(data, tmp_path, monkeypatch):  # noqa: F811
     """The same text, lowered from shapes and from what `pd pretrain` calls it with."""
 

@@ -24,6 +24,7 @@ from param_decomp_lab.pretrain.toy_models import ResidMLPToy, TMSToy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import ResidMLPRecipe, TMSRecipe, ToyRecipe
 from param_decomp_lab.pretrain.toys import Try, ensure_target, pretrain_toy
 from param_decomp_lab.weights.target_folder import load_target, save_target
+from tests.cases import slow_but
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -66,6 +67,7 @@ def assert_equal(a, b):
 # ---- training ----
 
 
+@pytest.mark.slow
 def test_it_learns_repeats_itself_and_is_cached(recipe, file, tmp_path):
     said = console()
     result = pretrain_toy(recipe, console=said)
@@ -130,6 +132,7 @@ def test_a_tms_is_trained_as_its_recipe_says(recipe):
     assert_equal(toy.weights(trained, fixed)["linear2"], trained["linear1"].T)
 
 
+@pytest.mark.slow
 def test_resid_mlp_learns_and_its_embedding_stays(recipe, tmp_path):
     recipe = changed(recipe, model=RESID_MLP, data={"feature_probability": 0.1}, steps=300)
     result = pretrain_toy(recipe, console=console())
@@ -140,7 +143,7 @@ def test_resid_mlp_learns_and_its_embedding_stays(recipe, tmp_path):
     assert_equal(weights["embed"], make_toy(recipe).init(toys._keys(0)[0])[1]["embed"])
 
 
-@pytest.mark.parametrize("hidden", ["identity", "random"])
+@pytest.mark.parametrize("hidden", slow_but(["random"], ["identity", "random"]))
 def test_hidden_layers_are_not_trained(recipe, tmp_path, hidden):
     model = {**recipe.model.model_dump(), "n_features": 2, "n_hidden_layers": 2, "hidden_init": hidden, "tied": False}
     recipe = changed(recipe, model=model, steps=200)
@@ -154,6 +157,7 @@ def test_hidden_layers_are_not_trained(recipe, tmp_path, hidden):
 # ---- lost features ----
 
 
+@pytest.mark.slow
 def test_the_next_seed_is_tried(recipe, tmp_path):
     """Two features through one dimension and a random number m: with m < 0 (seed 0) neither can be represented, with
     both rows of one sign at the start (seed 1) one of them, else (seed 2) both."""
@@ -186,6 +190,7 @@ def test_the_next_seed_is_tried(recipe, tmp_path):
     assert "seed 0 lost 2 features" in said.file.getvalue()
 
 
+@pytest.mark.slow
 def test_no_seed_represents_nine_features_in_two_dimensions(recipe, tmp_path):
     model = {**recipe.model.model_dump(), "n_features": 9}
     message = r"(?s)no model of 2 tries represents every feature:\n  seed 3 lost \d feature.*\n  seed 4 lost .*`tries`"

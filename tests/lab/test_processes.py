@@ -77,6 +77,7 @@ def test_once_per_node(tmp_path: Path) -> None:
         assert f"process {number} of node node{number % 2} found ['0', '1'" in said[number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failure_ends_all(tmp_path: Path, failing: int) -> None:
     """The other one waits in a collective; left to JAX it would wait for five minutes, and so would the failed one."""

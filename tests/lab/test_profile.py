@@ -46,6 +46,7 @@ def test_profile(tiny: Tiny, tmp_path: Path) -> None:
     assert 0 < found["busy"] <= 1
 
 
+@pytest.mark.slow
 def test_several_steps_at_once(tiny: Tiny, tmp_path: Path) -> None:
     """The run's own program: of so many steps; and nothing before the trace if it is told so."""
     sets = [word for assignment in (*LIGHT, "steps_per_dispatch=4") for word in ("--set", assignment)]

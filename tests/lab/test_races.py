@@ -23,6 +23,8 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> list[races.Result]:
     return results(tmp_path_factory.mktemp("races") / "few.jsonl", QUICK, FEW)
 
 
+@pytest.mark.slow
+@pytest.mark.one_part
 @pytest.mark.parametrize("kind", races.KINDS)
 def test_a_few_races(few: list[races.Result], kind: str) -> None:
     found = [result for result in few if result.kind == kind]

@@ -418,6 +418,7 @@ def test_a_toy_run_without_cross_entropy(tmp_path: Path) -> None:
         assert part in content
 
 
+@pytest.mark.slow
 def test_224_sites(tmp_path: Path) -> None:
     kinds = [
         "self_attn.q_proj",

@@ -22,6 +22,7 @@ from param_decomp_lab.report.listing import read_run
 from param_decomp_lab.run_folder.ending import read_ending
 from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.run import _Run
+from tests.cases import slow_but
 from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 
@@ -75,6 +76,7 @@ def test_killed_and_stopped_run_is_identical(tiny: Tiny, finished: Path, tmp_pat
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 def test_stop_in_the_warm_up_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     """Half a warm-up is no start: resumed, the run begins at the beginning."""
     run = tmp_path / "p-00000001"
@@ -137,6 +139,7 @@ def test_the_warm_up_is_to_be_saved(tiny: Tiny, tmp_path: Path, monkeypatch: pyt
     assert safe[:2] == [("save", True), ("evaluate", True)]
 
 
+@pytest.mark.slow
 def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left out, and that is told; no step is lost."""
 
@@ -157,7 +160,7 @@ def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch
     assert (run / "report.html").is_file()
 
 
-@pytest.mark.parametrize("what", ["the folder", "the rows"])
+@pytest.mark.parametrize("what", slow_but(["the folder"], ["the folder", "the rows"]))
 def test_what_a_run_writes_to_is_taken_away(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -195,24 +198,30 @@ def test_what_a_run_writes_to_is_taken_away(
     assert [row["step"] for row in rows(run)] == [*range(0, 12, every), *([11] if every > 1 else [])]
 
 
-def test_not_finite(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cadence", "saved"),
+    [
+        ("{train_log_every: 7, save_every: 1}", [1]),
+        pytest.param("{train_log_every: 1000}", [], marks=pytest.mark.slow, id="seen late"),
+    ],
+)
+def test_not_finite(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cadence: str, saved: list[int]
+) -> None:
     """N3: the step and the terms are named however late the metrics are fetched, nothing broken is saved, and the list
     of runs says why."""
     rate = "pd.components_optimizer={lr_schedule: {start_val: 1.0e+30}}"
-    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, rate, "cadence={train_log_every: 7, save_every: 1}"))
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, rate, f"cadence={cadence}"))
     assert outcome.status == 1, outcome
     says = re.compile(r"error: not finite at step 1: CIMaskedReconLoss = nan, FaithfulnessLoss = (inf|nan)\n")
     assert says.fullmatch(outcome.err)
     run = tmp_path / "p-00000001"
-    assert [row["step"] for row in rows(run)] == [0]
-    assert saved_steps(run) == [1]
-    assert [name for name, array in saved_arrays(run, 1).items() if not np.isfinite(array).all()] == []
-
-    late = pd_here(*tiny.train(tmp_path, 2, *LIGHT, rate, "cadence={train_log_every: 1000}"))
-    assert late.status == 1, late
-    assert says.fullmatch(late.err)
-    assert saved_steps(tmp_path / "p-00000002") == []
-    failed = read_run(tmp_path / "p-00000002")
+    assert saved_steps(run) == saved
+    if saved:
+        assert [row["step"] for row in rows(run)] == [0]
+    for step in saved:
+        assert [name for name, array in saved_arrays(run, step).items() if not np.isfinite(array).all()] == []
+    failed = read_run(run)
     assert failed.state == "failed"
     assert failed.why.startswith("not finite at step 1: ")
     monkeypatch.setenv("COLUMNS", "200")  # the reason on one line

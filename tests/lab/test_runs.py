@@ -80,6 +80,7 @@ def test_a_finished_run(finished: Path) -> None:
     assert read_ending(finished) == ("finished", "")
 
 
+@pytest.mark.slow
 def test_how_runs_end(tiny: Tiny, tmp_path: Path) -> None:
     """Told to stop, killed; and gone on with, whereupon the old ending is forgotten."""
     light = (*LIGHT, "pd.steps=100000", "cadence={train_log_every: 1, save_every: 10}")

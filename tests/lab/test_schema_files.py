@@ -17,13 +17,13 @@ from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.weights.target_folder import save_target
+from tests.cases import slow_but
 from tests.core import toys
 from tests.lab.test_docs import models_in
 from tests.lab.tiny_run import ROOT, Outcome, Tiny, pd_here, saved_steps
 
 FILES = Path(__file__).parent / "schema_files"
 NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
-FAST = {"tms_stochastic"}
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "torch_config:" in path.read_text())
 
 
@@ -45,7 +45,8 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         yield folder
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_every_file_runs(name: str, place: Path) -> None:
     """Two steps, an evaluation before and after them, a checkpoint, a report: as `pd check` said it would."""
     checked = pd_here("check", f"{name}.yaml")
@@ -95,7 +96,7 @@ def test_the_whole_llama_8b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_ci.split()[2:4] == ["31.4", "B"]
 
 
-@pytest.mark.parametrize("name", LLAMA_8B)
+@pytest.mark.parametrize("name", slow_but(["llama8b_l18", "llama8b_l18-26_9layer_chunkwise"], LLAMA_8B))
 def test_llama_8b_configurations_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither weights nor data are at hand: as many sites as the name says, all of the same C, and no advice."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -109,6 +109,7 @@ def test_a_page_reads_what_was_published(tmp_path: Path, browser: Browser) -> No
     assert "149.json: 404" in errors[3]
 
 
+@pytest.mark.slow
 def test_a_copy_needs_no_server(run: Path, tmp_path: Path, browser: Browser) -> None:
     share_site(open_shared(run, None), tmp_path / "out", most=9)
     said: list[str] = []

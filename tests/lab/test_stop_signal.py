@@ -87,6 +87,7 @@ say("left in order")
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_told_before_there_was_a_step() -> None:
     """A signal is not forgotten when it comes before the first look, and the state is saved by then."""
     script = """

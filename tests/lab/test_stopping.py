@@ -63,6 +63,7 @@ def evaluated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / UNDISTURBED
 
 
+@pytest.mark.slow
 def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
     """As soon as there is a handler at all."""
     with tiny.started(*tiny.train(tmp_path, 1, *LIGHT)) as process:
@@ -81,6 +82,7 @@ def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
         assert "nothing was to be saved" in text
 
 
+@pytest.mark.slow
 def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
     text = stopped_where_stuck(
         tiny, "param_decomp_lab.training.run.set_up", tiny.train(tmp_path, 1, *LIGHT), at_most=20
@@ -116,6 +118,7 @@ def test_while_a_checkpoint_is_read(tiny: Tiny, evaluated: Path, tmp_path: Path)
     assert saved_steps(run) == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_during_a_save(tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that is being saved is the last one: a second save would take as long again."""
     save = Checkpoints.save
@@ -187,6 +190,7 @@ BEFORE_EXAMPLES = 1 + 4 * 2
 """Batches read before the finishing: one to compile, two of each evaluation."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_while_finishing(
     tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int

@@ -109,6 +109,7 @@ def test_a_run_goes_on_only_if_it_knows_what_it_is(
     assert folder.exists() == configured
 
 
+@pytest.mark.slow
 def test_an_unknown_experiment_is_named() -> None:
     done = subprocess.run((*SCRIPT, "--only", "tms_6-2"), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

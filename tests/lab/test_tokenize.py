@@ -28,6 +28,7 @@ from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize, tokenize_files
 from param_decomp_lab.data.unfinished import Unfinished
 from param_decomp_lab.errors import CannotWrite, UserError
+from tests.cases import slow_but
 
 SMALL = 1 << 14
 """Bytes of a unit in these tests."""
@@ -106,7 +107,7 @@ def test_small_shares_of_units_are_put_together(small_units, corpus, tmp_path):
     assert len(data) == meta.eval.rows
 
 
-@pytest.mark.parametrize("tokens", [None, 60_000])
+@pytest.mark.parametrize("tokens", slow_but([60_000], [None, 60_000]))
 def test_processes_and_parts_change_no_byte(small_units, corpus, tmp_path, tokens):
     plan = planned([corpus], tokens=tokens)
     whole = tokenize(plan, tmp_path / "whole")
@@ -200,6 +201,7 @@ def kill_and_go_on(corpus, tmp_path, kills, seed, processes, unit_bytes):
     return kills
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with_the_bytes_are_the_same(corpus, tmp_path):
     assert kill_and_go_on(corpus, tmp_path, kills=2, seed=0, processes=1, unit_bytes=SMALL // 4) == 2
 

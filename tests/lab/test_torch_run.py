@@ -235,6 +235,7 @@ def test_a_language_model_is_checked_without_torch(name: str, tmp_path: Path, mo
     assert "target.spec.model_class: is transformers.LlamaForCausalLM, but" in pd_here("check", other).err
 
 
+@pytest.mark.slow
 def test_a_language_model_on_wandb(server: Server, tmp_path: Path) -> None:
     content = (GOLDEN / "llama_simple_mlp_adjacent" / "model.safetensors").read_bytes()
     settings = (GOLDEN / "llama_simple_mlp_torch" / "model_config.yaml").read_bytes()

@@ -47,6 +47,7 @@ def test_no_number_depends_on_steps_per_dispatch(run: Path, tmp_path: Path) -> N
     assert saved_steps(together) == saved_steps(run) == [5, 10, 12]
 
 
+@pytest.mark.slow
 def test_resumed_run_repeats_the_undisturbed_one(run: Path, tmp_path: Path) -> None:
     """T5: what a run leaves that was killed in step 11."""
     killed = tmp_path / run.name

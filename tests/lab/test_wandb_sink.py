@@ -22,6 +22,7 @@ from param_decomp_lab.launch.local import free_port
 from param_decomp_lab.metrics import wandb_sink
 from param_decomp_lab.metrics.sinks import MetricsFile
 from param_decomp_lab.metrics.wandb_sink import Login, Wandb, send_to_wandb
+from tests.cases import slow_but
 from tests.lab.tiny_run import LIGHT, PD, ROOT, TIMEOUT, Tiny, pd_here, rows
 from tests.lab.wandb_server import Server, environment, wandb_server
 
@@ -166,7 +167,7 @@ def impatient(folder: Path) -> tuple[str, ...]:
     return sys.executable, str(program)
 
 
-@pytest.mark.parametrize("status", [401, 404])
+@pytest.mark.parametrize("status", slow_but([401], [401, 404]))
 def test_what_the_server_refuses_ends_the_run(
     logged: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
@@ -192,6 +193,7 @@ def test_what_the_server_refuses_ends_the_run(
         sink.close("failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [pytest.param("rows", marks=pytest.mark.slow), "trouble"])
 def test_what_it_refuses_later_does_not(
     logged: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, before: str
@@ -218,6 +220,7 @@ def test_what_it_refuses_later_does_not(
         sink.close("finished", within_s=1)
 
 
+@pytest.mark.slow
 def test_a_server_in_trouble_does_not(folder: Path, logged: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as server:
         server.refuse = 503, "maintenance"
@@ -232,7 +235,11 @@ def test_a_server_in_trouble_does_not(folder: Path, logged: RunConfig, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [(None, "nobody is logged in on this machine"), ("short", "API key must have 40")]
+    ("key", "says"),
+    [
+        (None, "nobody is logged in on this machine"),
+        pytest.param("short", "API key must have 40", marks=pytest.mark.slow),
+    ],
 )
 def test_nobody_is_logged_in(
     logged: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, says: str
@@ -249,6 +256,7 @@ def test_nobody_is_logged_in(
     Login(logged).require()
 
 
+@pytest.mark.slow
 def test_offline_folders_are_whole(logged: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run that was resumed: the newest has all rows, and the others are out of the way of `wandb sync`."""
     use(monkeypatch, {**environment(free_port()), "WANDB_MODE": "offline"})

@@ -49,6 +49,7 @@ def test_what_is_saved_is_loaded(tmp_path, config):
     assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1, "others may read one file and not the other"
 
 
+@pytest.mark.slow
 def test_layout_is_the_one_of_transformers(tmp_path):
     """The same tensor names and shapes as transformers itself writes, and a config.json that it reads."""
     for name in ("scaled", "sharded_tied"):

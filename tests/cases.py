@@ -1,0 +1,11 @@
+"""Which cases of a matrix are among the fast tests."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(fast: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """These cases, to parametrise a test by: all are marked `slow` but those in ``fast``."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
