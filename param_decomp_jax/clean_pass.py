@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from param_decomp_jax.ci.inputs import (
     ChosenExperts,
@@ -37,6 +37,11 @@ class CleanPass:
     def leading(self) -> tuple[int, ...]:
         """Leading axes of an activation, global."""
         return self.at.shape
+
+    @property
+    def looked_up(self) -> dict[str, Int[Array, "layers *leading"]]:
+        """Of the stacks of tables, the numbers of the rows that are looked up (F7)."""
+        return {stack.name: self.inputs[None] for stack in self.target.sites.stacks if stack.lookup}
 
     @property
     def chosen(self) -> ChosenExperts:

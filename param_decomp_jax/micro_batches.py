@@ -31,7 +31,7 @@ class LayeredRows(NamedTuple):
     others. ``bundles``: by stream."""
 
     records: Any
-    site_inputs: Any
+    head_inputs: Any
     logits: Any
     features: Any
     bundles: list[Bundle | None]
@@ -86,7 +86,7 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
     )
     layered = LayeredRows(
         records=dict(clean_pass.forward.records),
-        site_inputs=clean_pass.site_inputs,
+        head_inputs=reader.head_inputs,
         logits=outputs.by_stack if isinstance(outputs, Logits) else None,
         features=features if by_stack else None,
         bundles=[_bundle_by_row(stream, reader) for stream in streams],
@@ -116,13 +116,12 @@ def _experts_behind_rows(bundle: Bundle, reader: ImportanceReader, source: int, 
 def _with_rows(
     clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream], part: BatchRows
 ) -> tuple[CleanPass, ImportanceReader, Sequence[Stream]]:
-    """Clean pass, reader and streams with the rows of a part in place of the whole batch's."""
+    """Clean pass, reader and streams with the rows of a part in place of the whole batch's; the clean pass without the
+    inputs of sites, since the CI function has run."""
     rows, layered = part
-    batch, site_inputs = rows.at.shape[0], layered.site_inputs
+    batch = rows.at.shape[0]
     forward = clean_pass.forward._replace(output=rows.output, records=layered.records)
-    clean_pass = replace(
-        clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs=site_inputs, batch=batch
-    )
+    clean_pass = replace(clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs={}, batch=batch)
     outputs = reader.outputs
     features = rows.features if layered.features is None else layered.features
     own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
@@ -135,4 +134,4 @@ def _with_rows(
         return Stream(stream.live, sources, routes)
 
     new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
-    return clean_pass, replace(reader, outputs=own, site_inputs=site_inputs, chosen=clean_pass.chosen), new
+    return clean_pass, replace(reader, outputs=own, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new

@@ -205,7 +205,13 @@ def causal_importance(problem: Problem, clean_pass: CleanPass, components: Compo
         problem.compute_dtype,
         problem.target.memory,
         clean_pass.chosen,
+        head_inputs(ci, clean_pass),
     )
+
+
+def head_inputs(ci: CIFunction, clean_pass: CleanPass) -> dict[str, Any]:
+    """What the CI function's heads read of their own sites."""
+    return ci.head_inputs(clean_pass.site_inputs, clean_pass.looked_up)
 
 
 def importance_reader(
@@ -222,7 +228,13 @@ def importance_reader(
     if copies is not None and isinstance(ci_outputs, LazyLogits) and by is not None:
         ci_outputs = LazyLogits(ci_outputs.features, held(ci_outputs.heads, copies.ci.heads, by))
     return ImportanceReader.from_ci_function(
-        ci, ci_outputs, lower, clean_pass.site_inputs, clean_pass.at.ndim, problem.compute_dtype, clean_pass.chosen
+        ci,
+        ci_outputs,
+        lower,
+        head_inputs(ci, clean_pass),
+        clean_pass.at.ndim,
+        problem.compute_dtype,
+        clean_pass.chosen,
     )
 
 

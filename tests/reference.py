@@ -505,9 +505,46 @@ def chunkwise_ci(ci_config: dict, params: list, inputs: dict[str, Num], n_compon
     return {s: logits[s] for s in inputs}
 
 
-def ci_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
-    """C4: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a site does
-    not exist (X5); so the logits of a layerwise function mean nothing there.
+def component_readout(own: dict, h: Num) -> Num:
+    """C7: what is added to the logits, `[..., C]`, for h = xV `[..., C]`. own: {s_plus, a_plus, b_plus, s_minus,
+    a_minus, b_minus, b}, each `[C]`."""
+    plus = upper(own["a_plus"] * h + own["b_plus"], "two_sided_leaky_hard")
+    minus = upper(own["a_minus"] * -h + own["b_minus"], "two_sided_leaky_hard")
+    return own["s_plus"] * plus + own["s_minus"] * minus + own["b"]
+
+
+def percentile(sorted_values: Array, share: float) -> float:
+    """C8: of n values in order, the one with number share (n - 1), between two of them in proportion."""
+    at = share * (len(sorted_values) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(sorted_values) - 1)
+    return float(sorted_values[below] + (at - below) * (sorted_values[above] - sorted_values[below]))
+
+
+def initial_readout(h: Array) -> dict[str, Array]:
+    """C8: the seven vectors of a site with h `[n, C]` at the n positions of the batch of step 0 where it exists."""
+    C = h.shape[-1]
+    q = np.array([percentile(np.sort(np.abs(h[:, c])), 0.999) if len(h) else 0.0 for c in range(C)])
+    scale = 1.0 / np.maximum(q, q.max() / 1000.0) if q.max() > 0 else np.ones(C)
+    zeros = {name: np.zeros(C) for name in ("s_plus", "b_plus", "s_minus", "b_minus", "b")}
+    return zeros | {"a_plus": scale, "a_minus": scale.copy()}
+
+
+def ci_logits(
+    ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict, reads: Mapping[str, Num] | None = None
+) -> dict:
+    """C4, C6, C7: logits `[..., C_s]` per site. params as in `function_logits`; with a component readout {function:
+    those, readout: {site: see `component_readout`}}. `reads`: what the sites multiply, if it is not `inputs` (F7)."""
+    if not ci_config.get("component_readout"):
+        return function_logits(ci_config, params, inputs, components)
+    logits = function_logits(ci_config, params["function"], inputs, components)
+    reads = inputs if reads is None else reads
+    return {s: f + component_readout(params["readout"][s], reads[s] @ components[s]["V"]) for s, f in logits.items()}
+
+
+def function_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
+    """C4, C6: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a site
+    does not exist (X5); so the logits of a layerwise function mean nothing there.
     Layerwise `params`: {site: layers}; global: a layer list, the transformer's dict or that of the blocks; chunkwise: a
     transformer's dict for each group."""
     match ci_config["fn_type"]:
@@ -539,10 +576,11 @@ def causal_importance(
     inputs: dict[str, Num],
     components: dict,
     exists: Mapping[str, Array] = NO_EXPERTS,
+    reads: Mapping[str, Num] | None = None,
 ) -> tuple[dict, dict]:
-    """C1-C5, X4: ({site: lambda}, {site: upsilon}) `[..., C_s]`, 0 where a site does not exist; `config` as in
-    `training_step`, `exists` as in `existence`."""
-    logits = ci_logits(config["ci_config"], params, inputs, components)
+    """C1-C7, X4: ({site: lambda}, {site: upsilon}) `[..., C_s]`, 0 where a site does not exist; `config` as in
+    `training_step`, `exists` as in `existence`, `reads` as in `ci_logits`."""
+    logits = ci_logits(config["ci_config"], params, inputs, components, reads)
     kind = config.get("sigmoid_type", "leaky_hard")
 
     def squashed(function: Callable[[Num, str], Num]) -> dict:
@@ -711,26 +749,27 @@ def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
 
 
 class Clean(NamedTuple):
-    """What the clean pass leaves: output, and {site: input}, {site: x @ W}, {site: W}; the first two are zeros where a
-    site does not exist. Of experts, besides (X3): `exists`, {expert's site: bool [...]}, and `chosen`, {mixture with
-    such sites: S, bool [..., E]}."""
+    """What the clean pass leaves: output, and {site: what the CI function reads}, {site: x @ W}, {site: W}, {site: x};
+    of the activations, zeros where a site does not exist. Of experts, besides (X3): `exists`, {expert's site: bool
+    [...]}, and `chosen`, {mixture with such sites: S, bool [..., E]}."""
 
     output: Array
     inputs: dict[str, Array]
     outputs: dict[str, Array]
     weights: dict[str, Array]
+    reads: dict[str, Array]
     exists: Mapping[str, Array] = NO_EXPERTS
     chosen: Mapping[str, Array] = NO_EXPERTS
 
 
 def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
     """F4, F5, X3: the forward with no live site, recorded at the sites."""
-    seen: dict[str, tuple[Array, Array, Array]] = {}
+    seen: dict[str, tuple[Array, Array, Array, Array]] = {}
     every_choice: dict[str, Array] = {}
 
     def linear(module: str, x: Array, W: Array) -> Array:
         y = x @ W
-        seen[module] = (y if module.endswith(EMBEDDING) else x, y, W)  # F7
+        seen[module] = (y if module.endswith(EMBEDDING) else x, y, W, x)  # F7
         return y
 
     def choose(mixture: str, own: Array) -> Array:
@@ -740,7 +779,7 @@ def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
     output = run_target(target, linear, choose)
     with_sites = {found[0] for s in sites if (found := expert_of(s))}
     chosen = {mixture: S for mixture, S in every_choice.items() if mixture in with_sites}
-    records = ({s: seen[s][i] for s in sites} for i in range(3))
+    records = ({s: seen[s][i] for s in sites} for i in range(4))
     return Clean(output, *records, exists=existence(sites, chosen), chosen=chosen)
 
 
@@ -1127,7 +1166,7 @@ def training_step(
     clean = clean_pass(target, sites)
     trained = tree_map(Var, {"components": state["components"], "ci": state["ci"]})
     components = tie(trained["components"], config.get("tied_weights"))
-    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components, clean.exists)
+    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components, clean.exists, clean.reads)
     model = Decomposition(target, error, clean, components, lower_ci)
 
     sources, source_moments = dict(state["sources"]), dict(state["source_moments"])

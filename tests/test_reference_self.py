@@ -265,6 +265,52 @@ def test_ci_functions(config: dict, lead: tuple[int, ...]) -> None:
     assert np.any(to_V != 0) == (config["fn_type"] == "mlp")  # C5
 
 
+def readout_parameters(C: int) -> dict:
+    return {name: normal(C) for name in ("s_plus", "a_plus", "b_plus", "s_minus", "a_minus", "b_minus", "b")}
+
+
+def test_component_readout() -> None:
+    """C7: by hand at four activations of one component, then around a function, with its gradients."""
+    own = {"s_plus": 2.0, "a_plus": 0.5, "b_plus": 0.0, "s_minus": -3.0, "a_minus": 1.0, "b_minus": 0.5, "b": 7.0}
+    own = {name: np.array([number]) for name, number in own.items()}
+    # a h + b is 0.5, 1.5, 0, -1 on the one side; -0.5, -2.5, 0.5, 2.5 on the other.
+    want = [2 * 0.5 - 3 * -0.005 + 7, 2 * 1.005 - 3 * -0.025 + 7, 0 - 3 * 0.5 + 7, 2 * -0.01 - 3 * 1.015 + 7]
+    found = ref.component_readout(own, np.array([[1.0], [3.0], [0.0], [-2.0]]))
+    np.testing.assert_allclose(found[:, 0], want, rtol=1e-14)
+
+    widths, C = {"a": 4, "b": 3}, {"a": 5, "b": 2}
+    inputs = {s: normal(2, 3, d) for s, d in widths.items()}
+    tree = {
+        "params": {
+            "function": ci_parameters("shared_mlp", widths, C),
+            "readout": {s: readout_parameters(C[s]) for s in C},
+        },
+        "components": {s: {"V": normal(widths[s], C[s])} for s in widths},
+    }
+    config = {"fn_type": "shared_mlp", "component_readout": True}
+    weight = {s: normal(2, 3, C[s]) for s in C}
+
+    def f(t: Tree) -> ref.Num:
+        logits = ref.ci_logits(config, t["params"], inputs, t["components"])
+        return sum((z * weight[s]).sum() for s, z in logits.items())
+
+    check(f, tree)
+    variables = tree_map(Var, tree)
+    assert all(np.any(g != 0) for g in tree_leaves(gradients(f(variables), variables)["components"]))
+
+
+def test_initial_readout() -> None:
+    """C8: the scales are one over numpy's percentile, none is extreme, and nothing is added at the start."""
+    h = normal(250, 4) * np.array([1.0, 1e-5, 0.0, 30.0])
+    own = ref.initial_readout(h)
+    q = np.percentile(np.abs(h), 99.9, axis=0)
+    np.testing.assert_allclose(own["a_plus"], 1 / np.array([q[0], q[3] / 1000, q[3] / 1000, q[3]]), rtol=1e-12)
+    np.testing.assert_array_equal(own["a_minus"], own["a_plus"])
+    np.testing.assert_array_equal(ref.component_readout(own, h), 0.0)
+    for nothing in (np.zeros((3, 4)), np.zeros((0, 4))):
+        np.testing.assert_array_equal(ref.initial_readout(nothing)["a_plus"], 1.0)
+
+
 def test_blocks_are_read_from_the_last_to_the_first() -> None:
     """C4: the last block knows its own inputs alone, at its own positions; the first those of all, at all positions."""
     widths, C = {"a": 4, "b": 3}, {"a": 5, "b": 2}

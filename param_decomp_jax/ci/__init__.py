@@ -4,6 +4,8 @@ A CI function has two parts. ``features`` sees the clean inputs of many sites at
 ``logits`` is one site's head on them. Cutting it there lets a head be run where its mask is used, or all at once.
 """
 
+from dataclasses import dataclass
+
 from jaxtyping import PRNGKeyArray
 
 from param_decomp_jax.ci.chunkwise import ChunkwiseTransformer, init_chunkwise, stacks_read
@@ -20,6 +22,7 @@ from param_decomp_jax.ci.outputs import (
     per_component,
     run_ci_function,
 )
+from param_decomp_jax.ci.readout import with_readout
 from param_decomp_jax.ci.reverse_residual import (
     GlobalReverseResidual,
     SiteGroup,
@@ -33,18 +36,33 @@ from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.sites import Sites
 
 __all__ = [
-    "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "GlobalMLP", "GlobalReverseResidual",
-    "GlobalTransformer", "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits", "SiteGroup", "Squashing",
-    "StackFeatures", "Summarise", "TransitionAttention", "UnfitGroups", "blocks_of_layers", "init_ci", "longest_row",
-    "per_component", "run_ci_function", "squashings", "stacks_read",
+    "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "ComponentReadout", "FunctionConfig", "GlobalMLP",
+    "GlobalReverseResidual", "GlobalTransformer", "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits",
+    "SiteGroup", "Squashing", "StackFeatures", "Summarise", "TransitionAttention", "UnfitGroups", "blocks_of_layers",
+    "init_ci", "longest_row", "per_component", "run_ci_function", "squashings", "stacks_read", "without_readout",
 ]  # fmt: skip
 
-CIConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer
+FunctionConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer
+
+
+@dataclass(frozen=True)
+class ComponentReadout:
+    """A CI function with a component readout (C7)."""
+
+    function: FunctionConfig
+
+
+CIConfig = FunctionConfig | ComponentReadout
+
+
+def without_readout(config: CIConfig) -> FunctionConfig:
+    """The CI function itself."""
+    return config.function if isinstance(config, ComponentReadout) else config
 
 
 def longest_row(config: CIConfig) -> int | None:
     """Most tokens that a CI function takes in a row; None without a limit."""
-    match config:
+    match without_readout(config):
         case GlobalTransformer(max_len=longest) | ChunkwiseTransformer(GlobalTransformer(max_len=longest)):
             return longest
         case GlobalReverseResidual(attention=attention):
@@ -66,3 +84,5 @@ def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
             return init_reverse_residual(config, key, sites)
         case ChunkwiseTransformer():
             return init_chunkwise(config, key, sites)
+        case ComponentReadout(function):
+            return with_readout(init_ci(function, key, sites), sites)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci.inputs import SummableInputs
+from param_decomp_jax.ci.inputs import SiteInputs, SummableInputs
 from param_decomp_jax.components import with_lead
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, grouped_matmul_wide
@@ -103,6 +103,9 @@ class GlobalCI(eqx.Module):
 
     jointly: ClassVar[bool] = True
     heads: eqx.AbstractVar[dict[str, Affine]]
+
+    def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:
+        return {}
 
     @staticmethod
     def logits(

@@ -1,11 +1,11 @@
 """The interface of a CI function."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
-from param_decomp_jax.ci.inputs import CIInputs
-from param_decomp_jax.grouped import Groups
+from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
 from param_decomp_jax.memory import MemoryPolicy
 
 
@@ -15,7 +15,8 @@ class CIFunction(Protocol):
 
     heads: dict[str, Any]
     jointly: ClassVar[bool]
-    """Whether it reads the inputs of sites in sums over them, so that they can be recomputed; others need them kept."""
+    """Whether it reads the inputs of sites in sums over them alone, so that they can be recomputed; others need them
+    kept."""
 
     def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
         """The features that heads share, from every site's clean input: of all sites, or `StackFeatures`; None for a
@@ -25,17 +26,18 @@ class CIFunction(Protocol):
         """
         ...
 
-    @staticmethod
-    def logits(
-        head: Any,
-        features: Any,
-        x: Float[Array, "*n d_in"] | None,
-        V: Float[Array, "*experts d_in C"],
-        groups: Groups | None = None,
-    ) -> Float[Array, "*slots C"]:
-        """Logits of one site in fp32 (N1), from its head, the features that it reads, its clean input (None where there
-        are features) and its V. ``groups``: of experts' sites, whose arrays have an axis of experts; then of every
-        slot.
+    def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:
+        """What heads read of their own sites, by stack; empty where they read features alone.
+
+        ``numbers``: of the stacks of tables, the rows that are looked up (F7).
+        """
+        ...
+
+    @property
+    def logits(self) -> Callable[..., Float[Array, "*slots C"]]:
+        """``(head, features, x, V, groups)`` to the logits of one site in fp32 (N1): from its head, the features that
+        it reads, what it has of `head_inputs` (else None), and its V. ``groups``: of experts' sites, whose arrays have
+        an axis of experts; then of every slot.
         """
         ...
 

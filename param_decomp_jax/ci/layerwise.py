@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
-from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, product_wide
 from param_decomp_jax.memory import MemoryPolicy
@@ -42,6 +42,9 @@ class _Layerwise(eqx.Module):
 
     def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
+
+    def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:
+        return dict(inputs)
 
 
 class SharedMLP(_Layerwise):

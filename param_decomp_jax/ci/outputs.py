@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs, SiteInputs
+from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs
 from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.components import Components, site_axes
 from param_decomp_jax.grouped import Groups, OverPositions, group
@@ -65,10 +66,12 @@ def run_ci_function(
     compute_dtype: Any,
     memory: MemoryPolicy,
     chosen: ChosenExperts | None = None,
+    head_inputs: dict[str, Any] | None = None,
 ) -> CIOutputs:
     """The CI function's outputs on clean, constant ``inputs`` (F5); V is not detached (C5).
 
-    ``leading``: axes of an activation before its last one. ``chosen``: of the stacks of experts.
+    ``leading``: axes of an activation before its last one. ``chosen``: of the stacks of experts. ``head_inputs``: what
+    the CI function's `head_inputs` made of the same inputs.
     """
     features = ci.features(inputs, leading, compute_dtype, memory)
     if memory.recomputes("logits"):
@@ -77,11 +80,11 @@ def run_ci_function(
     heads = gather_tree(ci.heads, ci.axes().heads, compute_dtype)
     by_stack = features.by_stack if isinstance(features, StackFeatures) else None
 
-    def of_layer(head: Any, features: Any, x: Array | None, V: Array, chosen: Array | None) -> Array:
+    def of_layer(head: Any, features: Any, x: Any, V: Array, chosen: Array | None) -> Array:
         return ci.logits(head, features, x, V, None if chosen is None else group(chosen, V.shape[0]))
 
     def stack_logits(name: str, V: Array) -> Array:
-        x = inputs.by_stack[name].astype(compute_dtype) if features is None else None
+        x = _cast((head_inputs or {}).get(name), compute_dtype)
         read = features if by_stack is None else by_stack[name]
         per_layer = jax.vmap(of_layer, in_axes=(0, None if by_stack is None else 0, 0, 0, 0))
         return per_layer(heads[name], read, x, V, chosen.get(name) if chosen else None)
@@ -90,9 +93,14 @@ def run_ci_function(
     return Logits({name: constrain(stack_logits(name, own), None, "batch") for name, own in V.items()})
 
 
+def _cast(x: Any, dtype: Any) -> Any:
+    """What a head reads of its site, in the dtype of products; numbers of rows stay what they are."""
+    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, x)
+
+
 class SiteCI(NamedTuple):
-    """What one site's logits are read from: the logits themselves, or the site's head and, where there are no features,
-    its input."""
+    """What one site's logits are read from: the logits themselves, or the site's head and what it reads of the site, if
+    it does."""
 
     logits: Any
     head: Any
@@ -103,15 +111,15 @@ class SiteCI(NamedTuple):
 class ImportanceReader:
     """Reads a site's causal importances from the CI function's outputs, layer by layer and block by block.
 
-    ``squash``: from logits to what masks are interpolated from (λ in training). ``site_inputs``: needed where the CI
-    function is layerwise. ``n_leading``: number of an activation's axes before its last one. ``head_axes``: of one
+    ``squash``: from logits to what masks are interpolated from (λ in training). ``head_inputs``: the CI function's
+    `head_inputs`. ``n_leading``: number of an activation's axes before its last one. ``head_axes``: of one
     layer's heads, by stack. ``head_logits``: the CI function's own way from a head to logits. ``chosen``: of the stacks
     of experts.
     """
 
     outputs: CIOutputs
     squash: Squash
-    site_inputs: SiteInputs
+    head_inputs: dict[str, Any]
     n_leading: int
     head_axes: dict[str, Any]
     head_logits: Callable[..., Array]
@@ -124,14 +132,14 @@ class ImportanceReader:
         ci: CIFunction,
         outputs: CIOutputs,
         squash: Squash,
-        site_inputs: SiteInputs,
+        head_inputs: dict[str, Any],
         n_leading: int,
         compute_dtype: Any,
         chosen: ChosenExperts | None = None,
     ) -> "ImportanceReader":
         """A reader of ``outputs``, which `run_ci_function` computed with ``ci``."""
         head_axes = jax.tree.map(Axes.below, ci.axes().heads)
-        return cls(outputs, squash, site_inputs, n_leading, head_axes, ci.logits, compute_dtype, chosen or {})
+        return cls(outputs, squash, head_inputs, n_leading, head_axes, ci.logits, compute_dtype, chosen or {})
 
     @property
     def features(self) -> Any:
@@ -173,15 +181,14 @@ class ImportanceReader:
         """For all layers of a stack."""
         if isinstance(self.outputs, Logits):
             return SiteCI(self.outputs.by_stack[stack.name], None, None)
-        x = self.site_inputs[stack.name] if self.outputs.features is None else None
-        return SiteCI(None, self.outputs.heads[stack.name], x)
+        return SiteCI(None, self.outputs.heads[stack.name], self.head_inputs.get(stack.name))
 
     def axes(self, stack: Stack) -> SiteCI:
         """Logical axes of one layer's slice, in its structure."""
         rows = ("batch", "seq")[: self.n_leading]
         if isinstance(self.outputs, Logits):
             return SiteCI(Axes((*rows, "component_in_use")), None, None)
-        x = Axes(rows) if self.outputs.features is None else None
+        x = jax.tree.map(lambda _: Axes(rows), self.head_inputs.get(stack.name))
         return SiteCI(None, self.head_axes[stack.name], x)
 
     def logits(
@@ -192,8 +199,7 @@ class ImportanceReader:
         if isinstance(self.outputs, Logits):
             return site.logits
         features = None if self.features is None else self.features.astype(self.compute_dtype)
-        x = None if site.x is None else site.x.astype(self.compute_dtype)
-        return self.head_logits(site.head, features, x, V, groups)
+        return self.head_logits(site.head, features, _cast(site.x, self.compute_dtype), V, groups)
 
     def groups(self, stack: Stack, chosen: Any) -> Groups | None:
         """Of one layer of a stack of experts; None for others."""

@@ -203,6 +203,11 @@ def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
 
 
 def _ci(config: AnyCI) -> ci.CIConfig:
+    function = _ci_function(config)
+    return ci.ComponentReadout(function) if config.component_readout else function
+
+
+def _ci_function(config: AnyCI) -> ci.FunctionConfig:
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)

@@ -37,6 +37,7 @@ class LayerwiseCI(Strict):
     mode: Literal["layerwise"]
     fn_type: Literal["mlp", "vector_mlp", "shared_mlp"]
     hidden_dims: ListOf[Width]
+    component_readout: bool = False
 
     @model_validator(mode="after")
     def _hidden(self) -> "LayerwiseCI":
@@ -91,6 +92,7 @@ class GlobalCI(Strict):
     reader_hidden_dims: ListOf[Width] | None = None
     transition_attn_config: AttentionConfig | None = None
     transition_hidden_dim: Width | None = None
+    component_readout: bool = False
 
     @model_validator(mode="after")
     def _own_keys(self) -> "GlobalCI":
@@ -136,6 +138,7 @@ class ChunkwiseCI(Strict):
     layers_per_chunk: Count = 1
     input_patterns: Annotated[ListOf[Text], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig
+    component_readout: bool = False
 
 
 AnyCI = LayerwiseCI | GlobalCI | ChunkwiseCI

@@ -19,6 +19,7 @@ from param_decomp_jax.adversary import (
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
     CIConfig,
+    ComponentReadout,
     GlobalMLP,
     GlobalReverseResidual,
     GlobalTransformer,
@@ -158,6 +159,8 @@ def describe_ci(ci: CIConfig) -> str:
             groups = f"{len(ci.groups)} group{'s'[: len(ci.groups) > 1]} of sites ({ci.groups[-1].name} first)"
             width = f"residual of width {ci.d_resid:,}, readers {list(ci.reader_hidden)}"
             return f"global_reverse_residual, {groups}, {width}, between them {' and '.join(between) or 'nothing'}"
+        case ComponentReadout(function):
+            return f"{describe_ci(function)}, with a component readout"
         case _:
             assert_never(ci)
 

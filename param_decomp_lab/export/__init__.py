@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from param_decomp_jax.ci import ComponentReadout, without_readout
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_lab.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.display.templates import templates_beside
@@ -123,14 +124,19 @@ def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str,
         "target": describe(found.architecture),
         "sites": [
             {
-                **{key: getattr(site, key) for key in ("name", "layer", "kind", "d_in", "d_out", "C")},
+                **{key: getattr(site, key) for key in ("name", "layer", "kind", "d_in", "d_out", "C", "lookup")},
                 "V": f"components.{site.name}.V",
                 "U": f"components.{site.name}.U",
                 "tied_to": tied.get(site.name),
             }
             for site in sites.all
         ],
-        "ci": {"fn_type": config.method.pd.ci_config.fn_type, **asdict(spec.ci), "sigmoid_type": spec.squashing},
+        "ci": {
+            "fn_type": config.method.pd.ci_config.fn_type,
+            **asdict(without_readout(spec.ci)),
+            "component_readout": isinstance(spec.ci, ComponentReadout),
+            "sigmoid_type": spec.squashing,
+        },
         "use_delta_component": spec.use_delta,
         "tensors": {
             name: {"file": slot.file, "shape": list(slot.shape), "dtype": "float32"} for name, slot in slots.items()

@@ -34,7 +34,7 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
     tied = {first: second for second, first in sites.views.items()}
     found: dict[str, list[Piece]] = {}
     for name, shape in arrays.items():
-        kind, *path = name.split("/")
+        kind, *path = _without_readout(name.split("/"))
         stack = next((part for part in path if part in stacks), None)
         if stack is not None:
             places, n_lead = rows[stack]
@@ -50,6 +50,15 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
         else:
             found[name] = [Piece(".".join((kind, *path)), shape)]
     return found
+
+
+def _without_readout(path: list[str]) -> list[str]:
+    """Names as they are without a component readout, whose vectors are put under `readout` instead of `heads`."""
+    if path[:2] == ["ci", "function"]:
+        return ["ci", *path[2:]]
+    if path[:2] == ["ci", "heads"] and path[3] in ("head", "readout"):
+        return ["ci", "heads" if path[3] == "head" else "readout", path[2], *path[4:]]
+    return path
 
 
 def _named(kind: str, path: list[str], stack: str, site: str) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from param_decomp_aot.compile import device_bytes, on_the_host
 from param_decomp_aot.flops import Flops, matmul_flops
+from param_decomp_jax.ci import ComponentReadout
 from param_decomp_jax.mesh import MeshShape, make_mesh
 from param_decomp_jax.state import State, init_state
 from param_decomp_jax.step import training_step
@@ -22,7 +23,7 @@ from param_decomp_lab.display.descriptions import describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
 from param_decomp_lab.setup.known_target import KnownTarget
-from param_decomp_lab.setup.programs import Program, init_program, steps_program, warmup_program
+from param_decomp_lab.setup.programs import Program, calibration_program, init_program, steps_program, warmup_program
 
 STEP = "training step"
 EVALUATIONS = ("evaluation", "figures")
@@ -65,6 +66,8 @@ def run_subject(config: RunConfig) -> Subject:
     phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
     if spec.warmup.steps:
         phases["faithfulness warm-up"] = partial(_warming_up, config, target)
+    if isinstance(spec.ci, ComponentReadout):
+        phases["calibration"] = partial(_calibrating, config, target)
     phases[STEP] = partial(_stepping, config, target)
     if config.method.eval is not None:
         phases |= {name: partial(_evaluating, config, target, name) for name in EVALUATIONS}
@@ -139,6 +142,12 @@ def _warming_up(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     outline = outline_on(config, target, mesh)
     state = outline.state
     return Phase(warmup_program(outline), device_bytes(state) - device_bytes(state.components), {})
+
+
+def _calibrating(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    state = outline.state
+    return Phase(calibration_program(outline), device_bytes(state) - device_bytes((state.components, state.ci)), {})
 
 
 def _stepping(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:

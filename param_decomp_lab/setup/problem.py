@@ -11,6 +11,7 @@ from param_decomp_jax.ci import (
     UnfitGroups,
     blocks_of_layers,
     stacks_read,
+    without_readout,
 )
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
@@ -39,20 +40,21 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
                 f"({origin}); decompose it on shorter rows"
             )
     sites = build_sites(method.pd, architecture.matrices())
+    function = without_readout(spec.ci)
     tables = [site.name for site in sites.all if site.lookup]
-    if tables and isinstance(spec.ci, LayerwiseMLP) and spec.ci.kind == "mlp":
+    if tables and isinstance(function, LayerwiseMLP) and function.kind == "mlp":
         raise UserError(
             f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, of which rows are looked up (F7); take vector_mlp, "
             "shared_mlp or a global one"
         )
-    if isinstance(spec.ci, GlobalReverseResidual):
+    if isinstance(function, GlobalReverseResidual):
         try:
-            blocks_of_layers(spec.ci.groups, sites)
+            blocks_of_layers(function.groups, sites)
         except UnfitGroups as error:
             raise UserError(f"pd.ci_config.block_groups: {error}") from error
-    if isinstance(spec.ci, ChunkwiseTransformer):
+    if isinstance(function, ChunkwiseTransformer):
         try:
-            stacks_read(spec.ci, sites)
+            stacks_read(function, sites)
         except UnfitGroups as error:
             raise UserError(f"pd.ci_config.input_patterns: {error}") from error
     if method.eval is not None:

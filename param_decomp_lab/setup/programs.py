@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from param_decomp_jax.calibration import calibrate
 from param_decomp_jax.ci import init_ci
 from param_decomp_jax.components import components_axes, init_components
 from param_decomp_jax.mesh import whole
@@ -71,6 +72,19 @@ def warmup_program(outline: Outline) -> Program:
         out_shardings=(_places(components), _places(moments), whole(outline.mesh)),
     )
     return Program(steps, (components, moments, outline.weights, _COUNT))
+
+
+def calibration_program(outline: Outline) -> Program:
+    """``(components, ci, weights, inputs) -> ci`` with what it takes from the batch of step 0 (C8); ``inputs``: of a
+    program for one step."""
+    state = outline.state
+
+    def calibrated(components: Any, ci: Any, weights: Any, inputs: Any) -> Any:
+        zero = jnp.zeros((), jnp.int32)
+        return calibrate(outline.problem, components, ci, weights, outline.train.batch_of(inputs, zero, zero))
+
+    function = jax.jit(calibrated, donate_argnums=1, out_shardings=_places(state.ci))
+    return Program(function, (state.components, state.ci, outline.weights, outline.train.input_shapes(1)))
 
 
 def steps_program(outline: Outline, size: int) -> Program:

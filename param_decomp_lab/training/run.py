@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from param_decomp_jax.ci import ComponentReadout
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
@@ -48,6 +50,7 @@ from param_decomp_lab.run_folder.unwritable import explain_unwritable
 from param_decomp_lab.setup import Setup, set_up
 from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch, restore_parent
 from param_decomp_lab.setup.programs import (
+    calibration_program,
     init_program,
     learned_shapes,
     steps_program,
@@ -310,7 +313,7 @@ class _Run:
         """The state before step 0."""
         parent = self.processes.in_turn(self._parent)
         if parent is None:
-            return self._warm_up(self._initial())
+            return self._calibrate(self._warm_up(self._initial()))
         self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True)
         if parent.target not in ("", self.inputs["target"]):
             print_warnings(["that run decomposed other weights than this one does"], self.console)
@@ -353,6 +356,15 @@ class _Run:
         if not np.isfinite(float(loss)):
             raise NonFiniteLoss(f"faithfulness is {float(loss)} in the warm-up (lr {self.spec.warmup.lr})")
         return _with_components(state, components)
+
+    def _calibrate(self, state: State) -> State:
+        """The state with the scales of the component readout, if there is one (C8)."""
+        if not isinstance(self.spec.ci, ComponentReadout):
+            return state
+        self.stop.may_leave(f"while reading the batch of step 0; {NOTHING}")
+        inputs = self.setup.train.inputs(0, 1, 1)
+        ci = calibration_program(self.outline).function(state.components, state.ci, self.setup.weights, inputs)
+        return replace(state, ci=ci)
 
     # --- the loop ---
 

@@ -100,11 +100,12 @@ def cotangents_of(lead: tuple[int, ...]) -> Any:
 def logits_of(ci: Any, components: Any, inputs: Any, dtype: Any, memory: MemoryPolicy = PLAIN) -> Any:
     """Of every site at once; what is lazy is read component by component."""
     leading = next(iter(inputs.values())).shape[1:-1]
-    ci_outputs = run_ci_function(ci, KeptInputs(inputs), leading, components, dtype, memory)
+    read = ci.head_inputs(inputs, {})
+    ci_outputs = run_ci_function(ci, KeptInputs(inputs), leading, components, dtype, memory, head_inputs=read)
     assert isinstance(ci_outputs, Logits) == (memory is PLAIN)
     if isinstance(ci_outputs, Logits):
         return ci_outputs.by_stack
-    reader = ImportanceReader.from_ci_function(ci, ci_outputs, jnp.zeros_like, inputs, len(leading), dtype)
+    reader = ImportanceReader.from_ci_function(ci, ci_outputs, jnp.zeros_like, read, len(leading), dtype)
     found = per_component(reader, components, SITES, memory, lambda z, _: jnp.moveaxis(z, -1, 0))
     return {name: jnp.moveaxis(z, 1, -1) for name, z in found.items()}
 
@@ -142,8 +143,9 @@ def assert_like_reference(
     weights = by_site(cotangents)
     gradients = ref.gradients(sum((z * weights[site]).sum() for site, z in want.items()), trained)
     tiny.assert_alike(ref.tree_map(ref.value, want), by_site(got), tolerance)
-    # C5: of the components it is V that `mlp` reads, and no other function reads any.
-    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == (schema["fn_type"] == "mlp")
+    # C5, C7: of the components it is V that `mlp` and a readout read, and no other function reads any.
+    reads_V = schema["fn_type"] == "mlp" or "component_readout" in schema
+    assert (np.linalg.norm(gradients["components"]["layers.0.a"]["V"]) > 0) == reads_V
     tiny.assert_alike(gradients["components"], tiny.ref_components(of_components, SITES), tolerance)
     tiny.assert_alike(gradients["ci"], tiny.ref_ci(of_ci, SITES), tolerance)
 

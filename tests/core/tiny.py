@@ -28,6 +28,7 @@ from param_decomp_jax.adversary import (
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
     CIConfig,
+    ComponentReadout,
     GlobalMLP,
     GlobalReverseResidual,
     GlobalTransformer,
@@ -40,6 +41,7 @@ from param_decomp_jax.ci import (
 from param_decomp_jax.ci.chunkwise import ChunkwiseCI
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
+from param_decomp_jax.ci.readout import ReadoutCI
 from param_decomp_jax.ci.reverse_residual import ReverseResidualCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
@@ -49,7 +51,7 @@ from param_decomp_jax.inspection import step_draws, unstack_sites
 from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, indices
+from param_decomp_jax.mesh import Axes, indices, replace_fields
 from param_decomp_jax.optim import AdamW
 from param_decomp_jax.recon import ForwardDraws, Reconstruction, draw_forwards, live_sets, n_samples
 from param_decomp_jax.schedules import Schedule
@@ -203,7 +205,7 @@ def importance_reader(
     axes = {name: Axes(("batch", *(None,) * (clean_pass.at.ndim - 1), "component_in_use")) for name in logits}
     ci_outputs = LazyLogits(nothing, dict(logits)) if lazy else Logits(dict(logits))
     n_leading, dtype = clean_pass.at.ndim, clean_pass.target.compute_dtype
-    return ImportanceReader(ci_outputs, squash, clean_pass.site_inputs, n_leading, axes, head_is_logits, dtype)
+    return ImportanceReader(ci_outputs, squash, {}, n_leading, axes, head_is_logits, dtype)
 
 
 def to_float64(tree: Tree) -> Tree:
@@ -281,6 +283,13 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
             ]
         case ReverseResidualCI():
             return ref_reverse_residual(ci, rows, affine)
+        case ReadoutCI():
+            inside = replace_fields(ci.function, heads={name: own.head for name, own in ci.heads.items()})
+            vectors = {s.name: jax.tree.map(lambda x, r=r: array(x[r]), ci.heads[t.name].readout) for s, (t, r) in rows}
+            return {
+                "function": ref_ci(inside, sites),
+                "readout": {name: dataclasses.asdict(own) for name, own in vectors.items()},
+            }
     raise TypeError(type(ci))
 
 
@@ -496,6 +505,8 @@ def schema_optimizer(spec: AdamW) -> Tree:
 
 def schema_ci(config: CIConfig, sites: Sites) -> Tree:
     match config:
+        case ComponentReadout(function):
+            return {**schema_ci(function, sites), "component_readout": True}
         case LayerwiseMLP(kind, _):
             return {"fn_type": kind}
         case GlobalMLP():

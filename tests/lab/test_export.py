@@ -74,6 +74,7 @@ CI_CONFIGS = {
     "shared_mlp": "{mode: layerwise, fn_type: shared_mlp, hidden_dims: [8, 4]}",
     "no hidden layer": "{mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
     "global_shared_mlp": "{mode: global, fn_type: global_shared_mlp, hidden_dims: [8, 6]}",
+    "readout": "{mode: global, fn_type: global_shared_mlp, hidden_dims: [8, 6], component_readout: true}",
     "chunkwise_transformer": "{mode: chunkwise, fn_type: chunkwise_transformer, input_patterns: ['*.up_proj'], "
     "simple_transformer_ci_cfg: {d_model: 8, n_blocks: 2, mlp_hidden_dim: [6, 5], attn_config: {n_heads: 2}}}",
 }
@@ -89,6 +90,7 @@ CI_CONFIGS = {
         ("no hidden layer", "swish_hard"),
         ("global_shared_mlp", "hard"),
         ("chunkwise_transformer", "leaky_hard"),
+        ("readout", "two_sided_leaky_hard"),
     ],
 )
 def test_every_ci_function_and_squashing(tiny: Tiny, tmp_path: Path, kind: str, squashing: str) -> None:
@@ -157,10 +159,12 @@ def test_description(finished: Path, tmp_path: Path) -> None:
     assert {site["name"]: site["C"] for site in said["sites"]} == SITES
     assert said["sites"][1] == {
         "name": "layers.0.mlp.down_proj", "layer": 0, "kind": "down_proj", "d_in": 24, "d_out": 16, "C": 12,
+        "lookup": False,
         "V": "components.layers.0.mlp.down_proj.V", "U": "components.layers.0.mlp.down_proj.U", "tied_to": None,
     }  # fmt: skip
     assert said["ci"]["fn_type"] == "global_shared_transformer"
     assert said["ci"]["n_heads"] == 2
+    assert said["ci"]["component_readout"] is False
     assert said["target"]["d_model"] == 16
     assert said["configuration"]["torch"]["pd"]["steps"] == STEPS
     assert {"param-decomp", "jax", "safetensors", "python"} <= said["versions"].keys()

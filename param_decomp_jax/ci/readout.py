@@ -1,0 +1,146 @@
+"""The component readout (C7): what every component's own activation adds to its logit, around any CI function."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.ci.function import CIFunction
+from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.squash import two_sided_leaky
+from param_decomp_jax.components import row_or_product
+from param_decomp_jax.grouped import Groups
+from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.mesh import Axes, replace_fields
+from param_decomp_jax.numerics import wide
+from param_decomp_jax.sites import Sites, Stack
+
+
+class Readout(eqx.Module):
+    """The seven vectors of a site, fp32, or with leading axes those of a stack."""
+
+    s_plus: Float[Array, "*lead C"]
+    a_plus: Float[Array, "*lead C"]
+    b_plus: Float[Array, "*lead C"]
+    s_minus: Float[Array, "*lead C"]
+    a_minus: Float[Array, "*lead C"]
+    b_minus: Float[Array, "*lead C"]
+    b: Float[Array, "*lead C"]
+
+    def __call__(self, h: Float[Array, "*slots C"], groups: Groups | None = None) -> Float[Array, "*slots C"]:
+        """C7: what is added to the logits of components with these activations. ``groups``: of experts' sites."""
+
+        def own(vector: Array) -> Array:
+            return vector if groups is None else vector[groups.chosen]
+
+        plus = own(self.s_plus) * two_sided_leaky(own(self.a_plus) * h + own(self.b_plus))
+        minus = own(self.s_minus) * two_sided_leaky(own(self.a_minus) * -h + own(self.b_minus))
+        return plus + minus + own(self.b)
+
+    def axes(self) -> Any:
+        """Split by component."""
+        of_each = Axes((*(None,) * (self.b.ndim - 1), "component"))
+        names = ("s_plus", "a_plus", "b_plus", "s_minus", "a_minus", "b_minus", "b")
+        return replace_fields(self, **dict.fromkeys(names, of_each))
+
+
+class ReadoutHead(eqx.Module):
+    """``head``: that of the function inside."""
+
+    head: Any
+    readout: Readout
+
+
+class LookedUp(NamedTuple):
+    """What is read of a site whose rows are looked up (F7). ``row``: of W. ``number``: of that row."""
+
+    row: Float[Array, "*n d_out"]
+    number: Int[Array, "*n"]
+
+
+class ReadoutCI(eqx.Module):
+    """A CI function and a readout for every site. ``function``: the CI function without its heads, which are in
+    ``heads``."""
+
+    jointly: ClassVar[bool] = False
+    function: Any
+    heads: dict[str, ReadoutHead]
+
+    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
+        """Those of the function inside."""
+        return self.function.features(inputs, leading, compute_dtype, memory)
+
+    def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:
+        """Every site's own, whatever the function inside reads."""
+        return {name: LookedUp(x, numbers[name]) if name in numbers else x for name, x in inputs.items()}
+
+    @property
+    def logits(self) -> Callable[..., Array]:
+        """`CIFunction.logits`."""
+        return partial(_logits, self.function.logits)
+
+    def axes(self) -> Any:
+        """Those of the function inside; the vectors are split by component."""
+        whole = replace_fields(self.function, heads={name: own.head for name, own in self.heads.items()}).axes()
+        heads = {
+            name: replace_fields(own, head=whole.heads[name], readout=own.readout.axes())
+            for name, own in self.heads.items()
+        }
+        return replace_fields(self, function=replace_fields(whole, heads={}), heads=heads)
+
+    def with_scales(self, scales: dict[str, Float[Array, "*lead C"]]) -> "ReadoutCI":
+        """With these as a₊ and a₋, by stack."""
+
+        def scaled(own: ReadoutHead, scale: Array) -> ReadoutHead:
+            # One array for each: a step reuses the memory of the state it is given.
+            return replace_fields(own, readout=replace_fields(own.readout, a_plus=scale, a_minus=jnp.copy(scale)))
+
+        found: ReadoutCI = replace_fields(
+            self, heads={name: scaled(own, scales[name]) for name, own in self.heads.items()}
+        )
+        return found
+
+
+def activations(
+    x: Array | LookedUp, V: Float[Array, "*experts d_in C"], groups: Groups | None = None
+) -> Float[Array, "*slots C"]:
+    """h of C7, in fp32 or wider, with the product's inputs in the dtype of ``x`` (N1)."""
+    if isinstance(x, LookedUp):
+        return row_or_product(x.number, V.astype(x.row.dtype), groups)
+    return row_or_product(x, V, groups)
+
+
+def _logits(
+    inside: Callable[..., Array],
+    head: ReadoutHead,
+    features: Any,
+    x: Any,
+    V: Float[Array, "*experts d_in C"],
+    groups: Groups | None = None,
+) -> Float[Array, "*slots C"]:
+    read = x.row if isinstance(x, LookedUp) else x
+    # What reads features reads nothing else.
+    f = inside(head.head, features, read if features is None else None, V, groups)
+    return f + head.readout(activations(x, V, groups), groups)
+
+
+def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
+    """C8, with scales of 1 in place of those that `calibration.py:calibrate` takes from a batch."""
+
+    def readout(stack: Stack) -> Readout:
+        # Arrays of their own: a step reuses the memory of the state it is given.
+        zero, one = (lambda value=value: jnp.full((*stack.lead, stack.C), value, jnp.float32) for value in (0.0, 1.0))
+        return Readout(zero(), one(), zero(), zero(), one(), zero(), zero())
+
+    heads = {stack.name: ReadoutHead(function.heads[stack.name], readout(stack)) for stack in sites.stacks}
+    return ReadoutCI(replace_fields(function, heads={}), heads)
+
+
+def initial_scales(largest: Float[Array, "*lead C"]) -> Float[Array, "*lead C"]:
+    """a of C8, from the percentiles q of |h|; 1 where all of a site's are 0."""
+    q = wide(largest)
+    of_site = jnp.max(q, axis=-1, keepdims=True)
+    return 1 / jnp.where(of_site > 0, jnp.maximum(q, of_site / 1000), 1)
