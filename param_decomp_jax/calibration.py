@@ -15,7 +15,7 @@ from param_decomp_jax.step import Problem, head_inputs, run_clean_pass
 from param_decomp_jax.targets.base import Weights
 
 ABOVE = 0.001
-"""Share of the positions at which |h| is above the percentile."""
+"""Share of the positions at which the size of h is above the percentile."""
 
 
 def calibrate(problem: Problem, components: Components, ci: CIFunction, weights: Weights, inputs: Array) -> CIFunction:

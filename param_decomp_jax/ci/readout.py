@@ -140,7 +140,7 @@ def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
 
 
 def initial_scales(largest: Float[Array, "*lead C"]) -> Float[Array, "*lead C"]:
-    """a of C8, from the percentiles q of |h|; 1 where all of a site's are 0."""
+    """a of C8, from the percentiles q of the size of h; 1 where all of a site's are 0."""
     q = wide(largest)
     of_site = jnp.max(q, axis=-1, keepdims=True)
     return 1 / jnp.where(of_site > 0, jnp.maximum(q, of_site / 1000), 1)

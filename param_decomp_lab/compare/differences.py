@@ -9,6 +9,8 @@ from param_decomp_lab.config.resolve import flat_keys
 from param_decomp_lab.report.configuration import method_part
 
 ABSENT = "–"
+NOTHING = ("null", "false")
+"""What a key that newer runs have says, mostly, where it does nothing: as if it were absent."""
 NAMES = ("run_id", "run_name", "out_dir", "torch_config", "experiment", "wandb_group", "wandb_tags")
 """Keys that say what a run is called and where it lies."""
 PLACES = ("mesh", "memory", "steps_per_dispatch", "remat_recon_forwards", "milestones")
@@ -37,7 +39,7 @@ def differences(records: Sequence[Record]) -> dict[str, list[str]]:
     return {
         key: [ABSENT if own is None else _plain(own.get(key)) for own in all_settings]
         for key in keys
-        if len({own.get(key) for own in known}) > 1
+        if len({own.get(key) for own in known}) > 1 and not all(own.get(key) in (None, *NOTHING) for own in known)
     }
 
 
@@ -52,7 +54,9 @@ def seed_groups(records: Sequence[Record]) -> list[list[int]]:
     for number, record in enumerate(records):
         if record.config is not None:
             own = settings(record.config).items()
-            same = tuple((key, x) for key, x in own if not is_seed(key) and key.split(".")[0] not in PLACES)
+            same = tuple(
+                (key, x) for key, x in own if not is_seed(key) and key.split(".")[0] not in PLACES and x not in NOTHING
+            )
             groups.setdefault(same, []).append(number)
     return list(groups.values())
 

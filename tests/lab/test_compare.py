@@ -138,7 +138,7 @@ def test_one_run_and_what_is_no_run(written: Write, tmp_path: Path) -> None:
 def test_what_differs(written: Write, tmp_path: Path) -> None:
     """How a run is called, and where it is computed, make no group of their own; the latter is shown."""
     written(1, 0, 1.0, 2.0, 0.5)
-    written(2, 1, 1.0, 2.0, 0.5, run_name="another", out_dir="elsewhere", mesh={"fsdp": 8})
+    written(2, 1, 1.0, 2.0, 0.5, run_name="another", out_dir="elsewhere", mesh={"fsdp": 8}, newer=False)
     records = sorted(read_records([tmp_path]), key=lambda record: record.id)
     assert differences(records) == {"mesh.fsdp": ["1", "8"], "pd.seed": ["0", "1"]}
     assert seed_groups(records) == [[0, 1]]
