@@ -3,6 +3,7 @@ damaged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Record:
         """Whether its errors are KLs."""
         return any(key.startswith("eval/ce_kl/kl_") for key in self.series)
 
-    @property
+    @cached_property
     def l0(self) -> Series | None:
         """Active components at a position, a mean over sites, at every evaluation."""
         table = l0_table(self.series, component_counts(self.config or {}, l0_names(self.series)))
@@ -56,7 +57,7 @@ class Record:
         found = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean is not None]
         return Series(tuple(step for step, _ in found), tuple(mean for _, mean in found)) if found else None
 
-    @property
+    @cached_property
     def errors(self) -> dict[str, Series]:
         """What is held against L0, by its name: KL under maskings and attacks; the losses of a toy's evaluation."""
         found = {words: series for name, words in MASKINGS.items() if (series := kl(self.series, name))}
