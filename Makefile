@@ -42,7 +42,7 @@ test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m slow $(if $(PART),--part $(PART))
 ## make test-full    every test there is: acceptance runs as well, and those on Slurm (an hour and more)
 test-full: $(VENV)/installed-dev
-	$(PYTEST) -m "not slurm"
+	$(PYTEST) -m "not slurm" --hypothesis-profile "new examples"
 	@$(MAKE) test-slurm
 ## make test-probe   what compiles for GPUs that are not here; adds JAX's CUDA compiler (2 GB) to the environment
 test-probe: $(VENV)/installed-probe

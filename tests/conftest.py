@@ -49,8 +49,15 @@ from jaxtyping import install_import_hook  # noqa: E402
 install_import_hook("param_decomp_jax", "beartype.beartype")
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.parts import Part, in_part  # noqa: E402
+
+# How long an example takes says more about the machine than about the code. The same examples every time, so that a
+# test fails for a change and not by chance; `make test-full` looks for new ones.
+settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True)
+settings.load_profile("same examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

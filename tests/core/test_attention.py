@@ -53,7 +53,7 @@ def value_and_gradients(form: Any, q: Any, k: Any, v: Any, cotangent: Any) -> tu
 
 
 @pytest.mark.parametrize("dtype", slow_but([np.float64], [np.float32, np.float64]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     T=st.integers(1, 13),
     groups=st.integers(1, 3),

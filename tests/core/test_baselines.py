@@ -81,7 +81,7 @@ def test_attacks_grow() -> None:
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 99), st.sampled_from(BASELINES), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_add_up(d_in: int, d_out: int, seed: int, kind: Baseline, reads: bool) -> None:
     rng = np.random.default_rng(seed)
     W, x = rng.standard_normal((d_in, d_out)), rng.standard_normal((3, d_in))

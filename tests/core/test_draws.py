@@ -75,7 +75,7 @@ def test_every_element_is_the_cipher_at_its_index() -> None:
 
 
 @given(b=st.integers(1, 4), c=st.integers(1, 7))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_prefixes(b: int, c: int) -> None:
     """M4: the same first rows whatever the batch, the same first columns whatever C."""
     np.testing.assert_array_equal(draw(KEY, (4, 3), 7)[:b, :, :c], draw(KEY, (b, 3), c))
@@ -277,7 +277,6 @@ jit_interpolate = jax.jit(interpolate)
 
 
 @given(pairs=st.lists(st.tuples(unit, unit), min_size=8, max_size=8))
-@settings(deadline=None)
 def test_interpolate(pairs: list[tuple[float, float]]) -> None:
     importance, source = np.array(pairs, np.float32).T
     mask = np.asarray(jit_interpolate(jnp.asarray(importance), jnp.asarray(source)))

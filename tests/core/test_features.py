@@ -77,7 +77,7 @@ def test_never_and_always(probability: float) -> None:
     assert abs(share - probability) < 1e-3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(spec=st.sampled_from([SIGNED, ONE]), seed=st.integers(0, 2**32 - 1), step=st.integers(0, 2**31 - 1))
 def test_a_row_does_not_depend_on_the_batch_size(spec: SparseFeatures, seed: int, step: int) -> None:
     """M4: the first rows of a larger batch are the smaller batch; every row is a legal one."""
@@ -89,7 +89,7 @@ def test_a_row_does_not_depend_on_the_batch_size(spec: SparseFeatures, seed: int
         assert ((x != 0).sum(axis=1) <= 1).all()  # one whose value may be 0, once in 2²⁴
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(spec=st.sampled_from([SIGNED, ONE]), seed=st.integers(0, 2**32 - 2), step=st.integers(0, 2**31 - 2))
 def test_other_keys_and_steps_give_other_batches(spec: SparseFeatures, seed: int, step: int) -> None:
     def rows(seed: int, step: int) -> bytes:

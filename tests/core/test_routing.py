@@ -46,7 +46,7 @@ def codes(routes: np.ndarray) -> np.ndarray:
 
 
 @given(data=st.data(), n=st.sampled_from([1, 2, 3, 7]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_against_reference(data: st.DataObject, n: int) -> None:
     """The k smallest scores, ties by site order; few different scores, so that ties are many."""
     score = st.sampled_from([0.0, 0.25, 0.5, ALMOST_ONE])

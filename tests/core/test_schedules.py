@@ -99,7 +99,7 @@ steps_and_total = st.integers(1, 10**6).flatmap(
     warmup=st.floats(0, 1),
     final=st.floats(0, 2),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_any_schedule(
     steps_and_total: tuple[list[int], int], kind: str, start: float, warmup: float, final: float
 ) -> None:
@@ -154,7 +154,7 @@ def test_anneal_written_out() -> None:
     fractions=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
     values=st.tuples(st.floats(0.1, 3), st.floats(0.1, 3)),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_any_anneal(
     steps_and_total: tuple[list[int], int], fractions: list[float], values: tuple[float, float]
 ) -> None:

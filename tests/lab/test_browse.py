@@ -449,7 +449,7 @@ def test_half_written_and_new_harvests(mine: Path) -> None:
 
 def test_a_text(harvested: Path) -> None:
     def wait(browser: TestClient, page: str, **params: str) -> str:
-        for _ in range(200):
+        for _ in range(600):
             found = browser.get(page, params=params).text
             if "http-equiv" not in found:
                 return found

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
+from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
 from tests.lab.test_browse import LLAMA, MARKUP, SITE, only_harvest
 from tests.lab.tiny_run import PD, ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)
 
 
 @contextmanager
@@ -31,29 +31,18 @@ def served(folder: Path) -> Iterator[str]:
         yield found[1]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
 def mine(harvested: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(harvested, tmp_path / "runs", ignore=shutil.ignore_patterns("ckpts")))
-
-
-def watched(browser: Browser, said: list[str], **options: object) -> Page:
-    page = browser.new_context(**options).new_page()  # type: ignore[arg-type]
-    page.set_default_timeout(15_000)
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: said.append(dialog.message))
-    return page
 
 
 def component_of(page: Page) -> int:
@@ -65,27 +54,28 @@ def test_from_the_runs_to_a_label(mine: Path, browser: Browser) -> None:
     with served(mine) as address:
         page = watched(browser, said)
         page.goto(address)
-        page.get_by_role("link", name=only_harvest(mine).name).click()
-        page.get_by_role("link", name="Report").click()
+        follow(page.get_by_role("link", name=only_harvest(mine).name))
+        follow(page.get_by_role("link", name="Report"))
         page.get_by_role("button", name=SITE).click()  # by its script
-        page.locator("#components .id a").locator("visible=true").first.click()
+        follow(page.locator("#components .id a").locator("visible=true").first)
         assert f"/sites/{SITE}/" in page.url
-        page.get_by_role("link", name=SITE).first.click()
+        follow(page.get_by_role("link", name=SITE).first)
         # Sort, filter, search.
-        page.get_by_role("link", name="density").click()
+        follow(page.get_by_role("link", name="density"))
         assert "sort=density" in page.url
         page.locator("select[name=sort]").select_option("largest")
-        page.get_by_role("button", name="Show").click()
+        follow(page.get_by_role("button", name="Show"))
         assert "sort=largest" in page.url
         page.get_by_label("search").fill("e")
-        page.get_by_label("search").press("Enter")
+        with page.expect_navigation():
+            page.get_by_label("search").press("Enter")
         assert "search=e" in page.url
-        page.get_by_role("link", name="all", exact=True).click()
+        follow(page.get_by_role("link", name="all", exact=True))
         # A component by its number, then the next.
         page.get_by_label("to component").fill("4")
-        page.get_by_role("button", name="Go").click()
+        follow(page.get_by_role("button", name="Go"))
         assert component_of(page) == 4
-        page.get_by_role("link", name="5 →").click()
+        follow(page.get_by_role("link", name="5 →"))
         assert component_of(page) == 5
         # Examples are shaded by λ, and then by a, and that is kept.
         shaded = page.locator(".context .at").first
@@ -102,20 +92,20 @@ def test_from_the_runs_to_a_label(mine: Path, browser: Browser) -> None:
         page.get_by_label("λ", exact=True).check()
         assert background() == by_importance
         # From the map to a component.
-        page.get_by_role("link", name=SITE).first.click()
-        page.locator(".plane a").first.click(force=True)
-        page.wait_for_url("**/sites/**")
+        follow(page.get_by_role("link", name=SITE).first)
+        follow(page.locator(".plane a").first, force=True)
+        assert "/sites/" in page.url
         # A label, with all that it may contain.
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}/5")
         page.get_by_label("what it is").fill(f"vowels {MARKUP}")
         page.get_by_label("who says so").fill("Ada")
-        page.get_by_role("button", name="Keep").click()
+        follow(page.get_by_role("button", name="Keep"))
         assert page.locator("h1").inner_text().startswith(f"{SITE} 5 vowels </title>")
     with served(mine) as address:  # a restart
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}/5")
         assert page.get_by_label("what it is").input_value() == f"vowels {MARKUP}"
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}?labelled=yes")
-        page.get_by_role("rowheader").get_by_role("link", name="5", exact=True).click()
+        follow(page.get_by_role("rowheader").get_by_role("link", name="5", exact=True))
         assert component_of(page) == 5
     assert said == []
 
@@ -184,7 +174,7 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
             )
             page.goto(f"{here}/sites/{SITE}/5")
             page.get_by_label("what it is").fill(label)
-            page.get_by_role("button", name="Keep").click()
+            follow(page.get_by_role("button", name="Keep"))
             page.get_by_label("a", exact=True).check()
             assert "linear-gradient" in page.locator(".context .at").first.evaluate(
                 "x => getComputedStyle(x).background"
@@ -198,10 +188,10 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
     with served(harvested) as address:
         page.goto(f"{address}/{LLAMA}/{only_harvest(harvested).name}/text")
         page.get_by_label("text").fill("then")
-        page.get_by_role("button", name="Show").click()
-        page.locator("table.fires").wait_for(timeout=60_000)
-        page.get_by_role("link", name="h", exact=True).click()
-        page.wait_for_url("**at=1**")  # The click does not wait for the page, and a page without its root has no width.
+        follow(page.get_by_role("button", name="Show"))
+        page.locator("table.fires").wait_for()
+        follow(page.get_by_role("link", name="h", exact=True))
+        assert "at=1" in page.url
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert [line for line in said if "404" not in line] == []
 

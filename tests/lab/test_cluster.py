@@ -62,7 +62,7 @@ def labels_of(history: History, n: int) -> np.ndarray:
     return np.unique(label, return_inverse=True)[1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(dense, alphas, st.randoms(use_true_random=False))
 def test_the_change_by_the_formula_is_that_of_the_cost(active: np.ndarray, alpha: float, random: object) -> None:
     C = active.shape[1]
@@ -81,7 +81,7 @@ def test_the_change_by_the_formula_is_that_of_the_cost(active: np.ndarray, alpha
         assert change == pytest.approx(reference.grouping_cost(active, groups, alpha) - before, abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(dense, alphas, st.sampled_from([0.0, 0.0, 2.0]), st.integers(0, 3))
 def test_every_merge_is_the_best_one_or_a_drawn_candidate(
     active: np.ndarray, alpha: float, draw: float, seed: int
@@ -119,7 +119,7 @@ def test_every_merge_is_the_best_one_or_a_drawn_candidate(
     assert N  # positions were there
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12))
 def test_agreement(pairs: list[tuple[int, int]]) -> None:
     one, other = zip(*pairs, strict=True)

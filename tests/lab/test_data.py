@@ -103,7 +103,7 @@ def test_pieces_of_a_split_that_follow_each_other_have_no_separator(tmp_path):
 
 
 @given(st.text(alphabet="ab\n", max_size=200).map(lambda s: s * 400), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_pieces_are_the_text(text, end):
     pieces = list(Document("x", text + end * "\n").pieces())
     assert "".join(pieces) == text + end * "\n"
@@ -171,7 +171,6 @@ def test_stdlib_text_is_english_fixed_and_without_repeats():
 
 
 @given(n_rows=st.integers(1, 60), B=st.integers(1, 60), seed=st.integers(0, 2**64 - 1), step=st.integers(0, 1000))
-@settings(deadline=None)
 def test_batches_are_functions_of_seed_and_step(n_rows, B, seed, step):
     class Rows(list):
         source = "rows"

@@ -51,8 +51,9 @@ LONG = {"graphs.md", "walk.md"}
 
 
 @pytest.mark.parametrize("page", slow_but({*OF_PYTHON} - LONG, OF_PYTHON))
-def test_python(page: str, harvested: Path, run: Run) -> None:
+def test_python(page: str, harvested: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statement by statement, in one namespace; shapes in a comment such as ``# [T, C]`` are those of the values."""
+    monkeypatch.chdir(tmp_path)  # what an example saves is not to lie among the sources
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         for documented, used in {RUN: str(harvested / "p-00000001"), **SITES}.items():

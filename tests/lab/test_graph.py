@@ -174,7 +174,7 @@ def test_wrong_requests(run: Run, asked: dict[str, Any], message: str) -> None:
         run.graph(asked.pop("prompt", TEXT), **asked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_influence_and_pruning_are_the_reference_s(data: st.DataObject) -> None:
     """On random graphs; the reference takes powers of whole matrices, outputs among the nodes."""

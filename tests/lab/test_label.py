@@ -220,14 +220,14 @@ def test_busy_and_broken(run: Path, server: Server) -> None:
     charged = []
     for limit, troubles in (
         (1, {Trouble(500): True, Trouble(503): False, Trouble(breaks=True): True}),
-        (2, {Trouble(408): False, Trouble(wait=1.0): True, Trouble(drips=2.5): True, Trouble(429): False}),
+        (2, {Trouble(408): False, Trouble(wait=3.0): True, Trouble(drips=6): True, Trouble(429): False}),
     ):
         server.troubles = list(troubles)
         charged += [*troubles.values(), None]
-        outcome = label(run, server, "--limit", str(limit), "--parallel", "1", "--timeout", "0.5")
+        outcome = label(run, server, "--limit", str(limit), "--parallel", "1", "--timeout", "1.5")
         assert outcome.status == 0, outcome.err
         assert len(labels_of(run)) == limit
-    assert max(row["seconds"] for row in requests(run)) < 1.5
+    assert max(row["seconds"] for row in requests(run)) < 4.5
     for row, at_most in zip(requests(run), charged, strict=True):
         assert row["status"] == ("answered" if at_most is None else "again")
         assert row["nanodollars"] == (cost(row) if at_most is None else at_most * most(row))
@@ -235,11 +235,12 @@ def test_busy_and_broken(run: Path, server: Server) -> None:
 
 
 def test_retry_after_is_heeded_by_all(run: Path, server: Server) -> None:
-    server.troubles = [Trouble(429, "1")]
+    """The two that are on their way are answered a second later, when the client has long read that it should wait."""
+    server.troubles = [Trouble(429, "2"), Trouble(wait=1), Trouble(wait=1)]
     assert label(run, server, "--limit", "9", "--parallel", "3").status == 0
     refused = next(seen for seen in server.seen if seen.status == 429)
     later = [seen.time - refused.time for seen in server.seen if seen.time > refused.time]
-    assert sum(seconds < 0.99 for seconds in later) <= 2  # those that were on their way
+    assert sum(seconds < 1.99 for seconds in later) <= 2
     assert len(server.prompts) == 9
 
 
@@ -391,7 +392,7 @@ def test_stopped_in_order(run: Path, server: Server, number: signal.Signals) -> 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "the same command goes on" in output
     assert KEY not in output

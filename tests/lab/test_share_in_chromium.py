@@ -2,31 +2,28 @@
 Skipped where there is no Chromium."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, Route
 
 from param_decomp_lab.share.graphs import share_graphs
 from param_decomp_lab.share.shared_run import open_shared
 from param_decomp_lab.share.site import share_site
+from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
 from tests.lab.shared_folders import DOWN, GOLDEN, GRAPH, LABEL, LLAMA, UP, hand_graph, share_copy
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)
 READER = Path(__file__).with_name("graph_reader")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +36,6 @@ def graphs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("graphs") / "out"
     share_graphs(run, (), out)
     return out
-
-
-def watched(browser: Browser, said: list[str]) -> Page:
-    page = browser.new_context().new_page()
-    page.set_default_timeout(15_000)
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: said.append(dialog.message))
-    return page
 
 
 def read_graph(page: Page, folder: Path, slug: str) -> dict[str, Any]:
@@ -115,8 +103,8 @@ def test_a_copy_needs_no_server(run: Path, tmp_path: Path, browser: Browser) -> 
     said: list[str] = []
     page = watched(browser, said)
     page.goto((tmp_path / "out" / "index.html").as_uri())
-    page.get_by_role("link", name=UP).click()
-    page.get_by_role("rowheader").get_by_role("link", name="3", exact=True).click()
+    follow(page.get_by_role("link", name=UP))
+    follow(page.get_by_role("rowheader").get_by_role("link", name="3", exact=True))
     assert page.locator("h1").inner_text().startswith(f"{UP} 3 vowels </title>")
     # Style and script are there.
     shaded = page.locator(".context .at").first
@@ -127,15 +115,16 @@ def test_a_copy_needs_no_server(run: Path, tmp_path: Path, browser: Browser) -> 
         page.keyboard.press("n")
     assert page.url.endswith(".html")
     assert not page.url.endswith("/3.html")
-    page.keyboard.press("u")
-    page.wait_for_url(f"**/{UP}/index.html")
-    page.get_by_role("link", name=LLAMA).click()
-    page.get_by_role("link", name="Groups").click()
-    page.locator("tbody a").first.click()
+    with page.expect_navigation():
+        page.keyboard.press("u")
+    assert page.url.endswith(f"/{UP}/index.html")
+    follow(page.get_by_role("link", name=LLAMA))
+    follow(page.get_by_role("link", name="Groups"))
+    follow(page.locator("tbody a").first)
     page.get_by_role("heading", name="Members").wait_for()
-    page.get_by_role("link", name=LLAMA).click()
-    page.get_by_role("link", name="Graphs").click()
-    page.get_by_role("link", name="then").click()
+    follow(page.get_by_role("link", name=LLAMA))
+    follow(page.get_by_role("link", name="Graphs"))
+    follow(page.get_by_role("link", name="then"))
     # A node, its edges, its group by hand, and from there to its component.
     assert page.locator("circle").count() == len(hand_graph().nodes)
     page.locator("svg a.component").first.click()
@@ -145,6 +134,6 @@ def test_a_copy_needs_no_server(run: Path, tmp_path: Path, browser: Browser) -> 
     assert "mine (1)" in page.locator("#selection").inner_text()
     assert page.locator("#lines line").count() > 0
     page.locator("svg a.component").first.click()
-    page.get_by_role("link", name="what this component does").click()
+    follow(page.get_by_role("link", name="what this component does"))
     assert page.url.endswith(f"/sites/{DOWN}/5.html")
     assert said == []

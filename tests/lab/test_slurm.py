@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import sync_playwright
 
 from param_decomp_lab.metrics.sinks import read_metrics
+from tests.lab.chromium import chromium, follow, watched
 from tests.lab.one_node import Checkout, Cluster, one_node, sets
 from tests.lab.several import environment_of
-from tests.lab.test_browse_in_chromium import CHROMIUM, watched
 from tests.lab.test_processes import SMALL
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here, rows, saved_arrays, saved_steps
 
@@ -235,8 +234,8 @@ def test_a_sweep_compared(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_
     assert all(pair["cosines"]["matrix"] > 2 * pair["by_chance"]["matrix"] for pair in found["agreement"])
 
     said: list[str] = []
-    with sync_playwright() as playwright:
-        page = watched(playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]), said)
+    with chromium() as browser:
+        page = watched(browser, said)
         page.goto(page_file.as_uri())
         assert page.locator("#runs tbody tr").count() == 12
         assert page.locator("#runs .state-broken").inner_text() == "broken"
@@ -244,7 +243,7 @@ def test_a_sweep_compared(tiny: Tiny, cluster: Cluster, checkout: Checkout, tmp_
         chart = page.locator("figure.scatter", has_text="λ as masks")
         assert chart.locator("a.run.best").count() == len(best)
         assert chart.locator("a.run.unfinished").count() <= 1
-        chart.locator("a.run.best").first.click()
+        follow(chart.locator("a.run.best").first)
         chosen = page.url.partition("#run-")[2]
         assert page.locator(f"#run-{chosen} code").inner_text().endswith(tuple(best))
         page.screenshot(path=tmp_path / "comparison.png", full_page=True)

@@ -71,7 +71,7 @@ def planned(inputs, fmt=None, tokenizer="bytes", **options):
     span_bytes=st.integers(1, 60),
     kind=st.sampled_from(["text", "json"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_spans_are_the_file_however_it_is_cut(tmp_path_factory, lines, ends, span_bytes, kind):
     file = tmp_path_factory.mktemp("spans") / "file"
     records = lines if kind == "text" else [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
@@ -224,7 +224,7 @@ def test_a_process_whose_first_is_killed_ends_too(corpus, tmp_path):
     assert len(children) >= 2
     process.kill()
     process.wait()
-    gone = time.monotonic() + 20
+    gone = time.monotonic() + 60
     while any(Path(f"/proc/{child}/cmdline").exists() and is_running(child) for child in children):
         assert time.monotonic() < gone
         time.sleep(0.05)

@@ -112,7 +112,7 @@ def test_dense_ties_survive_another_order_of_features() -> None:
     assert dense_ci_error(matrix, 1) == dense_ci_error(matrix[[3, 0, 1, 2]], 1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(importances(), st.randoms(use_true_random=False))
 def test_order_does_not_matter(matrix: np.ndarray, random: object) -> None:
     """Nor does further components that are never on."""
@@ -129,7 +129,7 @@ def test_order_does_not_matter(matrix: np.ndarray, random: object) -> None:
             assert dense_ci_error(same, k) == error
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(importances())
 def test_matching_is_a_permutation(matrix: np.ndarray) -> None:
     features, C = matrix.shape
@@ -254,7 +254,7 @@ def test_features_without_vector_are_left_out() -> None:
     np.testing.assert_allclose(mmcs_and_ml2r(without, further, U), mmcs_and_ml2r(W, V, U), rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1))
 def test_order_sign_and_split_do_not_matter(seed: int) -> None:
     """V, U and their components in any order, with any split of a component's size and sign between the two."""

@@ -120,10 +120,10 @@ def test_a_closed_port(logged: RunConfig, folder: Path, monkeypatch: pytest.Monk
     sink = Wandb(logged, folder, terminal)
     for _ in range(5):
         sink.check()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     began = time.monotonic()
     sink.close("finished", within_s=2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
     assert not sink.sent
     assert f"wandb has not got all of the run; `pd wandb {folder}` sends it" in text.getvalue()
 
