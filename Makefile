@@ -36,7 +36,7 @@ demo-smollm2: $(VENV)/installed
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "$(FAST)"
-## make test-slow    those that take longer; with PART=2/8 the second of eight parts, as CI does by turns
+## make test-slow    those that take longer; with PART=2/10 the second of ten parts, as CI does by turns
 test-slow: $(VENV)/installed-dev
 	@echo "the slow tests: $(if $(PART),part $(PART),all)"
 	$(PYTEST) -m slow $(if $(PART),--part $(PART))

@@ -225,7 +225,7 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
                 assert total == pytest.approx(change(case.cut.held, whole_entry(case), biases), rel=1e-6, abs=1e-8)
 
 
-EDGES = slow_but(("llama", "experts", "resid_mlp", "identities", "late_tms"), [name for name in CASES if name != "gpt"])
+EDGES = slow_but(("llama", "resid_mlp", "identities", "late_tms"), [name for name in CASES if name != "gpt"])
 
 
 @pytest.mark.parametrize("name", EDGES)

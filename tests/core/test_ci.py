@@ -403,7 +403,7 @@ def test_initial_transformer() -> None:
     "config",
     [
         LayerwiseMLP("shared_mlp", (3,)), LayerwiseMLP("mlp", (3,)), LayerwiseMLP("vector_mlp", (3,)),
-        GlobalMLP((4, 3)), GlobalTransformer(4, 1, (), n_heads=1),
+        GlobalMLP((4, 3)), pytest.param(GlobalTransformer(4, 1, (), n_heads=1), marks=pytest.mark.slow),
     ],
     ids=lambda config: getattr(config, "kind", type(config).__name__),
 )  # fmt: skip

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Any, Any, Any, CIConfig]] = {
 }  # fmt: skip
 
 
-FAST = ("Llama with gaps, a transformer for both layers", "Llama with identities, MLP", "TMS with identities, MLP")
+FAST = ("Llama with identities, MLP", "TMS with identities, MLP")
 
 
 def problem_of(case: str, memory: MemoryPolicy) -> Problem:

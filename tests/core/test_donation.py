@@ -36,10 +36,12 @@ def compiled() -> Any:
     return step.lower(PROBLEM, tiny.ruffled_state(PROBLEM), tiny.weights(), jnp.asarray(tiny.TOKENS)).compile()
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_state_is_aliased(compiled: Any) -> None:
     assert compiled.memory_analysis().alias_size_in_bytes == n_bytes(tiny.ruffled_state(PROBLEM))
 
 
+@pytest.mark.slow
 def test_buffers_are_reused(compiled: Any) -> None:
     # Copies that XLA makes: it does not reuse the memory of NumPy's arrays.
     state = jax.jit(lambda: tiny.ruffled_state(PROBLEM))()

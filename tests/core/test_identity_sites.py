@@ -124,6 +124,7 @@ def test_step_of_a_llama(exact: bool) -> None:
     tiny.assert_step_is_the_reference(problem, tiny.weights(), tiny.TOKENS, exact)
 
 
+@pytest.mark.slow
 @tiny.SLOW_IN_FP32
 def test_step_of_a_residual_mlp(exact: bool) -> None:
     """Layerwise, so that an identity is live alone; routed without a delta; C5 with V of the identity."""

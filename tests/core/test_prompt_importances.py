@@ -223,7 +223,7 @@ def ref_step(case: Case, state: ref.Lowering, drawn: Any, step: int) -> ref.Lowe
     return ref.lower_once(ref_model(case), start, minimality, allowed, state, random, **settings)
 
 
-@cases("tms, features")
+@cases()
 def test_steps_are_the_reference_s(name: str) -> None:
     """O3, O4: two steps, with Adam's moments, the attack's sources and the weights of the readings."""
     with jax.enable_x64():

@@ -146,8 +146,7 @@ CASES: dict[str, Problem] = {
 }  # fmt: skip
 
 
-FAST = ("shared_mlp, hard, relu, no delta", "global_shared_transformer, normal, relu")
-"""One site live and all of them, every kind of source and of attack, and hidden acts are among them."""
+FAST = ("shared_mlp, hard, relu, no delta",)
 
 
 @tiny.SLOW_IN_FP32

@@ -447,6 +447,7 @@ def test_half_written_and_new_harvests(mine: Path) -> None:
 # ---- the text box ----
 
 
+@pytest.mark.slow
 def test_a_text(harvested: Path) -> None:
     def wait(browser: TestClient, page: str, **params: str) -> str:
         for _ in range(600):

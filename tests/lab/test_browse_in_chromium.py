@@ -16,7 +16,7 @@ from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
 from tests.lab.test_browse import LLAMA, MARKUP, SITE, only_harvest
 from tests.lab.tiny_run import PD, ROOT
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NONE_HERE)]
 
 
 @contextmanager
@@ -110,7 +110,6 @@ def test_from_the_runs_to_a_label(mine: Path, browser: Browser) -> None:
     assert said == []
 
 
-@pytest.mark.slow
 def test_with_the_keyboard_alone(mine: Path, browser: Browser) -> None:
     said: list[str] = []
     with served(mine) as address:
@@ -162,7 +161,6 @@ def test_with_the_keyboard_alone(mine: Path, browser: Browser) -> None:
     assert said == []
 
 
-@pytest.mark.slow
 def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Browser) -> None:
     said: list[str] = []
     with served(mine) as address:
@@ -196,7 +194,6 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
     assert [line for line in said if "404" not in line] == []
 
 
-@pytest.mark.slow
 def test_paths_that_no_browser_sends(harvested: Path) -> None:
     with served(harvested) as address:
         host = address.removeprefix("http://")

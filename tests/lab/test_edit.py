@@ -73,6 +73,7 @@ def test_the_command(run: Run, finished: Path, tmp_path: Path) -> None:
     assert "exists and is not empty" in again.err
 
 
+@pytest.mark.slow
 def test_a_toy(toy: Path, tmp_path: Path) -> None:
     run = load_run(toy / "p-00000001")
     site = next(iter(run.sites))

@@ -106,7 +106,7 @@ def test_logits(name: str) -> None:
         close(jax.jit(partial(logits, target))(weights, golden(name)["tokens"]), golden(name)["logits"])
 
 
-@slow_unless(("gpt_neox", "qwen3_moe"))
+@slow_unless(("gpt_neox",))
 def test_every_matrix_as_a_site(name: str) -> None:
     clean, replaced = with_every_matrix_replaced(name, slices=False)
     close(clean, golden(name)["logits"])
@@ -119,7 +119,8 @@ def test_slices_of_fused_matrices_as_sites(name: str) -> None:
     close(replaced, golden(name)["logits"])
 
 
-@slow_unless(("qwen3_moe",))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_unrolled_on_eight_devices_in_bfloat16_and_blocked(name: str) -> None:
     mesh = make_mesh(MeshShape(replica=2, fsdp=2, tensor=2))
     architecture = read_architecture(FAMILIES / name)

@@ -295,7 +295,7 @@ REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest
 WAYS = ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"]
 
 
-@pytest.mark.parametrize("how", slow_but(["8 devices", "interrupted"], WAYS))
+@pytest.mark.parametrize("how", slow_but(["8 devices"], WAYS))
 def test_the_same_bytes(
     undisturbed: tuple[Path, Any, dict[str, bytes]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,6 +332,7 @@ def test_what_is_printed_is_no_markup() -> None:
     assert text.getvalue() == "t[/b] [red]a[/red] :warning: \\x1b[2J\n"
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_is_markup(tmp_path: Path, toy: Path) -> None:
     run = tmp_path / "t[" / "b]" / "p-00000001"  # t[/b]
     shutil.copytree(toy / "p-00000001", run, ignore=shutil.ignore_patterns("ckpts"))

@@ -295,6 +295,7 @@ def sets(*assignments: str) -> list[str]:
     return [word for assignment in assignments for word in ("--set", assignment)]
 
 
+@pytest.mark.slow
 def test_a_run_fetches_its_target_and_keeps_no_token(
     hub: Hub, files: dict[str, bytes], wrapper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_at_some_positions(run: Run) -> None:
     assert {tuple(x) for x in np.argwhere(chosen[UP])} == {(0, 3), (0, 4), (4, 3), (4, 4)}
 
 
+@pytest.mark.slow
 def test_a_toy(toy: Path) -> None:
     run = load_run(toy / "p-00000001")
     site = next(iter(run.sites))

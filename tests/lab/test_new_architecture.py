@@ -22,7 +22,6 @@ from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.gpt import GPTConfig
 from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.weights.target_folder import save_target
-from tests.cases import slow_but
 from tests.lab.tiny_run import SEQ_LEN, Tiny, pd_here
 from tests.lab.whole_path import from_a_folder_to_an_export, random_weights
 
@@ -97,7 +96,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(["gpt"], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_from_a_folder_to_an_export(case: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, model_class, pattern, other = CASES[case]
     monkeypatch.setitem(ARCHITECTURES, architecture.name, type(architecture))

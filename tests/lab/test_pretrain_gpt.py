@@ -127,7 +127,7 @@ def assert_close(found, wanted):
     ("remat", "layers"),
     [
         pytest.param(("mlp", "attention"), "scan", marks=pytest.mark.slow),
-        (("block",), "unroll"),
+        pytest.param(("block",), "unroll", marks=pytest.mark.slow),
         pytest.param(("mlp", "attention"), "unroll", marks=pytest.mark.slow),
         pytest.param(("block",), "scan", marks=pytest.mark.slow),
     ],
@@ -137,6 +137,7 @@ def test_what_is_recomputed_changes_no_number(remat, layers):
     assert_close(gradients(Computation(layers=layers, remat=frozenset(remat))), gradients(Computation()))
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_is_not_kept():
     """Block keeps less than MLP and attention, these less than one of them, that less than nothing recomputed."""
 
@@ -167,7 +168,7 @@ def sgd_steps(recipe, *batches):
     ("model", "layers"),
     [
         pytest.param(NO_DROPOUT, "scan", id="gpt-scan", marks=pytest.mark.slow),
-        pytest.param(LLAMA, "unroll", id="llama-unroll"),
+        pytest.param(LLAMA, "unroll", id="llama-unroll", marks=pytest.mark.slow),
         pytest.param(NO_DROPOUT, "unroll", id="gpt-unroll", marks=pytest.mark.slow),
         pytest.param(LLAMA, "scan", id="llama-scan", marks=pytest.mark.slow),
     ],

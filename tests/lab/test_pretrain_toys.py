@@ -24,7 +24,6 @@ from param_decomp_lab.pretrain.toy_models import ResidMLPToy, TMSToy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import ResidMLPRecipe, TMSRecipe, ToyRecipe
 from param_decomp_lab.pretrain.toys import Try, ensure_target, pretrain_toy
 from param_decomp_lab.weights.target_folder import load_target, save_target
-from tests.cases import slow_but
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -102,6 +101,7 @@ def test_it_learns_repeats_itself_and_is_cached(recipe, file, tmp_path):
     assert not np.array_equal(load_target(folder)[1]["bias"], load_target(other.folder)[1]["bias"])
 
 
+@pytest.mark.slow
 def test_a_tms_is_trained_as_its_recipe_says(recipe):
     """AdamW on the mean of (|x| - out)², with linear2 the transpose of linear1, written out for two steps."""
     recipe = changed(recipe, steps=2, tries=1, model={**recipe.model.model_dump(), "n_features": 3})
@@ -143,7 +143,8 @@ def test_resid_mlp_learns_and_its_embedding_stays(recipe, tmp_path):
     assert_equal(weights["embed"], make_toy(recipe).init(toys._keys(0)[0])[1]["embed"])
 
 
-@pytest.mark.parametrize("hidden", slow_but(["random"], ["identity", "random"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", ["identity", "random"])
 def test_hidden_layers_are_not_trained(recipe, tmp_path, hidden):
     model = {**recipe.model.model_dump(), "n_features": 2, "n_hidden_layers": 2, "hidden_init": hidden, "tied": False}
     recipe = changed(recipe, model=model, steps=200)

@@ -22,7 +22,6 @@ from param_decomp_lab.report.listing import read_run
 from param_decomp_lab.run_folder.ending import read_ending
 from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.run import _Run
-from tests.cases import slow_but
 from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 
@@ -160,7 +159,8 @@ def test_a_figure_that_cannot_be_written(tiny: Tiny, tmp_path: Path, monkeypatch
     assert (run / "report.html").is_file()
 
 
-@pytest.mark.parametrize("what", slow_but(["the folder"], ["the folder", "the rows"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the folder", "the rows"])
 def test_what_a_run_writes_to_is_taken_away(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -158,7 +158,8 @@ def told_at_read(number: int) -> Callable[[RunConfig, Console, Processes], Setup
     return interrupted
 
 
-@pytest.mark.parametrize("batch", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [3, 4])
 def test_in_an_evaluation(
     tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:

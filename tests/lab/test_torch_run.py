@@ -167,6 +167,7 @@ def settings(*assignments: str) -> list[str]:
     return [word for assignment in (*small, *assignments) for word in ("--set", assignment)]
 
 
+@pytest.mark.slow
 def test_a_run_on_wandb_is_decomposed(server: Server, tmp_path: Path) -> None:
     path = f"target.run_path={RUN}"
     checked = pd_here("check", TMS, *settings(path))
