@@ -34,6 +34,7 @@ from param_decomp_jax.routing import UniformKSubset
 from param_decomp_jax.schedules import Schedule
 from param_decomp_jax.step import training_step
 from tests import reference as ref
+from tests.cases import slow_but
 from tests.core import tiny
 
 SITES = tiny.target().sites
@@ -116,7 +117,7 @@ def test_scopes(scope: Any, leading: tuple[int, ...]) -> None:
         assert shapes.raw[stack.name].delta.shape == (stack.n_layers, *shape)
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("sigmoid", slow_but([True], [False, True]))
 def test_persistent_start(sigmoid: bool) -> None:
     """A5: U[0, 1], or N(0, 1) under the sigmoid; moments and count zero. fp32 (N1)."""
     spec = PersistentAttack(AdamAscent(Schedule(0.1)), PerBatchPerPosition(), sigmoid)

@@ -99,7 +99,8 @@ def test_the_leanest_step_is_the_reference() -> None:
     tiny.assert_step_is_the_reference(problem, weights(), tiny.TOKENS, exact=True)
 
 
-@pytest.mark.parametrize("attacked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attacked", [False, True])
 def test_a_small_lean_step_is_the_reference(attacked: bool) -> None:
     """One layer, all of whose matrices of experts are sites; positions and components in blocks, logits made lazily."""
     experts = dataclasses.replace(CONFIG.experts, dense_layers=())  # type: ignore[type-var]

@@ -161,6 +161,7 @@ def test_blocks_of_layers_that_are_not_consecutive() -> None:
 # ---- initial values ----
 
 
+@pytest.mark.slow
 def test_initial_weights() -> None:
     """C4: gain √2 into the residual, over the width of the block's concatenation, and into hidden layers; 1 into the
     heads; attention is uniform; every block and transition has its own."""

@@ -34,6 +34,7 @@ def problem(*terms: Any, tied: tuple[tuple[str, str], ...] = toys.TIED, **change
     return tiny.problem(terms, toys.target(CONFIG, toys.EVERY_MATRIX, tied), **changes)
 
 
+@pytest.mark.slow
 @tiny.SLOW_IN_FP32
 def test_the_published_step(exact: bool) -> None:
     """TMS with a tie, a stack of two hidden layers, and C5: V of the second site sends gradient to U of the first.

@@ -396,6 +396,7 @@ def test_metrics_that_are_binary(toy: Path, tmp_path: Path) -> None:
 # ---- a run ----
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     toy_run.save_toy(tmp_path)
     file = tmp_path / "target" / "model.safetensors"

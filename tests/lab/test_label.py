@@ -379,7 +379,8 @@ def test_killed_and_resumed(run: Path, server: Server, rounds: int) -> None:
     assert KEY not in (run.parent / "output").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_order(run: Path, server: Server, number: signal.Signals) -> None:
     """Answers that are on their way are waited for; nothing is asked twice at all."""
     server.delay = 0.2

@@ -40,7 +40,6 @@ from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.training.run import train
-from tests.cases import slow_but
 from tests.lab.tiny_run import ROOT, Tiny, pd_here
 from tests.plugin import needs_plugin
 
@@ -222,7 +221,8 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'param-decomp[probe]'" in outcome.err
 
 
-@pytest.mark.parametrize("command", slow_but(["fit --gpus 8"], ["probe", "fit --gpus 8"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["probe", "fit --gpus 8"])
 def test_with_a_compiler_of_another_version(tmp_path: Path, command: str) -> None:
     """Said before JAX starts, which would print a traceback and go on with half of the plugin."""
     for part in ("plugin", "pjrt"):

@@ -41,7 +41,8 @@ def child(count: int, *arguments: str, devices: int = 1, environment: Mapping[st
 # ---- what they agree on ----
 
 
-@pytest.mark.parametrize("told", ["3", pytest.param("0+1+2+3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["3", "0+1+2+3"])
 def test_all_stop_at_the_same_look(told: str) -> None:
     """SIGTERM to one of four, and to all, while each looks at a pace of its own (the third is the slowest)."""
     found = child(4, "look", told)

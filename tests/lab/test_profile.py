@@ -20,6 +20,7 @@ ATTACKED = (
 )
 
 
+@pytest.mark.slow
 def test_profile(tiny: Tiny, tmp_path: Path) -> None:
     sets = [word for assignment in (*ATTACKED, f"out_dir={tmp_path}") for word in ("--set", assignment)]
     outcome = pd_here("profile", tiny.config, "--steps", "2", "--warmup", "3", *sets)
