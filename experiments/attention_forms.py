@@ -32,7 +32,7 @@ Shape = tuple[int, int, int, int, int]
 """Rows, positions, heads, key heads, dimensions of a head."""
 
 TIMED: dict[str, Shape] = {
-    "16 × 64, 4 heads of 32 (the demo's)": (16, 64, 4, 4, 32),
+    "16 × 64, 4 heads of 32 (`demo/transformer`)": (16, 64, 4, 4, 32),
     "2 × 1024, 4 heads of 64": (2, 1024, 4, 4, 64),
 }
 COMPILED: dict[str, tuple[Shape, bool]] = {

@@ -5,7 +5,8 @@
 The claim: after ``--after`` these components speak for ``--token``. Each is taken out alone, then all of them together,
 at every token of held-out rows, with everything else as it is (all other components on, deltas too). Prints, as
 Markdown, the mean probability of the token with and without them, and the share of the places at which it falls: after
-that text, and elsewhere.
+that text, and elsewhere. With ``--exceptions`` the places after that text at which it does not fall without all of
+them follow, with the text around them.
 """
 
 import argparse
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("components", nargs="+", help="SITE:NUMBER, or group:NUMBER")
     parser.add_argument("--after", required=True, help="the text in front of the token")
     parser.add_argument("--token", required=True)
+    parser.add_argument("--exceptions", action="store_true", help="list the places where the token does not fall")
     parser.add_argument("--rows", type=int, default=128, help="of held-out data")
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
@@ -51,6 +53,10 @@ def main() -> None:
             for at in (here, ~here)
         ]
         print(f"| {', '.join(chosen)} | {' | '.join(cells)} |", flush=True)
+    if given.exceptions:
+        for row, end in np.argwhere(here & (after >= before)):
+            text = "".join(run.text.tokens(rows[row, max(0, end - 15) : end + 5].tolist())).replace("\n", "↵")
+            print(f"{before[row, end]:.3f} → {after[row, end]:.3f}  {text}")
 
 
 def ends_with(rows: np.ndarray, text: list[int]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What the levers that change numbers do to a decomposition: fewer bits of state, other optimisers (levers 12 and 14).
 
-    python -m experiments.lever_differences                                  # the demo, 300 steps; minutes on two cores
+    python -m experiments.lever_differences                 # demo/transformer, 300 steps; minutes on two cores
     python -m experiments.lever_differences my_run.yaml --steps 1000 --page docs/measurements/levers.md
 
 Every setting is a run of `pd train`, from the same seed, in a folder of its own that is thrown away. Reported are the
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "configs" / "demo" / "decompose.yaml"
+DEMO = ROOT / "configs" / "demo" / "transformer.yaml"
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "fp32, AdamW": (),

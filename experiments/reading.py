@@ -10,8 +10,8 @@ of training (`Batches`), read one after the other as before (`in turn`) or ahead
 *Decoded per used*: bytes of token ids that are decoded, or read where nothing is to be decoded, over those of the rows
 looked up. The page cache is emptied of the files before each measurement.
 
-The step is that of the demo's decomposition, rows of 64 tokens, with random weights; it is given its tokens by the
-trainer's own source, or ones that lie on the device already, in turn (`--rounds` rounds of five steps).
+The step is that of `configs/demo/transformer.yaml`, rows of 64 tokens, with random weights; it is given its tokens by
+the trainer's own source, or ones that lie on the device already, in turn (`--rounds` rounds of five steps).
 """
 
 import argparse
@@ -191,7 +191,7 @@ def stepping(options: argparse.Namespace) -> None:
         changes = [
             f"data={{train: {folder}, eval: {target}}}", f"target={{folder: {target}}}", "eval=null"
         ]  # fmt: skip
-        setup = set_up(load_config(ROOT / "configs" / "demo" / "decompose.yaml", changes), Console(stderr=True))
+        setup = set_up(load_config(ROOT / "configs" / "demo" / "transformer.yaml", changes), Console(stderr=True))
         source, spec = setup.train, setup.problem.decomposition
         assert isinstance(source, TokenSource)
         with jax.set_mesh(setup.mesh):

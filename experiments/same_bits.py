@@ -3,9 +3,10 @@
     python -m experiments.same_bits                        # this version; some minutes on two cores
     python -m experiments.same_bits --against d16f549      # that commit as well, side by side; status 1 if they differ
     python -m experiments.same_bits --against d16f549 --page docs/measurements/same_bits.md
-    python -m experiments.same_bits --only demo            # one of the runs; may be repeated
+    python -m experiments.same_bits --only transformer     # one of the runs; may be repeated
 
-The runs are the demo (`configs/demo`, with random weights), TMS 5-2 (`configs/toys`, with random weights), and a tiny
+The runs are the demo's model with a transformer as the CI function (`configs/demo/transformer.yaml`, with random
+weights), TMS 5-2 (`configs/toys`, with random weights), and a tiny
 Llama on 8 simulated devices with every kind of reconstruction loss and both scopes of persistent sources. Each run
 yields two SHA-256 digests: of the metrics, training and evaluation, without those that depend on the clock
 (`train/perf/`, `train/mem/`); and of every array of the last checkpoint, learned state and training state, in the order
@@ -48,10 +49,11 @@ Digests = tuple[str, str]
 
 @dataclass(frozen=True)
 class Subject:
-    """One run. ``config``: relative to the code. ``settings``: values of `--set`. ``devices``: simulated ones."""
+    """One run. ``configs``: relative to the code; the first that a version has. ``settings``: values of `--set`.
+    ``devices``: simulated ones."""
 
     name: str
-    config: str
+    configs: tuple[str, ...]
     settings: tuple[str, ...]
     devices: int
 
@@ -84,10 +86,12 @@ TINY = (
     "eval.metrics=[{type: CEandKLLosses, rounding_threshold: 0.0}, {type: CI_L0, groups: null}, {type: PGDReconLoss,"
     " init: random, step_size: 0.1, n_steps: 3, mask_scope: shared_across_batch}, {type: CIHiddenActsReconLoss}]",
 )
+TRANSFORMER = ("configs/demo/transformer.yaml", "configs/demo/decompose.yaml")
+"""The second is what the first was called until 25 November 2026."""
 SUBJECTS = (
-    Subject("demo", "configs/demo/decompose.yaml", (), 1),
-    Subject("TMS 5-2", "configs/toys/tms_5-2.yaml", ("steps_per_dispatch=5",), 1),
-    Subject("tiny Llama, 8 devices", "configs/demo/decompose.yaml", TINY, 8),
+    Subject("transformer", TRANSFORMER, (), 1),
+    Subject("TMS 5-2", ("configs/toys/tms_5-2.yaml",), ("steps_per_dispatch=5",), 1),
+    Subject("tiny Llama, 8 devices", TRANSFORMER, TINY, 8),
 )
 
 
@@ -157,7 +161,7 @@ def write_inputs(folder: Path) -> None:
 
 def given_to(subject: Subject, inputs: Path) -> tuple[str, ...]:
     """Settings that say where target and data are."""
-    place = inputs / {"demo": "demo", "TMS 5-2": "toy"}.get(subject.name, "tiny")
+    place = inputs / {"transformer": "demo", "TMS 5-2": "toy"}.get(subject.name, "tiny")
     target = f"target={{folder: {place / 'target'}}}"
     data = (f"data.train={place}/data/train", f"data.eval={place}/data/eval")
     return (target,) if place.name == "toy" else (target, *data)
@@ -197,7 +201,8 @@ def digests_of(subject: Subject, code: Path, inputs: Path) -> Digests:
     """Makes the run with the code in the folder ``code``."""
     with tempfile.TemporaryDirectory() as folder:
         settings = (*COMMON, *subject.settings, *given_to(subject, inputs), f"out_dir={folder}", "run_id=p-00000001")
-        pd(code, subject.devices, "train", subject.config, *(word for key in settings for word in ("--set", key)))
+        config = next(config for config in subject.configs if (code / config).is_file())
+        pd(code, subject.devices, "train", config, *(word for key in settings for word in ("--set", key)))
         run = Path(folder) / "p-00000001"
         return metrics_digest(run), state_digest(run)
 

@@ -1,7 +1,7 @@
 """The training step of one run two ways, in turn on the same machine: memory policies, or versions of the code.
 
-    python -m experiments.step_pairs configs/demo/decompose.yaml --against memory.preset=lean
-    git worktree add ../before main && python -m experiments.step_pairs configs/demo/decompose.yaml --before ../before
+    python -m experiments.step_pairs configs/demo/transformer.yaml --against memory.preset=lean
+    git worktree add ../before main && python -m experiments.step_pairs configs/demo/transformer.yaml --before ../before
 
 Either side is a process of its own that compiles the trainer's own step once and then takes steps when it is its turn;
 the other one waits. So both meet the same load, and the medians of a pair can be compared on a machine that is not

@@ -195,7 +195,7 @@ def toy_items(work: Path) -> tuple[Item, ...]:
               nodes=2),
         Decomposition(
             name="the demo's target decomposed", parts=("decompose",), expected_s=0,
-            config="configs/demo/decompose.yaml", seq_len=32, tokens=20_000, steps=600,
+            config="configs/demo/transformer.yaml", seq_len=32, tokens=20_000, steps=600,
             sets=(*demo, "eval.batch_size=4", "eval.n_steps=1", "eval.metrics.1.groups=null"),
         ),
     )  # fmt: skip

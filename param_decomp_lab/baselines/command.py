@@ -122,7 +122,7 @@ def _ladder(found: Comparison, what: str) -> Table:
 
 
 def verdict(found: Comparison) -> str:
-    """How the decomposition stands against its best baseline, in one sentence for each reading."""
+    """How the decomposition stands in each reading against the baseline that is best in it."""
     own, best = found.own, found.best
     what = "KL" if found.of_text else "error"
 
@@ -131,14 +131,13 @@ def verdict(found: Comparison) -> str:
 
     text = (
         f"At L0 {own.l0:.1f} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
-        f"baseline ({best.parts}); at random {ratio(own.random, min(p.random for p in found.matched.values()))} times"
+        f"baseline ({best.parts}, {best.number:g} parts); with what is off at random "
+        f"{ratio(own.random, min(p.random for p in found.matched.values()))} times"
     )
     if found.lengths:
-        worst = min(p.attacked[-1] for p in found.matched.values())
-        text += (
-            f", after {found.lengths[-1]} steps of attack {ratio(own.attacked[-1], worst)} times, each against the best"
-        )
-    return text + "."
+        least = min(p.attacked[-1] for p in found.matched.values())
+        text += f", after {found.lengths[-1]} steps of attack {ratio(own.attacked[-1], least)} times"
+    return text + ". Below 1 the decomposition is better."
 
 
 def _title(point: Point) -> str:

@@ -1,9 +1,11 @@
 """The figure of a comparison: error against the number of parts that are on."""
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from param_decomp_lab.baselines.measure import LARGEST, ON_OFF, OWN, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.display.numbers import number
 from param_decomp_lab.figures.style import BLUE, QUIET, VERMILION
 
 COLOURS = {"neurons": "#009e73", "singular vectors": "#cc79a7", "weighted singular vectors": "#e69f00",
@@ -12,29 +14,49 @@ FLOOR = 1e-6
 
 
 def comparison_figure(found: Comparison) -> Figure:
-    """Left: error with the masks as they are, by L0. Right: how it grows under attack, at the decomposition's L0."""
+    """Left: error with the masks as they are, by L0, or a bar each where the baselines have one number of parts only.
+    Right: how it grows under attack, at the decomposition's L0."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     what = "KL from the target, nats" if found.of_text else "mean squared error"
-    for kind in BASELINES:
-        points = sorted((p for p in found.points if p.parts == kind), key=lambda p: p.l0)
-        left.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], ".-", color=COLOURS[kind], label=kind)
-    for chosen, style, label in (
-        (LARGEST, ".-", "decomposition, largest"),
-        (ON_OFF, "s--", "decomposition, λ above τ"),
-    ):
-        points = sorted((p for p in found.points if p.parts == OWN and p.chosen == chosen), key=lambda p: p.l0)
-        left.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], style, color=BLUE, ms=4, label=label)
-    left.plot(found.own.l0, max(found.own.error, FLOOR), "*", color=VERMILION, ms=14, label="decomposition, λ as masks")
-    left.set(xscale="log", yscale="log", xlabel="parts on, a site and position (L0)", ylabel=what)
-    left.legend(fontsize=7, frameon=False)
+    if len({p.number for p in found.points if p.parts != OWN}) > 1:
+        _draw_by_l0(left, found, what)
+    else:
+        _draw_bars(left, found, what)
     steps = (0, *found.lengths)
     for point, colour in [(found.own, VERMILION), *((p, COLOURS[name]) for name, p in found.matched.items())]:
         label = point.parts if point.parts == OWN else f"{point.parts}, k {point.number:g}"
         right.plot(steps, [max(x, FLOOR) for x in (point.random, *point.attacked)], ".-", color=colour, label=label)
-    right.set(yscale="log", xlabel="steps of the attack (0: at random)")
+    right.set(yscale="log", xticks=steps, xlabel="steps of the attack (0: at random)")
     right.legend(fontsize=7, frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     return figure
+
+
+def _draw_bars(axes: Axes, found: Comparison, what: str) -> None:
+    """The decomposition with λ as masks, then the baselines."""
+    rows = [(f"decomposition, L0 {found.own.l0:.1f}", found.own.error, VERMILION)]
+    rows += [(f"{name}, k {p.number:g}", p.error, COLOURS[name]) for name, p in found.matched.items()]
+    labels, errors, colours = zip(*rows, strict=True)
+    bars = axes.barh(labels, [max(error, 0.0) for error in errors], color=colours)
+    axes.bar_label(bars, [number(max(error, 0.0)) for error in errors], padding=4, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=what)
+    axes.margins(x=0.12)
+
+
+def _draw_by_l0(axes: Axes, found: Comparison, what: str) -> None:
+    for kind in BASELINES:
+        points = sorted((p for p in found.points if p.parts == kind), key=lambda p: p.l0)
+        axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], ".-", color=COLOURS[kind], label=kind)
+    for chosen, style, label in (
+        (LARGEST, ".-", "decomposition, largest"),
+        (ON_OFF, "s--", "decomposition, λ above τ"),
+    ):
+        points = sorted((p for p in found.points if p.parts == OWN and p.chosen == chosen), key=lambda p: p.l0)
+        axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], style, color=BLUE, ms=4, label=label)
+    axes.plot(found.own.l0, max(found.own.error, FLOOR), "*", color=VERMILION, ms=14, label="decomposition, λ as masks")
+    axes.set(xscale="log", yscale="log", xlabel="parts on, a site and position (L0)", ylabel=what)
+    axes.legend(fontsize=7, frameon=False)

@@ -64,7 +64,7 @@ def launch(
 
         pd launch configs/toys/tms_5-2.yaml --gpus-per-node 1 --shared --sweep pd.seed=0,1,2 --sweep pd.steps=5000,10000
 
-        pd launch configs/demo/decompose.yaml --local --gpus-per-node 2 --set mesh.fsdp=4
+        pd launch configs/demo/transformer.yaml --local --gpus-per-node 2 --set mesh.fsdp=4
 
         pd launch runs/p-1a2b3c4d --nodes 4
     """

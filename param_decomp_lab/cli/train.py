@@ -40,13 +40,13 @@ def train(
 
         pd train --resume runs/p-1a2b3c4d
 
-        pd train --resume runs/p-1a2b3c4d --set mesh.fsdp=4
+        pd train --resume runs/p-1a2b3c4d --set mesh.fsdp=2
 
-        pd train configs/demo/decompose.yaml --set init_from=runs/p-1a2b3c4d@400
+        pd train configs/demo/decompose.yaml --set init_from=runs/p-1a2b3c4d@7500
 
-        srun --ntasks=8 pd train configs/demo/decompose.yaml --set mesh.fsdp=8
+        srun --ntasks=8 pd train configs/demo/transformer.yaml --set mesh.fsdp=8
 
-        pd train configs/demo/decompose.yaml --coordinator node01:29400 --processes 2 --process-id 0
+        pd train configs/demo/decompose.yaml --set mesh.fsdp=2 --coordinator node01:29400 --processes 2 --process-id 0
     """
     from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
 

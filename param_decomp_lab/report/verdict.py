@@ -53,7 +53,7 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
         cards.append(_card(label, values.last, share, 0.25, "≤ 1/4 of zero-masked"))
     if l0 and l0.mean is not None and l0.mean_C:
         share = l0.mean / l0.mean_C
-        value = f"{number(round(l0.mean, 2 if l0.mean < 10 else 1))} of {number(l0.mean_C)}"
+        value = f"{_mean_l0(l0.mean)} of {number(l0.mean_C)}"
         worst = max((site.share or 0.0 for site in l0.sites), default=0.0)
         detail = f"{percent(share)} of C; at most {percent(worst)} at a site"
         cards.append(Card("Mean L0", value, detail, "≤ C/5 at every site", share, 0.2, worst <= 0.2))
@@ -86,10 +86,14 @@ def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
     if share is None or l0 is None or l0.mean is None or l0.mean_C is None:
         return ""
     return (
-        f"With every component scaled by its causal importance, which leaves {number(round(l0.mean, 1))} of "
+        f"With every component scaled by its causal importance, which leaves {_mean_l0(l0.mean)} of "
         f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} "
         "as far, in KL, as with all components switched off."
     )
+
+
+def _mean_l0(mean: float) -> str:
+    return number(round(mean, 2 if mean < 10 else 1))
 
 
 def _card(label: str, value: float, share: float | None, limit: float, rule: str, *, absolute: bool = False) -> Card:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.display.numbers import number
 from param_decomp_lab.opening import load_run
 from param_decomp_lab.setup.language_model import evaluation_source, held_out_rows
 from tests.lab.tiny_run import BATCH, STEPS, Outcome, pd_here
@@ -73,6 +76,16 @@ def test_what_is_printed_and_written(run: Path, outcome: Outcome, found: Compari
         assert words in outcome.out.replace("\n", " ")
     assert (run / "figures" / f"baselines_{STEPS}.png").read_bytes().startswith(b"\x89PNG")
     assert found.positions == BATCH * 16
+
+
+def test_the_figure_of_one_number_of_parts(found: Comparison) -> None:
+    """A bar for the decomposition and each baseline, with its error; of many numbers of parts, curves by L0."""
+    matched = replace(found, points=(found.own, found.own_on_off, *found.matched.values()))
+    left, right = comparison_figure(matched).axes
+    assert [bar.get_width() for bar in left.patches] == [max(p.error, 0) for p in (found.own, *found.matched.values())]
+    assert left.texts[0].get_text() == number(found.own.error)
+    assert list(right.get_xticks()) == [0, *found.lengths]
+    assert not comparison_figure(found).axes[0].patches
 
 
 @pytest.mark.slow

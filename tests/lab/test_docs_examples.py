@@ -126,8 +126,20 @@ def simple_commands(block: str) -> Iterator[list[str]]:
                 words.append(word)
 
 
-COMMANDS = [(page, words) for page in PAGES for block in blocks(page, "sh") for words in simple_commands(block)]
-"""Of all pages."""
+def helps(command: Any, path: str = "pd") -> Iterator[tuple[str, str]]:
+    """Every command of ``pd``, and the examples of its help as a block for the shell."""
+    _, _, examples = (command.help or "").partition("Examples:")
+    paragraphs = [" ".join(text.split()) for text in re.split(r"\n *\n", examples)]
+    yield f"{path} --help", "\n".join(text for text in paragraphs if re.match(r"(pd|srun) ", text))
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from helps(inner, f"{path} {name}")
+
+
+COMMANDS = [
+    *((page, words) for page in PAGES for block in blocks(page, "sh") for words in simple_commands(block)),
+    *((name, words) for name, block in helps(typer.main.get_command(app)) for words in simple_commands(block)),
+]
+"""Of all pages, and of the help."""
 
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from param_decomp_lab.report.configuration import component_counts, loss_terms
 from param_decomp_lab.report.evaluation import l0_table
 from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
+from param_decomp_lab.report.verdict import sentence, verdict
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 STEPS = 2000
@@ -472,6 +473,14 @@ def test_summary_of_experts_for_the_terminal() -> None:
     [mean] = [line for line in capture.get().splitlines() if "mean over sites" in line]
     assert mean.split()[3:] == ["10", "2.75", "2.75", "27.5", "%"]
     assert "over those that take the expert" in " ".join(capture.get().split())
+
+
+def test_the_sentence_and_its_card_have_the_same_l0() -> None:
+    series, sites = with_experts()
+    series |= {"eval/ce_kl/kl_zero_masked": Series((4,), (0.4,)), "eval/ce_kl/kl_ci_masked": Series((4,), (0.03,))}
+    l0 = l0_table(series, sites)
+    assert "leaves 2.75 of 10 active" in sentence(series, l0)
+    assert [card.value for card in verdict(series, {}, l0) if card.label == "Mean L0"] == ["2.75 of 10"]
 
 
 def test_summary_for_the_terminal() -> None:

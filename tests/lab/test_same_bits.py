@@ -46,7 +46,7 @@ def test_two_versions(
         yield old
 
     def digests_of(subject: Subject, code: Path, inputs: Path) -> Digests:
-        changed = code != old and not is_same and subject.name == "demo"
+        changed = code != old and not is_same and subject.name == "transformer"
         return "1" * 64, ("2" if changed else "3") * 64
 
     monkeypatch.setattr(same_bits, "checked_out", checked_out)
@@ -59,7 +59,7 @@ def test_two_versions(
     if is_same:
         same_bits.main()
     else:
-        with pytest.raises(SystemExit, match="different: demo"):
+        with pytest.raises(SystemExit, match="different: transformer"):
             same_bits.main()
     assert len(capsys.readouterr().out.splitlines()) == 2 * len(SUBJECTS)
     assert page.read_text().count("**different**") == (0 if is_same else 1)

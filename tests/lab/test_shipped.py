@@ -144,9 +144,10 @@ def test_demo_uses_what_is_there(tmp_path: Path, commands: list[list[str]]) -> N
     done = pd_here("demo", "--out", tmp_path)
     assert done.status == 0
     assert "pd configs" not in done.out
-    assert [words[1] for words in commands] == ["pretrain", "train", "harvest", "eval"]
-    assert commands[-2][2:] == ["runs/p-00000002", "--tokens", "100e3"]
-    assert commands[-1][2:5] == ["runs/p-00000002", "--baselines", "--matched"]
+    assert [words[1] for words in commands] == ["pretrain", "train", "harvest", "eval", "report"]
+    assert commands[-3][2:] == ["runs/p-00000002", "--tokens", "100e3"]
+    assert commands[-2][2:5] == ["runs/p-00000002", "--baselines", "--matched"]
+    assert commands[-1][2:] == ["runs/p-00000002"]  # its report, with the comparison
     assert f"$ pd browse {tmp_path}/runs --open" in done.out
     assert mine.read_text().endswith("# mine\n")
 
