@@ -1,8 +1,6 @@
 """`pd eval --baselines`: measures, prints, and writes a table and a figure."""
 
-import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 from jaxtyping import Array
@@ -10,7 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from param_decomp_lab.baselines.figure import comparison_figure
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, compare, matched_k
+from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, compare, matched_k
+from param_decomp_lab.baselines.verdict import title, verdict
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.display.numbers import number
@@ -19,13 +19,10 @@ from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluation_batches
 from param_decomp_lab.figures.save import figure_path, save_figure
-from param_decomp_lab.folders import write_whole
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.run_folder.folder import EVALUATIONS
 from param_decomp_lab.run_folder.output_file import check_output_file
 from param_decomp_lab.setup.language_model import training_rows
 
-NAME = "baselines"
 POSITIONS = 1 << 14
 """At which second moments are measured, at least: many more than a matrix has inputs."""
 MOST_DRAWS = 64
@@ -62,12 +59,12 @@ def compare_with_baselines(
         progress=lambda what: console.print(f"measuring {what} …", highlight=False),
         matched_only=matched_only,
     )
-    file = out or run.folder / EVALUATIONS / f"{NAME}_{run.step}.json"
+    file = out or comparison_file(run.folder, run.step)
     picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
     show(found, data, console)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"data": data, **asdict(found)}, indent=1, ensure_ascii=False) + "\n")
+        keep(file, Kept(found, data))
         save_figure(comparison_figure(found), picture)
     except OSError as error:
         raise CannotWrite(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
@@ -101,7 +98,7 @@ def show(found: Comparison, data: str, console: Console) -> None:
     )  # fmt: skip
     for point in (found.own, found.own_on_off, *found.matched.values()):
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
-        table.add_row(_title(point), *map(_number, cells))
+        table.add_row(title(point), *map(_number, cells))
     console.print(table)
     ladder = _ladder(found, what)
     if ladder.row_count > 1:
@@ -119,31 +116,6 @@ def _ladder(found: Comparison, what: str) -> Table:
         row = [by_place.get((name, k)) for name in (OWN, *names)]
         ladder.add_row(f"{k:g}", *("–" if p is None else _number(p.error) for p in row))
     return ladder
-
-
-def verdict(found: Comparison) -> str:
-    """How the decomposition stands in each reading against the baseline that is best in it."""
-    own, best = found.own, found.best
-    what = "KL" if found.of_text else "error"
-
-    def ratio(a: float, b: float) -> str:
-        return number(a / b) if b > 0 else "–"
-
-    text = (
-        f"At L0 {own.l0:.1f} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
-        f"baseline ({best.parts}, {best.number:g} parts); with what is off at random "
-        f"{ratio(own.random, min(p.random for p in found.matched.values()))} times"
-    )
-    if found.lengths:
-        least = min(p.attacked[-1] for p in found.matched.values())
-        text += f", after {found.lengths[-1]} steps of attack {ratio(own.attacked[-1], least)} times"
-    return text + ". Below 1 the decomposition is better."
-
-
-def _title(point: Point) -> str:
-    if point.parts != OWN:
-        return point.parts
-    return LAMBDA if point.chosen == LAMBDA else f"λ above {point.number:g} on"
 
 
 def _number(x: float) -> str:

@@ -25,6 +25,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from param_decomp_lab.browse.baselines_page import baselines_page
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.graph_pages import GraphPages
@@ -151,6 +152,11 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(group_pages.group(opened, number, _page(request)))
 
     @of_harvest
+    async def baselines(request: Request, opened: Opened) -> Response:
+        del request
+        return HTMLResponse(baselines_page(pages, opened))
+
+    @of_harvest
     async def report(request: Request, opened: Opened) -> Response:
         def component_address(site: str, number: int) -> str:
             name = site.removeprefix("model.").removesuffix(".weight")
@@ -196,6 +202,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/graph", graph),
             Route("/{run}/{harvest}/graph", keep_graph, methods=["POST"]),
             Route("/{run}/{harvest}/intervene", intervene),
+            Route("/{run}/{harvest}/baselines", baselines),
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/groups", groups),
             Route("/{run}/{harvest}/groups/{group}", group),

@@ -1,0 +1,60 @@
+"""The comparison of a run with its baselines, as `pd eval --baselines` leaves it in the run's folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.run_folder.folder import EVALUATIONS
+from param_decomp_lab.untrusted.json_text import read_json
+
+NAME = "baselines"
+"""Of the file, and of the figure beside the run's others."""
+
+
+class Kept(NamedTuple):
+    """``data``: the rows on which it was measured, in words."""
+
+    comparison: Comparison
+    data: str
+
+
+def comparison_file(run_folder: Path, step: int) -> Path:
+    """Where the comparison at a step is kept."""
+    return run_folder / EVALUATIONS / f"{NAME}_{step}.json"
+
+
+def keep(file: Path, kept: Kept) -> None:
+    """Raises OSError."""
+    raw = {"data": kept.data, **asdict(kept.comparison)}
+    write_whole(file, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+
+
+def find_comparison(run_folder: Path, step: int) -> Kept | None:
+    """What is kept of a step; None if nobody has measured it. Raises UserError for a file that is damaged, or has
+    not what this version keeps."""
+    file = comparison_file(run_folder, step)
+    if not file.exists():
+        return None
+    raw = read_json(file, "a comparison with baselines", dict)
+    data = raw.pop("data", None)
+    again = f"`pd eval {run_folder} --baselines --step {step}` makes it again"
+    try:
+        comparison = TypeAdapter(Comparison).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file}: {where}: {first['msg']}; {again}") from None
+    points = comparison.points
+    has_own = {(LAMBDA, 0.0), (ON_OFF, 0.0)} <= {(p.chosen, p.number) for p in points if p.parts == OWN}
+    if not isinstance(data, str) or not has_own or not comparison.matched:
+        raise UserError(f"{file}: has no comparison at the decomposition's own L0; {again}")
+    measured = (comparison.own, comparison.own_on_off, *comparison.matched.values())
+    if {len(p.attacked) for p in measured} != {len(comparison.lengths)}:
+        raise UserError(f"{file}: not every point was attacked {len(comparison.lengths)} times; {again}")
+    return Kept(comparison, data)

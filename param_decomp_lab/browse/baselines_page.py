@@ -1,0 +1,96 @@
+"""The page of a run's baselines: tables and a figure of what `pd eval --baselines` has left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from param_decomp_lab.baselines.kept import find_comparison
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.baselines.verdict import title, verdict
+from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.pages import Pages
+from param_decomp_lab.display.numbers import number
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.report.charts import Axis, axis
+
+WIDTH, HEIGHT = 640, 300
+DEPTH = 100.0
+"""Errors that are smaller than the decomposition's by more than this are drawn at the lower edge."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """``path``: of SVG, in a box of `WIDTH` by `HEIGHT`; empty for a single point. ``dots``: x, y and what each says
+    under the pointer. ``kind``: the class that gives it its colour."""
+
+    name: str
+    kind: str
+    path: str
+    dots: list[tuple[float, float, str]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """``x_ticks``, ``y_ticks``: where they stand and what they say. ``floor``: the error below which a point is drawn
+    at the lower edge; None if all are above it."""
+
+    curves: list[Curve]
+    floor: float | None
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+
+
+def baselines_page(pages: Pages, opened: Opened) -> str:
+    """What is kept for the harvest's step, or the command that measures it."""
+    step = opened.harvest.plan.step
+    try:
+        kept = find_comparison(opened.run_folder, step)
+    except UserError as error:
+        return pages.render("baselines.html", opened=opened, step=step, found=None, wrong=str(error))
+    if kept is None:
+        return pages.render("baselines.html", opened=opened, step=step, found=None, wrong="")
+    found = kept.comparison
+    beside = [name for name in BASELINES if name in found.matched]
+    ladder = {(p.parts, p.number): p.error for p in found.points if p.chosen == LARGEST}
+    sizes = sorted({k for _, k in ladder})
+    return pages.render(
+        "baselines.html", opened=opened, step=step, found=found, data=kept.data, wrong="",
+        what="KL" if found.of_text else "mean squared error", sentence=verdict(found), plot=plot(found),
+        rows=[(title(p), p) for p in (found.own, found.own_on_off, *(found.matched[name] for name in beside))],
+        names=[OWN, *beside], ladder=[(k, [ladder.get((name, k)) for name in (OWN, *beside)]) for k in sizes],
+        width=WIDTH, height=HEIGHT,
+    )  # fmt: skip
+
+
+def plot(found: Comparison) -> Plot:
+    """Errors with the masks as they are, by L0."""
+    named: list[tuple[str, str, list[Point]]] = [
+        (kind, f"baseline{n}", [p for p in found.points if p.parts == kind]) for n, kind in enumerate(BASELINES)
+    ]
+    for chosen, name in ((LARGEST, "decomposition, largest"), (ON_OFF, "decomposition, λ above τ")):
+        kind = "largest" if chosen == LARGEST else "above"
+        named.append((name, kind, [p for p in found.points if p.parts == OWN and p.chosen == chosen]))
+    named.append((f"decomposition, {LAMBDA}", "own", [found.own]))
+    # A point without any part on has no place on a logarithmic axis.
+    drawn = [(name, kind, sorted((p for p in points if p.l0 > 0), key=lambda p: p.l0)) for name, kind, points in named]
+    drawn = [entry for entry in drawn if entry[2]]
+    x = axis([p.l0 for *_, points in drawn for p in points])
+    errors = [p.error for *_, points in drawn for p in points]
+    floor = max(found.own.error, 1e-12) / DEPTH
+    y = axis([max(error, floor) for error in errors])
+    curves = [Curve(name, kind, *_path(points, x, y, floor)) for name, kind, points in drawn]
+    return Plot(
+        curves,
+        floor if min(errors) < floor else None,
+        [(round(tick.at * WIDTH / 100, 1), tick.label) for tick in x.ticks],
+        [(round(HEIGHT - tick.at * HEIGHT / 100, 1), tick.label) for tick in y.ticks],
+    )
+
+
+def _path(points: Sequence[Point], x: Axis, y: Axis, floor: float) -> tuple[str, list[tuple[float, float, str]]]:
+    dots = []
+    for p in points:
+        across, up = x.share(p.l0) * WIDTH, y.share(max(p.error, floor)) * HEIGHT
+        said = f"{title(p)}, L0 {number(p.l0)}: {number(max(p.error, 0.0))}"
+        dots.append((round(across, 1), round(HEIGHT - up, 1), said))
+    return ("M" + "L".join(f"{a} {b}" for a, b, _ in dots) if len(dots) > 1 else ""), dots

@@ -1,0 +1,123 @@
+"""The browser's page of baselines: what it shows of a comparison that was kept, and what it says of a damaged one."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparison, keep
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.browse.baselines_page import DEPTH, HEIGHT, WIDTH, plot
+from param_decomp_lab.errors import UserError
+from tests.lab.test_browse import LLAMA, MARKUP, base, client
+from tests.lab.tiny_run import STEPS
+
+OF_RUN = (
+    Point(OWN, LAMBDA, 0.0, 1.75, 0.02, 0.03, 0.01, (0.5, 0.75)),
+    Point(OWN, ON_OFF, 0.0, 1.75, 0.015, 0.025, 0.008, (0.4, 0.6)),
+    Point(OWN, ON_OFF, 0.5, 1.0, 0.05, 0.06, 0.02),
+    Point(OWN, ON_OFF, 0.9, 0.0, 0.8, 0.9, 0.3),  # nothing is on
+    Point(OWN, LARGEST, 1.0, 0.9, 0.06, 0.07, 0.03),
+)
+OF_BASELINES = tuple(
+    Point(name, LARGEST, k, k, 0.25 / (1 + n) / k**8, 0.1, 0.1 / (1 + n), (1.0, 2.0) if k == 2.0 else ())
+    for n, name in enumerate(BASELINES)
+    for k in (1.0, 2.0, 4.0)
+)
+
+
+def comparison(**changes: Any) -> Comparison:
+    return replace(Comparison(LLAMA, STEPS, True, 128, (5, 10), (*OF_RUN, *OF_BASELINES)), **changes)
+
+
+@pytest.fixture
+def mine(harvested: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(harvested, tmp_path / "runs", ignore=shutil.ignore_patterns("ckpts")))
+
+
+def page_of(folder: Path) -> str:
+    with client(folder) as browser:
+        page = browser.get(f"{base(folder)}/baselines")
+    assert page.status_code == 200
+    assert " style=" not in page.text
+    return page.text
+
+
+def text_of(page: str) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+def test_nobody_has_measured_it(mine: Path) -> None:
+    assert f"pd eval {mine / LLAMA} --baselines --step {STEPS}" in text_of(page_of(mine))
+
+
+def test_what_was_measured(mine: Path) -> None:
+    file = comparison_file(mine / LLAMA, STEPS)
+    file.parent.mkdir(exist_ok=True)
+    keep(file, Kept(comparison(), f"rows {MARKUP}"))
+    assert find_comparison(mine / LLAMA, STEPS) == Kept(comparison(), f"rows {MARKUP}")
+    page = page_of(mine)
+    assert MARKUP not in page
+    said = text_of(page)
+    best = min((p for p in OF_BASELINES if p.number == 2), key=lambda p: p.error)
+    assert f"At L0 1.8 the decomposition's KL is {0.02 / best.error:.1f} times that of the best baseline" in said
+    for row in (
+        "λ as masks 1.75 0.0200 0.0300 0.0100 0.500 0.750",
+        "λ above 0 on 1.75 0.0150 0.0250 0.00800 0.400 0.600",
+        f"{best.parts} 2 {best.error:.2e}".replace("e-0", "e−"),
+        "1 0.0600 0.250",
+    ):
+        assert row in said, row
+    assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES)
+
+
+def test_points_stand_where_they_should() -> None:
+    """What is far below the decomposition's error lies at the lower edge."""
+    drawn = plot(comparison())
+    assert drawn.floor == 0.02 / DEPTH
+    by_name = {curve.name: curve for curve in drawn.curves}
+    neurons = by_name["neurons"].dots
+    assert [x for x, *_ in neurons] == sorted(x for x, *_ in neurons)
+    # L0 1, 2, 4, which an axis that is not logarithmic holds. 0.25 and 0.25 / 2^8 are above the floor, 0.25 / 4^8 below.
+    assert neurons[2][0] - neurons[1][0] == pytest.approx(2 * (neurons[1][0] - neurons[0][0]), abs=0.2)
+    lowest = max(y for curve in drawn.curves for _, y, _ in curve.dots)
+    assert neurons[2][1] == lowest
+    assert neurons[0][1] < neurons[1][1] < lowest
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for curve in drawn.curves for x, y, _ in curve.dots)
+    assert by_name["decomposition, λ as masks"].path == ""
+    assert len(by_name["decomposition, λ above τ"].dots) == 2  # without the one that leaves nothing on
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda raw: raw.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without("points"), "points: Field required"),
+        (without("data"), "no comparison at the decomposition's own L0"),
+        (lambda raw: raw["points"].clear(), "no comparison at the decomposition's own L0"),
+        (lambda raw: raw["points"].pop(0), "no comparison at the decomposition's own L0"),
+        (lambda raw: raw["points"][0].update(error="much"), "points.0.error"),
+        (lambda raw: raw["points"][0].update(attacked=[1.0]), "not every point was attacked 2 times"),
+        (lambda raw: raw["points"][0].update(error=float("nan")), "not finite"),
+    ],
+)
+def test_a_damaged_file(mine: Path, damage: Callable[[dict[str, Any]], Any], said: str) -> None:
+    file = comparison_file(mine / LLAMA, STEPS)
+    file.parent.mkdir(exist_ok=True)
+    keep(file, Kept(comparison(), "rows"))
+    raw = json.loads(file.read_text())
+    damage(raw)
+    file.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=re.escape(said)):
+        find_comparison(mine / LLAMA, STEPS)
+    assert said in text_of(page_of(mine))
