@@ -85,7 +85,7 @@ def test_points_stand_where_they_should() -> None:
     by_name = {curve.name: curve for curve in drawn.curves}
     neurons = by_name["neurons"].dots
     assert [x for x, *_ in neurons] == sorted(x for x, *_ in neurons)
-    # L0 1, 2, 4, which an axis that is not logarithmic holds. 0.25 and 0.25 / 2^8 are above the floor, 0.25 / 4^8 below.
+    # L0 1, 2, 4, on a linear axis. 0.25 and 0.25 / 2^8 are above the floor, 0.25 / 4^8 is below it.
     assert neurons[2][0] - neurons[1][0] == pytest.approx(2 * (neurons[1][0] - neurons[0][0]), abs=0.2)
     lowest = max(y for curve in drawn.curves for _, y, _ in curve.dots)
     assert neurons[2][1] == lowest
