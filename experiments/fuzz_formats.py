@@ -38,6 +38,7 @@ from experiments.fuzz_faults import (
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "llama"
+SAE = ROOT / "tests" / "golden" / "saelens" / "jumprelu_skip_transcoder"
 OLD_RUN = ROOT / "tests" / "lab" / "old_run" / "toy" / "p-00000002"
 
 
@@ -150,7 +151,10 @@ def _make_safetensors(work: Path) -> None:
 
 
 def _damage_safetensors(work: Path, random: Random) -> Fault:
-    file = work / "model" / "model.safetensors"
+    return _damage_tensors(work / "model" / "model.safetensors", random)
+
+
+def _damage_tensors(file: Path, random: Random) -> Fault:
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -168,13 +172,40 @@ def _damage_safetensors(work: Path, random: Random) -> Fault:
         case "length":
             claimed = random.choice((0, 1, length - 1, length + 1, 10**6, 2**31, 2**40, 2**63, 2**64 - 1))
             file.write_bytes(struct.pack("<Q", claimed) + content[8:])
-            return Fault(f"model.safetensors: a header of {claimed} bytes", file.name)
+            return Fault(f"{file.name}: a header of {claimed} bytes", file.name)
         case _:
             one, other = random.sample([n for n in header if n != "__metadata__"], 2)
             header[one]["data_offsets"] = header[other]["data_offsets"]
             what, text, refused = f"{one} where {other} lies", json.dumps(header).encode(), True
     file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-    return Fault(f"model.safetensors, in the header: {what}", file.name, refused)
+    return Fault(f"{file.name}, in the header: {what}", file.name, refused)
+
+
+def _make_sae(work: Path) -> None:
+    shutil.copytree(SAE, work / "sae")
+
+
+def _damage_sae(work: Path, random: Random) -> Fault:
+    if random.random() < 0.4:
+        return _damage_tensors(work / "sae" / "sae_weights.safetensors", random)
+    return _damage_file(work / "sae" / "cfg.json", random, damage_json)
+
+
+def _sae_is_the_files(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
+    """Tensors, and that it fits a target; where its file is whole, its tensors are what they were."""
+    from param_decomp_jax.sites import Sites
+    from param_decomp_jax.targets.llama import LlamaConfig
+    from param_decomp_lab.baselines.saelens import read_dictionary
+
+    read = read_dictionary(Path("sae"))
+    read.fitted(LlamaConfig(256, 16, 2, 2, 1, 8, 24).target(Sites(())))
+    if fault.file == "sae_weights.safetensors":
+        saved = _tensors(Path("sae/sae_weights.safetensors"))
+        if any(read.tensors[name].tobytes() != saved[name] for name in read.tensors):
+            raise WrongNumbers("the tensors are not those of the file")
+    elif whole is not None and read.tensors.keys() == whole.keys():
+        _equal(read.tensors, whole, "tensors")
+    return read.tensors
 
 
 def _make_index(work: Path) -> None:
@@ -1107,6 +1138,7 @@ FORMATS: Mapping[str, Format] = {
         Format("safetensors", _make_safetensors, _damage_safetensors, (
             Command("load_target", _weights_are_the_files),
         )),
+        Format("sae", _make_sae, _damage_sae, (Command("read_dictionary", _sae_is_the_files),)),
         Format("index", _make_index, _damage_index, (Command("load_target", _weights_are_the_saved),)),
         Format("config", _make_config, _damage_config, (Command("load_target", _sizes_are_the_saved),)),
         Format("gguf", _make_gguf, _damage_gguf, (

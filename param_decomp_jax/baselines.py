@@ -175,7 +175,7 @@ def masked_errors(
         done = length
     return MaskedErrors(
         target.errors(weights, clean, [plain])[0],
-        _cross_entropy(problem, weights, inputs, plain),
+        cross_entropy_of(problem, weights, inputs, plain),
         error(with_sources(draw(for_random))),
         jnp.stack(attacked) if attacked else jnp.zeros(0),
     )
@@ -183,10 +183,11 @@ def masked_errors(
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:
     """Of the target as it is; 0 of a toy."""
-    return _cross_entropy(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
+    return cross_entropy_of(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
 
 
-def _cross_entropy(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
+def cross_entropy_of(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
+    """Of an output of the target, of the next token; 0 of a toy."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         return jnp.zeros(())
     log_p = jax.nn.log_softmax(problem.target.predictions(weights, output[:, :-1]))

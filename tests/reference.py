@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11-13, 15 and 16, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -1272,6 +1272,7 @@ def llama(
     experts_per_token: int = 1,
     normalised: bool = False,
     choose: Choose = lambda mixture, own: own,
+    hooked: Callable[[int, str, Num], Num] = lambda layer, hook, x: x,
 ) -> Num:
     """tokens `[B, T]` -> logits `[B, T, vocab]`. weights: embed [vocab, d], layers [{q_proj, k_proj,
     v_proj, o_proj, gate_proj, up_proj, down_proj [d_in, d_out], input_norm, post_norm [d]}],
@@ -1280,7 +1281,9 @@ def llama(
 
     A layer with a `router` [d, E] has a mixture named `model.layers.{i}.mlp` in place of its MLP (section 12). Its
     gate_proj, up_proj and down_proj are [E, d_in, d_out], and every product is `linear(layer, kind, x, W, expert)`,
-    first gate of all experts, then up, then down. `experts_per_token` is k; `normalised` as in X1."""
+    first gate of all experts, then up, then down. `experts_per_token` is k; `normalised` as in X1.
+
+    B6: `hooked(layer, hook, x)` gives what takes the place of the activation x at a hook, by TransformerLens' name."""
     freq = rope_frequencies(head_dim, rope_theta, rope_scaling)
     h = linear(-1, "embed", np.eye(weights["embed"].shape[0])[tokens], weights["embed"])
     for i, layer in enumerate(weights["layers"]):
@@ -1288,17 +1291,22 @@ def llama(
         def project(kind: str, x: Num, *expert: int, i: int = i, layer: dict = layer) -> Num:
             return linear(i, kind, x, layer[f"{kind}_proj"][expert], *expert)
 
+        h = hooked(i, "hook_resid_pre", h)
         x = rms_norm(h, eps) * layer["input_norm"]
         q, k, v = project("q", x), project("k", x), project("v", x)
         assert (q.shape[-1], k.shape[-1]) == (n_heads * head_dim, n_kv_heads * head_dim)
-        h = h + project("o", attention(q, k, v, n_heads, freq, causal=True))
-        x = rms_norm(h, eps) * layer["post_norm"]
+        h = h + hooked(i, "hook_attn_out", project("o", attention(q, k, v, n_heads, freq, causal=True)))
+        h = hooked(i, "hook_resid_mid", h)
+        x = hooked(i, "ln2.hook_normalized", rms_norm(hooked(i, "hook_mlp_in", h), eps)) * layer["post_norm"]
+        x = hooked(i, "mlp.hook_in", x)
         if "router" in layer:
             choose_here = partial(choose, f"model.layers.{i}.mlp")
-            h = h + mixture(layer, x, project, choose_here, experts_per_token=experts_per_token, normalised=normalised)
+            y = mixture(layer, x, project, choose_here, experts_per_token=experts_per_token, normalised=normalised)
         else:
             gate, up = project("gate", x), project("up", x)
-            h = h + project("down", gate * sigmoid(gate) * up)
+            y = project("down", gate * sigmoid(gate) * up)
+        h = h + hooked(i, "hook_mlp_out", hooked(i, "mlp.hook_out", y))
+        h = hooked(i, "hook_resid_post", h)
     return rms_norm(h, eps) * weights["final_norm"] @ weights["head"]
 
 
@@ -1810,3 +1818,69 @@ def lower_once(
     found = {r: float(value(e)) for r, e in errors.items()}
     weights = {r: w + 0.1 * float(np.clip(found[r] / allowed[r] - 1, -1, 1)) for r, w in state.weights.items()}
     return Lowered(Lowering(lower_ci, moments, attack, weights), float(value(loss)), found, grads)
+
+
+# ---- Section 17: SAEs and transcoders in place of an activation ----
+
+
+class Normalised(NamedTuple):
+    """B6: x~, and the inverse."""
+
+    x: Array
+    back: Callable[[Array], Array]
+
+
+def normalised(x: Array, how: str) -> Normalised:
+    """B6: x `[..., d_in]`; `how`: `normalize_activations`."""
+    if how == "constant_norm_rescale":
+        factor = math.sqrt(x.shape[-1]) / np.linalg.norm(x, axis=-1, keepdims=True)
+        return Normalised(x * factor, lambda y: y / factor)
+    if how == "layer_norm":
+        mu = x.mean(axis=-1, keepdims=True)
+        sigma = x.std(axis=-1, ddof=1, keepdims=True)
+        return Normalised((x - mu) / (sigma + 1e-5), lambda y: y * sigma + mu)
+    assert how == "none"
+    return Normalised(x, lambda y: y)
+
+
+def dictionary_latents(config: dict, tensors: dict[str, Array], x: Array) -> Array:
+    """B6: f `[..., d_sae]`. `config`, `tensors`: what SAELens writes; x: centred where it has to be."""
+    architecture = config["architecture"].removesuffix("_transcoder").removesuffix("_skip")
+    W_enc, lengths = tensors["W_enc"], np.linalg.norm(tensors["W_dec"], axis=-1)
+    read = normalised(x, config["normalize_activations"]).x
+    if config["apply_b_dec_to_input"]:
+        read = read - tensors["b_dec"]
+    pi = read @ W_enc
+    if architecture == "gated":
+        magnitude = np.maximum(pi * np.exp(tensors["r_mag"]) + tensors["b_mag"], 0)
+        return magnitude * (pi + tensors["b_gate"] > 0)
+    z = pi + tensors["b_enc"]
+    if architecture == "jumprelu":
+        return np.maximum(z, 0) * (z > tensors["threshold"])
+    if architecture == "topk":
+        if config.get("rescale_acts_by_decoder_norm", False):
+            z = z * lengths
+        return np.maximum(z, 0) * top_k(z, config["k"])
+    assert architecture in ("standard", "transcoder", "skip"), architecture
+    return np.maximum(z, 0)
+
+
+def dictionary_output(config: dict, tensors: dict[str, Array], x: Array, f: Array) -> Array:
+    """B6: y `[..., d_out]`."""
+    W_dec = tensors["W_dec"]
+    if config.get("rescale_acts_by_decoder_norm", False):
+        W_dec = W_dec / np.linalg.norm(W_dec, axis=-1, keepdims=True)
+    y = f @ W_dec + tensors["b_dec"]
+    if "transcoder" not in config["architecture"]:
+        return normalised(x, config["normalize_activations"]).back(y)
+    return y + x @ tensors["W_skip"].T if "skip" in config["architecture"] else y
+
+
+def fewer_latents(config: dict, tensors: dict[str, Array], f: Array, k: int) -> Array:
+    """B6: f with the k largest f_j ||W_dec,j|| at each position."""
+    lengths = np.linalg.norm(tensors["W_dec"], axis=-1)
+    if config.get("rescale_acts_by_decoder_norm", False):
+        lengths = np.ones_like(lengths)
+    sizes = f * lengths
+    least = np.sort(sizes, axis=-1)[..., -k][..., None]
+    return np.where(sizes >= least, f, 0)

@@ -58,6 +58,20 @@ class LayerLinears(Protocol):
 
 
 @runtime_checkable
+class HookedLayer(Protocol):
+    """A `LayerLinears` that sees activations besides what the matrices read, and may put others in their place (B6)."""
+
+    def hook(self, name: str, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """What takes the place of ``x``, the activation at the hook ``name`` of the layer."""
+        ...
+
+
+def hooked(linear: LayerLinears, name: str, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+    """The activation at a hook of a layer, or what is put in its place; ``name``: as TransformerLens has it."""
+    return linear.hook(name, x) if isinstance(linear, HookedLayer) else x
+
+
+@runtime_checkable
 class Linears(Protocol):
     """How a whole forward pass applies the target's matrices (F1 to F4).
 

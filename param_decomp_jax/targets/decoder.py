@@ -30,6 +30,9 @@ from param_decomp_jax.targets.base import (
 )  # fmt: skip
 from param_decomp_jax.targets.plain_linears import frozen_axes
 
+NORMALIZED = "ln2.hook_normalized"
+"""Hook at what the norm before the MLP makes of the residual stream, before its weight and bias."""
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -65,6 +68,22 @@ class Decoder:
     def writes_residual(self) -> frozenset[str]:
         """Kinds of the matrices whose output is added to the residual stream, as it is or multiplied by a number."""
         return frozenset()
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Activations of a layer that something can take the place of (B6), by TransformerLens' names; a family whose
+        layers call `hooked` has more than these."""
+        return frozenset({"hook_resid_pre", "hook_resid_post"})
+
+    @property
+    def centers(self) -> bool:
+        """Whether whatever reads the residual stream takes its mean away first."""
+        return False
+
+    def normalized(self, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """What the norm before the MLP makes of the residual stream, without its weight and bias; of a family that has
+        the hook `NORMALIZED`."""
+        raise NotImplementedError
 
     # ---- what they share ----
 

@@ -23,8 +23,8 @@ from param_decomp_jax.numerics import layer_norm, matmul_wide, rms_norm
 from param_decomp_jax.remat import named
 from param_decomp_jax.rotary import frequencies, rotate
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, site_weights
-from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, hooked, site_weights
+from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_jax.targets.experts import mixture
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.transformer_config import EMBED, QKV, SLICES, TransformerConfig
@@ -57,6 +57,24 @@ class Transformer(Decoder):
         """What a norm after the block changes first is not simply added; an expert's is added with a weight."""
         kinds = ("o_proj", "down_proj", "experts.down_proj")
         return frozenset(kinds if self.architecture.norms == "before" else ())
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """What TransformerLens calls ``ln2`` is the norm before the MLP; one after it has another place."""
+        c = self.architecture
+        middle = () if c.parallel else ("hook_resid_mid",)
+        normalized = () if c.norms == "after" else (NORMALIZED,)
+        mlp = ("hook_mlp_in", "mlp.hook_in", "mlp.hook_out", "hook_mlp_out")
+        return super().hooks | {"hook_attn_out", *middle, *normalized, *mlp}
+
+    @property
+    def centers(self) -> bool:
+        return self.architecture.norm == "layer" and self.architecture.norms == "before"
+
+    def normalized(self, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        c = self.architecture
+        ones = jnp.ones(x.shape[-1])
+        return layer_norm(x, c.norm_eps, ones, 0 * ones) if c.norm == "layer" else rms_norm(x, c.norm_eps)
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         return self._placed(self.look_up(weights["embed"], tokens), weights)
@@ -97,9 +115,13 @@ class Transformer(Decoder):
         return groups
 
     def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
-        after_attention = x + self._added("attention_out_norm", self._attention(x, w, linear), w)
-        mlp_reads = x if self.architecture.parallel else after_attention
-        return after_attention + self._added("mlp_out_norm", self._mlp(mlp_reads, w, linear), w)
+        attended = self._added("attention_out_norm", self._attention(x, w, linear), w)
+        after_attention = x + hooked(linear, "hook_attn_out", attended)
+        if not self.architecture.parallel:
+            after_attention = hooked(linear, "hook_resid_mid", after_attention)
+        mlp_reads = hooked(linear, "hook_mlp_in", x if self.architecture.parallel else after_attention)
+        given = hooked(linear, "mlp.hook_out", self._mlp(mlp_reads, w, linear))
+        return after_attention + hooked(linear, "hook_mlp_out", self._added("mlp_out_norm", given, w))
 
     # ---- the two blocks ----
 
@@ -139,7 +161,7 @@ class Transformer(Decoder):
 
     def _mlp(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
         c = self.architecture
-        h = self._read("post_norm", x, w)
+        h = hooked(linear, "mlp.hook_in", self._read("post_norm", x, w))
         if "router" in w:
             assert c.experts is not None
             return mixture(c.experts, h, w, linear)

@@ -1,15 +1,19 @@
 """`pd eval --baselines`: measures, prints, and writes a table and a figure."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtyping import Array
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, compare, matched_k
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, compare, matched_k
+from param_decomp_lab.baselines.replacements import ReplacementPoint, caption, fit_dictionaries, read_dictionaries
 from param_decomp_lab.baselines.verdict import title, verdict
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
@@ -39,12 +43,16 @@ def compare_with_baselines(
     target: Path | None,
     console: Console,
     matched_only: bool = False,
+    saes: Sequence[Path] = (),
 ) -> Comparison:
     """Writes ``out``, a JSON file, and a figure beside it; None for files in the run's folders of evaluations and of
-    figures, from which the report takes it. Raises UserError and CannotWrite."""
+    figures, from which the report takes it. ``saes``: folders of SAEs and transcoders to put beside it. Raises
+    UserError and CannotWrite."""
     if out is not None:
         check_output_file(out, "--out")
+    dictionaries = read_dictionaries(saes)
     run = load_run(folder, step, devices=devices, target=target)
+    fit_dictionaries(run, dictionaries)
     config = evaluation_config(run.config, request, f"{folder}: the evaluation")
     settings = config.method.eval
     assert settings is not None
@@ -58,6 +66,7 @@ def compare_with_baselines(
         lengths,
         progress=lambda what: console.print(f"measuring {what} …", highlight=False),
         matched_only=matched_only,
+        dictionaries=dictionaries,
     )
     file = out or comparison_file(run.folder, run.step)
     picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
@@ -99,21 +108,32 @@ def show(found: Comparison, data: str, console: Console) -> None:
     for point in (found.own, found.own_on_off, *found.matched.values()):
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
         table.add_row(title(point), *map(_number, cells))
+    for beside in found.replacements:
+        shown_points = [beside.active, *(p for k, p in beside.ladder.items() if k == matched_k(found.own.l0))]
+        for row in shown_points:
+            named = beside.name if row is beside.active else f"{beside.name}, its {row.number:g} largest"
+            table.add_row(Text(named), _number(row.l0), _number(row.error), *("–" for _ in range(1 + len(shown))))
     console.print(table)
     ladder = _ladder(found, what)
     if ladder.row_count > 1:
         console.print(ladder)
     console.print(verdict(found), highlight=False)
+    for line in caption(found.replacements, found.n_sites, found.own.l0):
+        console.print(line, highlight=False, markup=False)
 
 
 def _ladder(found: Comparison, what: str) -> Table:
     """The error by the number of parts that are on."""
     names = list(found.matched)
     sizes = sorted({p.number for p in found.points if p.parts != OWN})
-    ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *((name, "wrap") for name in (OWN, *names)))
+    beside = [escape(r.name) for r in found.replacements]
+    sizes = sorted({*sizes, *(k for r in found.replacements for k in r.ladder)})
+    columns = ((name, "wrap") for name in (OWN, *names, *beside))
+    ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *columns)
     by_place = {(p.parts, p.number): p for p in found.points if p.chosen not in (LAMBDA, ON_OFF)}
     for k in sizes:
-        row = [by_place.get((name, k)) for name in (OWN, *names)]
+        row: list[Point | ReplacementPoint | None] = [by_place.get((name, k)) for name in (OWN, *names)]
+        row += [r.ladder.get(k) for r in found.replacements]
         ladder.add_row(f"{k:g}", *("–" if p is None else _number(p.error) for p in row))
     return ladder
 

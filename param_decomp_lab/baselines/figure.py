@@ -1,22 +1,36 @@
 """The figure of a comparison: error against the number of parts that are on."""
 
+import textwrap
+from itertools import cycle
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from param_decomp_lab.baselines.measure import LARGEST, ON_OFF, OWN, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.baselines.replacements import caption
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.figures.style import BLUE, QUIET, VERMILION
 
 COLOURS = {"neurons": "#009e73", "singular vectors": "#cc79a7", "weighted singular vectors": "#e69f00",
            "random rotation": QUIET}  # fmt: skip
+BESIDE = ("#7a5bb5", "#8c564b", "#56b4e9", "#b5a100")
+"""Of SAEs and transcoders, one after the other."""
 FLOOR = 1e-6
+CAPTION_CHARACTERS = 190
+"""In a line below the figure."""
 
 
 def comparison_figure(found: Comparison) -> Figure:
-    """Left: error with the masks as they are, by L0, or a bar each where the baselines have one number of parts only.
-    Right: how it grows under attack, at the decomposition's L0."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    """Left: error with the masks as they are, by L0, and that of SAEs and transcoders by their number of latents; a bar
+    each where the baselines have one number of parts only. Right: how it grows under attack, at the decomposition's L0.
+    Below: what the SAEs and transcoders replace."""
+    below = [
+        line
+        for text in caption(found.replacements, found.n_sites, found.own.l0)
+        for line in textwrap.wrap(text, CAPTION_CHARACTERS)
+    ]
+    figure = Figure(figsize=(10, 4.2 + 0.15 * len(below)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     what = "KL from the target, nats" if found.of_text else "mean squared error"
     if len({p.number for p in found.points if p.parts != OWN}) > 1:
@@ -32,6 +46,8 @@ def comparison_figure(found: Comparison) -> Figure:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
+    if below:
+        figure.supxlabel(plain("\n".join(below)), x=0.01, ha="left", fontsize=7, color=QUIET)
     return figure
 
 
@@ -39,6 +55,8 @@ def _draw_bars(axes: Axes, found: Comparison, what: str) -> None:
     """The decomposition with λ as masks, then the baselines."""
     rows = [(f"decomposition, L0 {found.own.l0:.1f}", found.own.error, VERMILION)]
     rows += [(f"{name}, k {p.number:g}", p.error, COLOURS[name]) for name, p in found.matched.items()]
+    for r, colour in zip(found.replacements, cycle(BESIDE)):
+        rows += [(f"{plain(r.name)}, {p.l0:.3g} latents", p.error, colour) for p in r.points]
     labels, errors, colours = zip(*rows, strict=True)
     bars = axes.barh(labels, [max(error, 0.0) for error in errors], color=colours)
     axes.bar_label(bars, [number(max(error, 0.0)) for error in errors], padding=4, fontsize=8)
@@ -58,5 +76,17 @@ def _draw_by_l0(axes: Axes, found: Comparison, what: str) -> None:
         points = sorted((p for p in found.points if p.parts == OWN and p.chosen == chosen), key=lambda p: p.l0)
         axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], style, color=BLUE, ms=4, label=label)
     axes.plot(found.own.l0, max(found.own.error, FLOOR), "*", color=VERMILION, ms=14, label="decomposition, λ as masks")
-    axes.set(xscale="log", yscale="log", xlabel="parts on, a site and position (L0)", ylabel=what)
+    for replacement, colour in zip(found.replacements, cycle(BESIDE)):
+        label, ladder = plain(replacement.name), replacement.ladder.values()
+        axes.plot([p.l0 for p in ladder], [max(p.error, FLOOR) for p in ladder], ".:", color=colour)
+        active = replacement.active
+        axes.plot(active.l0, max(active.error, FLOOR), ":", marker="D", color=colour, ms=5, label=label)
+    parts = "parts on, a site and position (L0)"
+    xlabel = f"{parts}; latents of an SAE or transcoder" if found.replacements else parts
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=what)
     axes.legend(fontsize=7, frameon=False)
+
+
+def plain(text: str) -> str:
+    """``text`` as it is, for Matplotlib: a dollar sign would begin a formula."""
+    return text.replace("$", r"\$")

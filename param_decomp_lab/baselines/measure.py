@@ -23,9 +23,12 @@ from param_decomp_jax.baselines import (
 )
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.components import Components, Factors, with_views
+from param_decomp_jax.dictionaries import Dictionary
 from param_decomp_jax.importances import importance_logits
 from param_decomp_jax.step import Problem
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
+from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
+from param_decomp_lab.baselines.saelens import DictionaryFolder
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
 
@@ -58,7 +61,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All points of a run. ``lengths``: steps of the attacks. ``positions``: of the batches together."""
+    """All points of a run. ``lengths``: steps of the attacks. ``positions``: of the batches together. ``n_sites``: of
+    the run. ``replacements``: SAEs and transcoders beside it (B6)."""
 
     run: str
     step: int
@@ -66,6 +70,8 @@ class Comparison:
     positions: int
     lengths: tuple[int, ...]
     points: tuple[Point, ...]
+    n_sites: int
+    replacements: tuple[Replacement, ...] = ()
 
     @property
     def own(self) -> Point:
@@ -102,13 +108,16 @@ def compare(
     seed: int = 0,
     progress: Progress = lambda what: None,
     matched_only: bool = False,
+    dictionaries: Sequence[DictionaryFolder] = (),
 ) -> Comparison:
     """Measures a run and its baselines on some batches.
 
     ``others``: batches for the second moments that weight singular vectors, not among those on which they are measured.
-    ``matched_only``: at the run's own L0 alone. Raises UserError for a run whose sites are experts' matrices or an
-    embedding: these have no baselines here.
+    ``matched_only``: at the run's own L0 alone. ``dictionaries``: SAEs and transcoders to put beside it. Raises
+    UserError, before anything is computed, for a run whose sites are experts' matrices or an embedding, which have no
+    baselines here, and for dictionaries that do not fit its target.
     """
+    fitted = fit_dictionaries(run, dictionaries)
     stacks = run.target.sites.stacks
     for stack in stacks:
         if stack.experts is not None or stack.lookup:
@@ -122,9 +131,14 @@ def compare(
     for kind in BASELINES:
         progress(kind)
         points += list(work.of_baseline(kind, k_own))
+    replacements = []
+    for name, folder, dictionary in zip(names_of(dictionaries), dictionaries, fitted, strict=True):
+        progress(name)
+        replacements.append(work.of_dictionary(name, folder, dictionary, k_own))
     of_text = run.is_language_model
     positions = sum(int(np.prod(run.target.activation_axes(batch.shape))) for batch in batches)
-    return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points))
+    sites = len(run.sites)
+    return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points), sites, tuple(replacements))
 
 
 class _Measurement:
@@ -173,6 +187,11 @@ class _Measurement:
             masks = [largest(of_batch, k) for of_batch in sizes]
             yield self._point(parts, masks, kind, LARGEST, k, attacked=k == k_own)
 
+    def of_dictionary(self, name: str, folder: DictionaryFolder, dictionary: Dictionary, k_own: int) -> Replacement:
+        return replacement(
+            self._run, self._problem, self._batches, name, folder, dictionary, self._clean, k_own, self._matched_only
+        )
+
     @cached_property
     def _moments(self) -> dict[str, np.ndarray]:
         """Of what the sites read, by stack."""
@@ -212,10 +231,10 @@ class _Measurement:
         for n, (batch, own) in enumerate(zip(self._batches, masks, strict=True)):
             key = jax.random.fold_in(jax.random.key(self._seed), n)
             with jax.set_mesh(run.mesh):
-                errors: MaskedErrors = _jitted_errors(
+                errors: MaskedErrors = _jitted(masked_errors, (0, 6, 7))(
                     self._problem, parts, run.weights, batch, own, key, lengths, STEP_SIZE
                 )
-                l0.append(float(mean_l0(own)))
+                l0.append(float(_jitted(mean_l0, ())(own)))
             found.append(jax.device_get(errors))
         mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
         lost = float(mean.cross_entropy) - self._clean if run.is_language_model else None
@@ -235,8 +254,8 @@ def _logits(problem: Problem, components: Any, ci: Any, weights: Any, inputs: Ar
 
 
 @cache
-def _jitted(function: Any) -> Any:
-    return jax.jit(function, static_argnums=0)
-
-
-_jitted_errors = jax.jit(masked_errors, static_argnums=(0, 6, 7))
+def _jitted(function: Any, static: tuple[int, ...] = (0,)) -> Any:
+    """The function compiled, and waited for: two programs at once, with collectives, can wait for each other on the
+    devices of a CPU."""
+    compiled = jax.jit(function, static_argnums=static)
+    return lambda *arguments: jax.block_until_ready(compiled(*arguments))

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.baselines.replacements import ReplacementPoint, caption
 from param_decomp_lab.baselines.verdict import title, verdict
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages
@@ -14,8 +15,12 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.report.charts import Axis, axis
 
 WIDTH, HEIGHT = 640, 300
+BESIDE = 4
+"""Colours of SAEs and transcoders, which follow each other."""
 DEPTH = 100.0
 """Errors that are smaller than the decomposition's by more than this are drawn at the lower edge."""
+
+AnyPoint = Point | ReplacementPoint
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,27 @@ def baselines_page(pages: Pages, opened: Opened) -> str:
     found = kept.comparison
     beside = [name for name in BASELINES if name in found.matched]
     ladder = {(p.parts, p.number): p.error for p in found.points if p.chosen == LARGEST}
+    ladder |= {(r.name, k): p.error for r in found.replacements for k, p in r.ladder.items()}
+    names = [OWN, *beside, *(r.name for r in found.replacements)]
+    k_own = matched_k(found.own.l0)
+    replaced = [(_said(r.name, p), p) for r in found.replacements for p in r.points if p.number in (0, k_own)]
     sizes = sorted({k for _, k in ladder})
     return pages.render(
         "baselines.html", opened=opened, step=step, found=found, data=kept.data, wrong="",
         what="KL" if found.of_text else "mean squared error", sentence=verdict(found), plot=plot(found),
         rows=[(title(p), p) for p in (found.own, found.own_on_off, *(found.matched[name] for name in beside))],
-        names=[OWN, *beside], ladder=[(k, [ladder.get((name, k)) for name in (OWN, *beside)]) for k in sizes],
+        names=names, ladder=[(k, [ladder.get((name, k)) for name in names]) for k in sizes], replaced=replaced,
+        captions=caption(found.replacements, found.n_sites, found.own.l0),
         width=WIDTH, height=HEIGHT,
     )  # fmt: skip
 
 
 def plot(found: Comparison) -> Plot:
     """Errors with the masks as they are, by L0."""
-    named: list[tuple[str, str, list[Point]]] = [
+    named: list[tuple[str, str, list[AnyPoint]]] = [
         (kind, f"baseline{n}", [p for p in found.points if p.parts == kind]) for n, kind in enumerate(BASELINES)
     ]
+    named += [(r.name, f"beside{n % BESIDE}", list(r.points)) for n, r in enumerate(found.replacements)]
     for chosen, name in ((LARGEST, "decomposition, largest"), (ON_OFF, "decomposition, λ above τ")):
         kind = "largest" if chosen == LARGEST else "above"
         named.append((name, kind, [p for p in found.points if p.parts == OWN and p.chosen == chosen]))
@@ -78,7 +89,7 @@ def plot(found: Comparison) -> Plot:
     errors = [p.error for *_, points in drawn for p in points]
     floor = max(found.own.error, 1e-12) / DEPTH
     y = axis([max(error, floor) for error in errors])
-    curves = [Curve(name, kind, *_path(points, x, y, floor)) for name, kind, points in drawn]
+    curves = [Curve(name, kind, *_path(name, points, x, y, floor)) for name, kind, points in drawn]
     return Plot(
         curves,
         floor if min(errors) < floor else None,
@@ -87,10 +98,19 @@ def plot(found: Comparison) -> Plot:
     )
 
 
-def _path(points: Sequence[Point], x: Axis, y: Axis, floor: float) -> tuple[str, list[tuple[float, float, str]]]:
+def _said(name: str, p: AnyPoint) -> str:
+    """What a point is called. ``name``: of its curve."""
+    if isinstance(p, Point):
+        return title(p)
+    return f"{name}, {p.number:g} largest" if p.chosen == LARGEST else name
+
+
+def _path(
+    name: str, points: Sequence[AnyPoint], x: Axis, y: Axis, floor: float
+) -> tuple[str, list[tuple[float, float, str]]]:
     dots = []
     for p in points:
         across, up = x.share(p.l0) * WIDTH, y.share(max(p.error, floor)) * HEIGHT
-        said = f"{title(p)}, L0 {number(p.l0)}: {number(max(p.error, 0.0))}"
+        said = f"{_said(name, p)}, L0 {number(p.l0)}: {number(max(p.error, 0.0))}"
         dots.append((round(across, 1), round(HEIGHT - up, 1), said))
     return ("M" + "L".join(f"{a} {b}" for a, b, _ in dots) if len(dots) > 1 else ""), dots

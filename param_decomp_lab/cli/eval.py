@@ -30,6 +30,14 @@ def evaluate(
     matched: Annotated[
         bool, typer.Option("--matched", help="With --baselines: at the run's own L0 alone, which is much faster.")
     ] = False,
+    sae: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --baselines: an SAE or a transcoder as SAELens writes them, beside the run; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
@@ -50,6 +58,7 @@ def evaluate(
 
     `--baselines` compares the run with parts that cost no training, each at the same number of parts: the matrices'
     neurons, their singular vectors, and a random rotation; with what is off left out, at random, and under attack.
+    `--sae` puts SAEs and transcoders beside these, each in place of the activation that its folder names.
 
     `--set` changes keys that begin with eval, data or memory.
 
@@ -66,6 +75,8 @@ def evaluate(
 
         pd eval runs/p-1a2b3c4d --baselines --matched --batches 1 --attack 20
 
+        pd eval runs/p-1a2b3c4d --baselines --sae saes/blocks.2.hook_resid_post --sae saes/layer_2_transcoder
+
         pd eval runs/p-1a2b3c4d --metrics metrics.yaml --set 'data={train: data/other/train, eval: data/other/eval}'
     """
     from param_decomp_lab.eval.command import evaluate as measure
@@ -81,12 +92,13 @@ def evaluate(
             raise UserError(f"--attack {attack}: should be numbers of steps, such as 20,80")
         lengths = tuple(sorted({int(length) for length in attack.split(",")} - {0})) if attack.strip() else ()
         asked = EvaluationRequest(None, batches, batch_size, tuple(overrides or ()))
-        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole(), matched)
+        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole(), matched, sae or ())
         return
-    if matched:
-        from param_decomp_lab.errors import UserError
+    for option, given in (("--matched", matched), ("--sae", sae)):
+        if given:
+            from param_decomp_lab.errors import UserError
 
-        raise UserError("--matched: is for --baselines")
+            raise UserError(f"{option}: is for --baselines")
     chosen = [*(metric or ()), *(read_metric_file(metrics) if metrics is not None else ())]
     asked = EvaluationRequest(chosen or None, batches, batch_size, tuple(overrides or ()))
     measure(run, asked, step, out, devices, target, PlainConsole())

@@ -39,7 +39,7 @@ class SafetensorsFolder:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for file in self._files():
-                handle = stack.enter_context(_open(file))
+                handle = stack.enter_context(open_safetensors(file))
                 self._handles |= dict.fromkeys(handle.keys(), (file, handle))
             self._stack = stack.pop_all()
         return self
@@ -123,7 +123,9 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in listed_files(folder) if not (folder / name).is_file()]
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """The library's handle of one file, a context manager. Raises UserError for a file that is missing, cut short, or
+    no safetensors file."""
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:

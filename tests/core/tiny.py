@@ -388,7 +388,8 @@ def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     return [{name: array(w[n]) for name, w in layers.items()} for n in range(n_layers)]
 
 
-def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
+def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray, **hooked: Callable[..., ref.Num]) -> ref.Target:
+    """``hooked``: that argument of `ref.llama`, if it is given."""
     layers = by_layer(weights["layers"])
     for kind, has_mlp in (("dense", True), ("experts", False)):
         own = iter(by_layer(weights[kind]) if kind in weights else ())
@@ -419,6 +420,7 @@ def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray) -> ref.Target:
             partial(project, linear),
             choose=lambda mixture, own: choose(mixture.removeprefix(config.prefix), own),
             **experts,
+            **hooked,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,

@@ -4,19 +4,24 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_lab.baselines.figure import comparison_figure
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, matched_k
+from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_lab.baselines.figure import comparison_figure, plain
+from param_decomp_lab.baselines.kept import find_comparison
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.opening import load_run
 from param_decomp_lab.setup.language_model import evaluation_source, held_out_rows
+from tests.lab.sae_folders import identity, save
 from tests.lab.tiny_run import BATCH, STEPS, Outcome, pd_here
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "saelens"
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +29,33 @@ def run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(finished, tmp_path_factory.mktemp("baselines") / finished.name))
 
 
+EXACT, DOLLARS = "exact", "[red]$_$"
+"""Folders of SAEs: of the first layer's output, and of the last's."""
+
+
 @pytest.fixture(scope="module")
-def outcome(run: Path) -> Outcome:
-    return pd_here("eval", run, "--baselines", "--batches", 1, "--attack", "5,10")
+def saes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saes")
+    for name, at in ((EXACT, "blocks.0.hook_resid_post"), (DOLLARS, "blocks.1.hook_resid_post")):
+        config, tensors = identity(at)
+        config["metadata"] |= {"model_name": "a [bold]model\x1b", "prepend_bos": True}
+        save(folder / name, config, tensors)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(run: Path, saes: Path) -> Outcome:
+    folders = (saes / EXACT, saes / DOLLARS, GOLDEN / "transcoder")
+    beside = (word for folder in folders for word in ("--sae", folder))
+    return pd_here("eval", run, "--baselines", "--batches", 1, "--attack", "5,10", *beside)
 
 
 @pytest.fixture(scope="module")
 def found(run: Path, outcome: Outcome) -> Comparison:
     assert outcome.status == 0, outcome
-    raw: dict[str, Any] = json.loads((run / "evals" / f"baselines_{STEPS}.json").read_text())
-    del raw["data"]
-    points = tuple(Point(**{**point, "attacked": tuple(point["attacked"])}) for point in raw.pop("points"))
-    return Comparison(**{**raw, "lengths": tuple(raw["lengths"]), "points": points})
+    kept = find_comparison(run, STEPS)
+    assert kept is not None
+    return kept.comparison
 
 
 def test_the_run_s_own_point_is_its_evaluation(run: Path, found: Comparison) -> None:
@@ -82,10 +102,57 @@ def test_the_figure_of_one_number_of_parts(found: Comparison) -> None:
     """A bar for the decomposition and each baseline, with its error; of many numbers of parts, curves by L0."""
     matched = replace(found, points=(found.own, found.own_on_off, *found.matched.values()))
     left, right = comparison_figure(matched).axes
-    assert [bar.get_width() for bar in left.patches] == [max(p.error, 0) for p in (found.own, *found.matched.values())]
+    shown = (found.own, *found.matched.values(), *(p for r in found.replacements for p in r.points))
+    assert [bar.get_width() for bar in left.patches] == [max(p.error, 0) for p in shown]
     assert left.texts[0].get_text() == number(found.own.error)
     assert list(right.get_xticks()) == [0, *found.lengths]
     assert not comparison_figure(found).axes[0].patches
+
+
+def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
+    """An exact SAE changes nothing; with k of its latents a position keeps its k largest coordinates; a transcoder as
+    the core has it."""
+    exact, last, transcoder = found.replacements
+    assert exact.active.l0 == pytest.approx(16, abs=0.01)
+    assert abs(exact.active.error) < 1e-6
+    assert abs(exact.active.cross_entropy) < 1e-5
+    assert exact.sites == last.sites == ()
+    opened = load_run(run)
+    batch = evaluation_source(opened.config, held_out_rows(opened.config), opened.mesh)(0)
+    for k in (1, 2, 8):
+        point = last.ladder[k]
+        assert (point.l0, point.number) == (k, k)
+        x = np.asarray(opened.target.forward(opened.weights, batch, UNTOUCHED).output)
+        left = np.where(np.argsort(np.argsort(-np.abs(x), axis=-1), axis=-1) < k, x, 0)
+        clean, masked = (jax.nn.log_softmax(opened.target.logits(opened.weights, jnp.asarray(y))) for y in (x, left))
+        assert point.error == pytest.approx(float((jnp.exp(clean) * (clean - masked)).sum(axis=-1).mean()), rel=1e-3)
+    assert last.ladder[1].error > last.ladder[8].error > 0
+    assert set(last.ladder) == {k for k in (1, 2, 4, 8, 16, matched_k(found.own.l0)) if k <= 16}
+    assert (transcoder.reads, transcoder.writes) == ("blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out")
+    assert transcoder.sites == ("layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
+    assert transcoder.active.error > 1e-4
+    assert 0 < transcoder.active.l0 < 12
+
+
+def test_what_is_said_of_saes(outcome: Outcome, found: Comparison) -> None:
+    said = " ".join(outcome.out.split())
+    for r in found.replacements:
+        assert r.name in said
+    together = f"{found.own.l0:.1f} components on at each, {4 * found.own.l0:.1f} together"
+    for words in (
+        "SAE exact (standard, 32 latents, trained on a [bold]model\\x1b with a BOS token before each row): its "
+        "reconstruction replaces blocks.0.hook_resid_post, and every matrix stays as it is.",
+        "it reads blocks.1.mlp.hook_in and replaces blocks.1.hook_mlp_out, thus this MLP's matrices (sites of the run "
+        "in this MLP: layers.1.mlp.up_proj, layers.1.mlp.down_proj)",
+        f"The decomposition replaces 4 matrices at once, with {together}",
+    ):
+        assert words in said
+    figure = comparison_figure(found)
+    below = figure.get_supxlabel().replace("\n", " ")
+    assert "replaces blocks.1.hook_mlp_out" in below
+    assert together in below
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert labels[-3:] == [*(plain(r.name) for r in found.replacements)]
 
 
 @pytest.mark.slow
@@ -111,9 +178,29 @@ def test_a_toy(toy: Path, tmp_path: Path) -> None:
         (("--metric", "CI_L0"), "takes no metrics"),
         (("--attack", "x"), "numbers of steps"),
         (("--batches", "0"), "batches"),
+        (("--sae", "nowhere"), "nowhere: no such folder"),
+        (("--sae", "\udcff"), "not UTF-8"),
+        (("--sae", GOLDEN / "gated", "--sae", GOLDEN), "cfg.json"),
     ],
 )
 def test_what_is_refused(run: Path, words: tuple[str, ...], says: str) -> None:
     outcome = pd_here("eval", run, "--baselines", *words)
     assert outcome.status != 0
     assert says in outcome.err.replace("\n", " ")
+
+
+def test_saes_that_do_not_fit_are_refused_at_once(run: Path, toy: Path, tmp_path: Path) -> None:
+    deep = save(tmp_path / "deep", *identity("blocks.2.hook_resid_post"))
+    wide = save(tmp_path / "wide", *identity("blocks.1.hook_resid_post", d=32))
+    out = ("--out", tmp_path / "none.json")
+    for run_folder, folder, says in (
+        (run, deep, "metadata.hook_name: blocks.2.hook_resid_post: the run's target has layers 0 to 1"),
+        (run, wide, "d_in: is 32, but the run's target has width 16"),
+        (toy / "p-00000001", deep, "decomposes a toy"),
+    ):
+        outcome = pd_here("eval", run_folder, "--baselines", "--sae", folder, *out)
+        assert outcome.status == 2, outcome
+        assert says in " ".join(outcome.err.split())
+        assert "measuring" not in outcome.out
+    assert list(tmp_path.glob("none*")) == []
+    assert "--sae: is for --baselines" in pd_here("eval", run, "--sae", deep).err

@@ -14,6 +14,7 @@ import pytest
 from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparison, keep
 from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
 from param_decomp_lab.browse.baselines_page import DEPTH, HEIGHT, WIDTH, plot
 from param_decomp_lab.errors import UserError
 from tests.lab.test_browse import LLAMA, MARKUP, base, client
@@ -31,10 +32,15 @@ OF_BASELINES = tuple(
     for n, name in enumerate(BASELINES)
     for k in (1.0, 2.0, 4.0)
 )
+SAE = Replacement(
+    "SAE <b>a</b>", "saes/a", "SAE", "topk", "blocks.1.hook_resid_post", "blocks.1.hook_resid_post", 64, "a model",
+    True, (),
+    (ReplacementPoint(ACTIVE, 0.0, 7.5, 0.125, 0.1), ReplacementPoint(LARGEST, 2.0, 2.0, 0.375, 0.2)),
+)  # fmt: skip
 
 
 def comparison(**changes: Any) -> Comparison:
-    return replace(Comparison(LLAMA, STEPS, True, 128, (5, 10), (*OF_RUN, *OF_BASELINES)), **changes)
+    return replace(Comparison(LLAMA, STEPS, True, 128, (5, 10), (*OF_RUN, *OF_BASELINES), 4, (SAE,)), **changes)
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def test_what_was_measured(mine: Path) -> None:
     keep(file, Kept(comparison(), f"rows {MARKUP}"))
     assert find_comparison(mine / LLAMA, STEPS) == Kept(comparison(), f"rows {MARKUP}")
     page = page_of(mine)
-    assert MARKUP not in page
+    assert not any(markup in page for markup in (MARKUP, "<b>a"))
     said = text_of(page)
     best = min((p for p in OF_BASELINES if p.number == 2), key=lambda p: p.error)
     assert f"At L0 1.8 the decomposition's KL is {0.02 / best.error:.1f} times that of the best baseline" in said
@@ -73,9 +79,12 @@ def test_what_was_measured(mine: Path) -> None:
         "λ above 0 on 1.75 0.0150 0.0250 0.00800 0.400 0.600",
         f"{best.parts} 2 {best.error:.2e}".replace("e-0", "e−"),
         "1 0.0600 0.250",
+        "SAE <b>a</b> 7.50 0.125 0.100 – – –",
+        "SAE <b>a</b>, 2 largest 2 0.375 0.200 – – –",
+        "64 latents, trained on a model with a BOS token before each row",
     ):
         assert row in said, row
-    assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES)
+    assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES) + len(SAE.points)
 
 
 def test_points_stand_where_they_should() -> None:

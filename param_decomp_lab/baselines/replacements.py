@@ -1,0 +1,168 @@
+"""SAEs and transcoders beside a run: the error when one of them takes the place of an activation (B6)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from param_decomp_jax.dictionaries import Dictionary, fewer, most_active, read_and_encode, replaced_errors
+from param_decomp_jax.sites import PRE_IDENTITY, Site
+from param_decomp_jax.step import Problem
+from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
+from param_decomp_jax.targets.transformer_config import MLP
+from param_decomp_lab.baselines.saelens import DictionaryFolder, read_dictionary
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening import Run
+from param_decomp_lab.untrusted.paths import checked_path
+from param_decomp_lab.untrusted.printable import first_few, printable
+
+ACTIVE, LARGEST = "active latents", "largest"
+NAME_CHARACTERS = 60
+"""Longest name in tables and figures."""
+
+
+@dataclass(frozen=True)
+class ReplacementPoint:
+    """So many latents, on all batches. ``chosen``: `ACTIVE`, all that are above 0, or the `LARGEST` so many at each
+    position: ``number``. ``l0``: latents above 0 at a position, a mean over positions. ``error``: R1.
+    ``cross_entropy``: in nats above that of the target."""
+
+    chosen: str
+    number: float
+    l0: float
+    error: float
+    cross_entropy: float
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An SAE or a transcoder. ``kind``: which of them; ``architecture``: SAELens' name. ``reads``, ``writes``: hooks by
+    TransformerLens' names. ``d_sae``: its latents. ``model``: on which it was trained, as its folder says, and whether
+    rows of text began with a BOS token then. ``sites``: those of the run whose outputs have no effect any more."""
+
+    name: str
+    folder: str
+    kind: str
+    architecture: str
+    reads: str
+    writes: str
+    d_sae: int
+    model: str | None
+    prepends_bos: bool
+    sites: tuple[str, ...]
+    points: tuple[ReplacementPoint, ...]
+
+    @property
+    def active(self) -> ReplacementPoint:
+        """With all its latents."""
+        return next(p for p in self.points if p.chosen == ACTIVE)
+
+    @property
+    def ladder(self) -> dict[float, ReplacementPoint]:
+        """By the number of latents."""
+        return {p.number: p for p in self.points if p.chosen == LARGEST}
+
+
+def caption(replacements: Sequence[Replacement], n_sites: int, l0: float) -> list[str]:
+    """How they compare with a decomposition of ``n_sites`` matrices with ``l0`` components on at each; [] if there are
+    none."""
+    lines = []
+    for r in replacements:
+        bos = " with a BOS token before each row" if r.prepends_bos else ""
+        trained = "" if r.model is None else f", trained on {r.model}{bos}"
+        if r.kind == "SAE":
+            place = f"its reconstruction replaces {r.writes}, and every matrix stays as it is"
+        else:
+            sites = f"sites of the run in this MLP: {', '.join(first_few(r.sites)) or 'none'}"
+            place = f"it reads {r.reads} and replaces {r.writes}, thus this MLP's matrices ({sites})"
+        lines.append(f"{r.name} ({r.architecture}, {r.d_sae:,} latents{trained}): {place}.")
+    if replacements:
+        lines.append(
+            "The L0 of an SAE or a transcoder counts latents at that one place; the rest of the network is as it "
+            f"is. The decomposition replaces {n_sites} matrices at once, with {l0:.1f} components on at each, "
+            f"{n_sites * l0:.1f} together."
+        )
+    return lines
+
+
+def read_dictionaries(folders: Sequence[Path]) -> list[DictionaryFolder]:
+    """Raises UserError for what can be no path, and as `read_dictionary` does."""
+    return [read_dictionary(checked_path(str(folder), "--sae")) for folder in folders]
+
+
+def fit_dictionaries(run: Run, folders: Sequence[DictionaryFolder]) -> list[Dictionary]:
+    """What each computes in the run's target. Raises UserError for a run on a toy, and as `DictionaryFolder.fitted`."""
+    if folders and not isinstance(run.target, Decoder):
+        raise UserError(f"--sae: {run.folder} decomposes a toy; an SAE takes its place in a language model")
+    return [folder.fitted(run.target) for folder in folders]
+
+
+def names_of(folders: Sequence[DictionaryFolder]) -> list[str]:
+    """What they are called in tables: kind and folder, no two alike."""
+    names: list[str] = []
+    for folder in folders:
+        name = f"{folder.kind} {printable(folder.folder.absolute().name, NAME_CHARACTERS)}"
+        taken = sum(name == other or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({taken + 1})" if taken else name)
+    return names
+
+
+def replacement(
+    run: Run,
+    problem: Problem,
+    batches: Sequence[Array],
+    name: str,
+    folder: DictionaryFolder,
+    dictionary: Dictionary,
+    clean: float,
+    k_own: int,
+    matched_only: bool,
+) -> Replacement:
+    """Measures one. ``clean``: the target's cross-entropy. ``k_own``: parts that make up the decomposition's L0."""
+    tensors = {key: jnp.asarray(x) for key, x in folder.tensors.items()}
+    with jax.set_mesh(run.mesh):
+        most = max(int(_most_active(problem, dictionary, tensors, run.weights, batch)) for batch in batches)
+        ladder = {k_own} | ({2**n for n in range(16)} if not matched_only else set())
+        choices: list[int | None] = [None, *(k for k in sorted(ladder) if k <= most)]
+        found: dict[int | None, list[tuple[float, float, float]]] = {k: [] for k in choices}
+        # Latents of one batch at a time are held. Each program is waited for: two of them at once, with collectives,
+        # wait for each other on the devices of a CPU.
+        for batch in batches:
+            x, f = jax.block_until_ready(_encode(problem, dictionary, tensors, run.weights, batch))
+            for k in choices:
+                kept = f if k is None else jax.block_until_ready(_fewer(tensors, f, k))
+                errors = jax.device_get(_errors(problem, dictionary, tensors, run.weights, batch, x, kept))
+                found[k].append((float(errors.l0), float(errors.error), float(errors.cross_entropy)))
+    points = []
+    for k, of_batches in found.items():
+        l0, error, cross_entropy = np.mean(of_batches, axis=0).tolist()
+        chosen = ACTIVE if k is None else LARGEST
+        points.append(ReplacementPoint(chosen, k or 0, l0, error, cross_entropy - clean))
+    return Replacement(
+        name,
+        str(folder.folder),
+        folder.kind,
+        folder.config.architecture,
+        str(dictionary.reads),
+        str(dictionary.writes),
+        folder.config.d_sae,
+        folder.model,
+        folder.prepends_bos,
+        tuple(s.name for s in run.sites.values() if dictionary.is_transcoder and _in_mlp(s, dictionary.writes.layer)),
+        tuple(points),
+    )
+
+
+def _in_mlp(site: Site, layer: int) -> bool:
+    return site.layer == layer and site.kind.removesuffix(PRE_IDENTITY) in (*MLP, *EXPERT_KINDS)
+
+
+_most_active = jax.jit(most_active, static_argnums=(0, 1))
+_encode = jax.jit(read_and_encode, static_argnums=(0, 1))
+_fewer = jax.jit(fewer, static_argnums=2)
+_errors = jax.jit(replaced_errors, static_argnums=(0, 1))
