@@ -124,5 +124,6 @@ def test_all_parts_of_a_language_model_are_the_model() -> None:
         parts[stack.name] = Factors(V, U)
         masks[stack.name] = jnp.ones((stack.n_layers, *tokens.shape, V.shape[-1]))
     found = masked_errors(problem, parts, weights, tokens, masks, jax.random.key(0), (3,), 0.1)
-    assert max(abs(float(x)) for x in (found.error, found.random, found.attacked[0])) < 1e-8
+    # In fp32 the KL of a prediction from itself is a few roundings, some 10⁻⁸; how many depends on the machine.
+    assert max(abs(float(x)) for x in (found.error, found.random, found.attacked[0])) < 1e-6
     assert float(found.cross_entropy) == pytest.approx(float(cross_entropy(problem, weights, tokens)), rel=1e-5)
