@@ -12,8 +12,8 @@ from rich.text import Text
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, compare, matched_k
-from param_decomp_lab.baselines.replacements import ReplacementPoint, caption, fit_dictionaries, read_dictionaries
+from param_decomp_lab.baselines.measure import Comparison, compare, matched_k
+from param_decomp_lab.baselines.replacements import caption, read_dictionaries
 from param_decomp_lab.baselines.verdict import title, verdict
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
@@ -52,7 +52,6 @@ def compare_with_baselines(
         check_output_file(out, "--out")
     dictionaries = read_dictionaries(saes)
     run = load_run(folder, step, devices=devices, target=target)
-    fit_dictionaries(run, dictionaries)
     config = evaluation_config(run.config, request, f"{folder}: the evaluation")
     settings = config.method.eval
     assert settings is not None
@@ -109,8 +108,7 @@ def show(found: Comparison, data: str, console: Console) -> None:
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
         table.add_row(title(point), *map(_number, cells))
     for beside in found.replacements:
-        shown_points = [beside.active, *(p for k, p in beside.ladder.items() if k == matched_k(found.own.l0))]
-        for row in shown_points:
+        for row in beside.at(matched_k(found.own.l0)):
             named = beside.name if row is beside.active else f"{beside.name}, its {row.number:g} largest"
             table.add_row(Text(named), _number(row.l0), _number(row.error), *("–" for _ in range(1 + len(shown))))
     console.print(table)
@@ -124,17 +122,10 @@ def show(found: Comparison, data: str, console: Console) -> None:
 
 def _ladder(found: Comparison, what: str) -> Table:
     """The error by the number of parts that are on."""
-    names = list(found.matched)
-    sizes = sorted({p.number for p in found.points if p.parts != OWN})
-    beside = [escape(r.name) for r in found.replacements]
-    sizes = sorted({*sizes, *(k for r in found.replacements for k in r.ladder)})
-    columns = ((name, "wrap") for name in (OWN, *names, *beside))
+    columns = ((escape(name), "wrap") for name in found.names)
     ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *columns)
-    by_place = {(p.parts, p.number): p for p in found.points if p.chosen not in (LAMBDA, ON_OFF)}
-    for k in sizes:
-        row: list[Point | ReplacementPoint | None] = [by_place.get((name, k)) for name in (OWN, *names)]
-        row += [r.ladder.get(k) for r in found.replacements]
-        ladder.add_row(f"{k:g}", *("–" if p is None else _number(p.error) for p in row))
+    for k, errors in found.ladder.items():
+        ladder.add_row(f"{k:g}", *(_number(errors[name]) if name in errors else "–" for name in found.names))
     return ladder
 
 

@@ -90,6 +90,24 @@ class Comparison:
         return {p.parts: p for p in self.points if p.parts != OWN and p.number == k}
 
     @property
+    def ladder(self) -> dict[float, dict[str, float]]:
+        """By k, the errors of what has its k largest on: of the decomposition, of each baseline, and of each SAE and
+        transcoder, by name. Of every k at which one of the latter two was measured."""
+        found: dict[float, dict[str, float]] = {}
+        for p in self.points:
+            if p.chosen == LARGEST:
+                found.setdefault(p.number, {})[p.parts] = p.error
+        for r in self.replacements:
+            for k, with_k in r.ladder.items():
+                found.setdefault(k, {})[r.name] = with_k.error
+        return {k: errors for k, errors in sorted(found.items()) if errors.keys() - {OWN}}
+
+    @property
+    def names(self) -> list[str]:
+        """Of what `ladder` has."""
+        return [OWN, *self.matched, *(r.name for r in self.replacements)]
+
+    @property
     def best(self) -> Point:
         """The baseline of least error at the decomposition's L0."""
         return min(self.matched.values(), key=lambda p: p.error)

@@ -62,6 +62,10 @@ class Replacement:
         """With all its latents."""
         return next(p for p in self.points if p.chosen == ACTIVE)
 
+    def at(self, k: float) -> list[ReplacementPoint]:
+        """With all its latents, and with the k largest if it has as many."""
+        return [self.active, *(p for number, p in self.ladder.items() if number == k)]
+
     @property
     def ladder(self) -> dict[float, ReplacementPoint]:
         """By the number of latents."""

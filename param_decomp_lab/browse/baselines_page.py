@@ -55,18 +55,12 @@ def baselines_page(pages: Pages, opened: Opened) -> str:
     if kept is None:
         return pages.render("baselines.html", opened=opened, step=step, found=None, wrong="")
     found = kept.comparison
-    beside = [name for name in BASELINES if name in found.matched]
-    ladder = {(p.parts, p.number): p.error for p in found.points if p.chosen == LARGEST}
-    ladder |= {(r.name, k): p.error for r in found.replacements for k, p in r.ladder.items()}
-    names = [OWN, *beside, *(r.name for r in found.replacements)]
     k_own = matched_k(found.own.l0)
-    replaced = [(_said(r.name, p), p) for r in found.replacements for p in r.points if p.number in (0, k_own)]
-    sizes = sorted({k for _, k in ladder})
+    replaced = [(_said(r.name, p), p) for r in found.replacements for p in r.at(k_own)]
     return pages.render(
         "baselines.html", opened=opened, step=step, found=found, data=kept.data, wrong="",
         what="KL" if found.of_text else "mean squared error", sentence=verdict(found), plot=plot(found),
-        rows=[(title(p), p) for p in (found.own, found.own_on_off, *(found.matched[name] for name in beside))],
-        names=names, ladder=[(k, [ladder.get((name, k)) for name in names]) for k in sizes], replaced=replaced,
+        rows=[(title(p), p) for p in (found.own, found.own_on_off, *found.matched.values())], replaced=replaced,
         captions=caption(found.replacements, found.n_sites, found.own.l0),
         width=WIDTH, height=HEIGHT,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.data.tokenize import tokenize_files
+from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.weights.target_folder import save_target
 from tests.lab.tiny_run import Outcome, pd_here
 
@@ -111,7 +112,7 @@ def test_without_the_internet(name: str, tmp_path: Path) -> None:
     said = " ".join((outcome.out + outcome.err).split())
     model = "meta-llama/Llama-3.1-8B" if name.startswith("llama") else f"openai-community/{name}"
     assert f"not on this machine: the target's weights: {model} is not in" in said
-    assert f"not on this machine: data: {tmp_path}/no/train" in said
+    assert f"not on this machine: data: {shown_path(tmp_path / 'no' / 'train')}" in said
 
 
 PARAMETERS = {
