@@ -6,6 +6,7 @@ same way here: by masks that are given, with no delta.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,11 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLinears, froz
 
 Masks = dict[str, Float[Array, "layers *n _C"]]
 """By stack; ``*n`` are the leading axes of an activation."""
+
+N_POINTS = 2
+"""At which gradients are taken in one round of the choice by gradient (B2)."""
+GROWTH = 8
+"""Parts that are on, for each that is switched on in one round (B2)."""
 
 
 @dataclass
@@ -115,6 +121,45 @@ def activations(problem: Problem, parts: Components, weights: Weights, inputs: A
     return found
 
 
+def by_gradient(
+    problem: Problem, parts: Components, weights: Weights, inputs: Array, most: int | Int[Array, ""]
+) -> Masks:
+    """B2: values from which `largest` makes the choice by gradient, of any number of parts up to ``most``: the sooner a
+    part is on, the larger; 0 for those that stay off."""
+    target = problem.target
+    error = partial(_error, problem, parts, weights, inputs, _clean_output(problem, weights, inputs))
+    axes = target.activation_axes(inputs.shape)
+    none = {s.name: jnp.zeros((s.n_layers, *axes, parts[s.name].U.shape[1])) for s in target.sites.stacks}
+
+    def switch_on(state: tuple[Masks, Int[Array, ""]]) -> tuple[Masks, Int[Array, ""]]:
+        values, n = state
+        scores = integrated_gradients(error, jax.tree.map(jnp.sign, values), N_POINTS)
+        together = jnp.maximum(1, n // GROWTH)
+
+        def of_stack(v: Array, score: Array) -> Array:
+            rank = jnp.argsort(jnp.argsort(jnp.where(v > 0, jnp.inf, -score), axis=-1), axis=-1)
+            return jnp.where((v == 0) & (rank < together), v.shape[-1] - n - rank, v)
+
+        return jax.tree.map(of_stack, values, scores), n + together
+
+    values, _ = jax.lax.while_loop(lambda state: state[1] < most, switch_on, (none, jnp.zeros((), jnp.int32)))
+    return values
+
+
+def integrated_gradients(
+    error: Callable[[Masks], Float[Array, ""]], on: Masks, n_points: int | Int[Array, ""]
+) -> Masks:
+    """B2: how much of the error each part takes off while the masks that are 0 in ``on`` go from 0 to 1 together; over
+    these parts it adds up to the error with ``on`` less that with all. By the midpoint rule. ``on``: 0 or 1."""
+
+    def add(n: Int[Array, ""], total: Masks) -> Masks:
+        masks = jax.tree.map(lambda m: jnp.where(m > 0, m, (n + 0.5) / n_points), on)
+        return jax.tree.map(lambda x, g: x - g / n_points, total, jax.grad(error)(masks))
+
+    # One point after the other, so that only one backward pass has its activations in memory.
+    return jax.lax.fori_loop(0, n_points, add, jax.tree.map(jnp.zeros_like, on))
+
+
 def largest(values: Masks, k: int) -> Masks:
     """B2: 1 for the k largest values of each site at each position, those that are equal to the last of them too; 0
     for the others. Values that are not above 0 are never chosen."""
@@ -143,16 +188,8 @@ def masked_errors(
     step_size: float,
 ) -> MaskedErrors:
     """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
-    target, sites = problem.target, problem.target.sites
-    clean = jax.lax.stop_gradient(target.forward(weights, inputs, PlainLinears(sites, memory=target.memory)).output)
-
-    def output(masks: Masks) -> Array:
-        linears = SelectedLinears(sites, parts, masks)
-        result: Array = target.forward(weights, inputs, linears).output
-        return result
-
-    def error(masks: Masks) -> Float[Array, ""]:
-        return target.errors(weights, clean, [output(masks)])[0]
+    clean = _clean_output(problem, weights, inputs)
+    error = partial(_error, problem, parts, weights, inputs, clean)
 
     def with_sources(sources: Masks) -> Masks:
         return {name: m + (1 - m) * sources[name] for name, m in masks.items()}
@@ -162,7 +199,7 @@ def masked_errors(
         return {name: jax.random.uniform(k, m.shape) for k, (name, m) in zip(keys, masks.items(), strict=True)}
 
     for_random, for_attack = jax.random.split(key)
-    plain = output(masks)
+    plain = _output(problem, parts, weights, inputs, masks)
     sources, attacked, done = draw(for_attack), [], 0
     for length in lengths:
 
@@ -174,11 +211,29 @@ def masked_errors(
         attacked.append(error(with_sources(sources)))
         done = length
     return MaskedErrors(
-        target.errors(weights, clean, [plain])[0],
+        problem.target.errors(weights, clean, [plain])[0],
         cross_entropy_of(problem, weights, inputs, plain),
         error(with_sources(draw(for_random))),
         jnp.stack(attacked) if attacked else jnp.zeros(0),
     )
+
+
+def _clean_output(problem: Problem, weights: Weights, inputs: Array) -> Array:
+    target = problem.target
+    linears = PlainLinears(target.sites, memory=target.memory)
+    return jax.lax.stop_gradient(target.forward(weights, inputs, linears).output)
+
+
+def _output(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
+    output: Array = problem.target.forward(weights, inputs, SelectedLinears(problem.target.sites, parts, masks)).output
+    return output
+
+
+def _error(
+    problem: Problem, parts: Components, weights: Weights, inputs: Array, clean: Array, masks: Masks
+) -> Float[Array, ""]:
+    """R1, of the masks as they are."""
+    return problem.target.errors(weights, clean, [_output(problem, parts, weights, inputs, masks)])[0]
 
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:

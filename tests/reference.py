@@ -1820,7 +1820,44 @@ def lower_once(
     return Lowered(Lowering(lower_ci, moments, attack, weights), float(value(loss)), found, grads)
 
 
-# ---- Section 17: SAEs and transcoders in place of an activation ----
+# ---- Section 17: baselines; SAEs and transcoders in place of an activation ----
+
+
+def selected_error(
+    target: Target, error: Callable[[Array, Num], Num], components: dict, masks: Mapping[str, Num]
+) -> Num:
+    """B4: R1 with the masks as they are, `[..., C]` by site. Every site is one of `components`; deltas are off."""
+    off = {s: np.zeros(m.shape[:-1]) for s, m in masks.items()}
+    output, _ = masked_pass(target, components, dict(masks), off, {})
+    return error(clean_pass(target, list(masks)).output, output)
+
+
+def part_scores(
+    target: Target, error: Callable[[Array, Num], Num], components: dict, on: Mapping[str, Array], n_points: int = 2
+) -> dict[str, Array]:
+    """B2: {site: - integral of dR1/dm_c, `[..., C]`} along the masks that are 1 where `on`, t elsewhere."""
+    scores = {s: np.zeros(own.shape) for s, own in on.items()}
+    for i in range(n_points):
+        masks = {s: Var(np.where(own, 1.0, (i + 0.5) / n_points)) for s, own in on.items()}
+        slopes = gradients(selected_error(target, error, components, masks), masks)
+        scores = {s: scores[s] - slopes[s] / n_points for s in scores}
+    return scores
+
+
+def choice_by_gradient(
+    target: Target, error: Callable[[Array, Num], Num], components: dict, lead: tuple[int, ...], k: int
+) -> dict[str, Array]:
+    """B2: {site: bool `[..., C]`}, the k parts that are on."""
+    on = {s: np.zeros((*lead, own["V"].shape[1]), dtype=bool) for s, own in components.items()}
+    n = 0
+    while n < k:
+        scores = part_scores(target, error, components, on)
+        joining = min(max(1, n // 8), k - n)
+        for s, own in on.items():
+            order = np.argsort(np.where(own, np.inf, -scores[s]), axis=-1, kind="stable")
+            np.put_along_axis(own, order[..., :joining], True, axis=-1)
+        n += joining
+    return on
 
 
 class Normalised(NamedTuple):

@@ -13,8 +13,9 @@ from rich.text import Text
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
 from param_decomp_lab.baselines.measure import Comparison, compare, matched_k
+from param_decomp_lab.baselines.parts import Choice
 from param_decomp_lab.baselines.replacements import caption, read_dictionaries
-from param_decomp_lab.baselines.verdict import title, verdict
+from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.display.numbers import number
@@ -44,10 +45,11 @@ def compare_with_baselines(
     console: Console,
     matched_only: bool = False,
     saes: Sequence[Path] = (),
+    choice: Choice = "activation",
 ) -> Comparison:
     """Writes ``out``, a JSON file, and a figure beside it; None for files in the run's folders of evaluations and of
-    figures, from which the report takes it. ``saes``: folders of SAEs and transcoders to put beside it. Raises
-    UserError and CannotWrite."""
+    figures, from which the report takes it. ``saes``: folders of SAEs and transcoders to put beside it. ``choice``: of
+    parts. Raises UserError and CannotWrite."""
     if out is not None:
         check_output_file(out, "--out")
     dictionaries = read_dictionaries(saes)
@@ -66,6 +68,7 @@ def compare_with_baselines(
         progress=lambda what: console.print(f"measuring {what} …", highlight=False),
         matched_only=matched_only,
         dictionaries=dictionaries,
+        choice=choice,
     )
     file = out or comparison_file(run.folder, run.step)
     picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
@@ -100,11 +103,12 @@ def show(found: Comparison, data: str, console: Console) -> None:
     what = "KL" if found.of_text else "error"
     shown = sorted({0, len(found.lengths) - 1}) if found.lengths else []  # the file has all of them
     table = plain_table(
-        f"At the decomposition's L0 ({matched_k(found.own.l0)} parts), {found.positions:,} positions from {data}",
+        f"At the decomposition's L0 ({matched_k(found.own.l0)} parts, chosen by {found.choice}), {found.positions:,} "
+        f"positions from {data}",
         ("parts", "left"), ("L0", "right"), (what, "right"), ("random", "right"),
         *((f"attack {found.lengths[n]}", "right") for n in shown),
     )  # fmt: skip
-    for point in (found.own, found.own_on_off, *found.matched.values()):
+    for point in found.at_own_l0:
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
         table.add_row(title(point), *map(_number, cells))
     for beside in found.replacements:
@@ -123,7 +127,7 @@ def show(found: Comparison, data: str, console: Console) -> None:
 def _ladder(found: Comparison, what: str) -> Table:
     """The error by the number of parts that are on."""
     columns = ((escape(name), "wrap") for name in found.names)
-    ladder = plain_table(f"{what} with the k largest on", ("k", "right"), *columns)
+    ladder = plain_table(f"{what} {with_k_on(found.choice)}", ("k", "right"), *columns)
     for k, errors in found.ladder.items():
         ladder.add_row(f"{k:g}", *(_number(errors[name]) if name in errors else "–" for name in found.names))
     return ladder

@@ -6,7 +6,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.baselines.measure import LARGEST, ON_OFF, OWN, Comparison
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, WITH_K_ON, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import caption
 from param_decomp_lab.display.numbers import number
@@ -38,11 +38,14 @@ def comparison_figure(found: Comparison) -> Figure:
     else:
         _draw_bars(left, found, what)
     steps = (0, *found.lengths)
-    for point, colour in [(found.own, VERMILION), *((p, COLOURS[name]) for name, p in found.matched.items())]:
-        label = point.parts if point.parts == OWN else f"{point.parts}, k {point.number:g}"
-        right.plot(steps, [max(x, FLOOR) for x in (point.random, *point.attacked)], ".-", color=colour, label=label)
+    for point in _shown(found):
+        label = point.parts if point.chosen == LAMBDA else f"{point.parts}, k {point.number:g}"
+        right.plot(
+            steps, [max(x, FLOOR) for x in (point.random, *point.attacked)], ".-", color=_colour(point), label=label
+        )
     right.set(yscale="log", xticks=steps, xlabel="steps of the attack (0: at random)")
     right.legend(fontsize=7, frameon=False)
+    left.set_title(f"parts of baselines chosen by {found.choice}", loc="left", fontsize=8)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
@@ -51,10 +54,23 @@ def comparison_figure(found: Comparison) -> Figure:
     return figure
 
 
+def _shown(found: Comparison) -> list[Point]:
+    """The points at the decomposition's L0, that with λ above 0 on left out."""
+    return [p for p in found.at_own_l0 if p.chosen != ON_OFF]
+
+
+def _colour(point: Point) -> str:
+    if point.parts != OWN:
+        return COLOURS[point.parts]
+    return VERMILION if point.chosen == LAMBDA else BLUE
+
+
 def _draw_bars(axes: Axes, found: Comparison, what: str) -> None:
-    """The decomposition with λ as masks, then the baselines."""
-    rows = [(f"decomposition, L0 {found.own.l0:.1f}", found.own.error, VERMILION)]
-    rows += [(f"{name}, k {p.number:g}", p.error, COLOURS[name]) for name, p in found.matched.items()]
+    """The decomposition with λ as masks, with parts chosen by gradient, then the baselines."""
+    rows = []
+    for p in _shown(found):
+        number_on = f"L0 {p.l0:.1f}" if p.chosen == LAMBDA else f"k {p.number:g}"
+        rows.append((f"{p.parts}, {number_on}", p.error, _colour(p)))
     for r, colour in zip(found.replacements, cycle(BESIDE)):
         rows += [(f"{plain(r.name)}, {p.l0:.3g} latents", p.error, colour) for p in r.points]
     labels, errors, colours = zip(*rows, strict=True)
@@ -69,10 +85,9 @@ def _draw_by_l0(axes: Axes, found: Comparison, what: str) -> None:
     for kind in BASELINES:
         points = sorted((p for p in found.points if p.parts == kind), key=lambda p: p.l0)
         axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], ".-", color=COLOURS[kind], label=kind)
-    for chosen, style, label in (
-        (LARGEST, ".-", "decomposition, largest"),
-        (ON_OFF, "s--", "decomposition, λ above τ"),
-    ):
+    with_k_on = WITH_K_ON[found.choice]
+    for chosen, style, which in ((with_k_on, ".-", with_k_on), (ON_OFF, "s--", "λ above τ")):
+        label = f"{OWN}, {which}"
         points = sorted((p for p in found.points if p.parts == OWN and p.chosen == chosen), key=lambda p: p.l0)
         axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], style, color=BLUE, ms=4, label=label)
     axes.plot(found.own.l0, max(found.own.error, FLOOR), "*", color=VERMILION, ms=14, label="decomposition, λ as masks")

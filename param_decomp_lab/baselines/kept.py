@@ -54,7 +54,6 @@ def find_comparison(run_folder: Path, step: int) -> Kept | None:
     has_own = {(LAMBDA, 0.0), (ON_OFF, 0.0)} <= {(p.chosen, p.number) for p in points if p.parts == OWN}
     if not isinstance(data, str) or not has_own or not comparison.matched:
         raise UserError(f"{file}: has no comparison at the decomposition's own L0; {again}")
-    measured = (comparison.own, comparison.own_on_off, *comparison.matched.values())
-    if {len(p.attacked) for p in measured} != {len(comparison.lengths)}:
+    if {len(p.attacked) for p in comparison.at_own_l0} != {len(comparison.lengths)}:
         raise UserError(f"{file}: not every point was attacked {len(comparison.lengths)} times; {again}")
     return Kept(comparison, data)

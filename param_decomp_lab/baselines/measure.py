@@ -15,6 +15,7 @@ from param_decomp_jax.baselines import (
     MaskedErrors,
     Masks,
     activations,
+    by_gradient,
     cross_entropy,
     largest,
     masked_errors,
@@ -26,14 +27,16 @@ from param_decomp_jax.components import Components, Factors, with_views
 from param_decomp_jax.dictionaries import Dictionary
 from param_decomp_jax.importances import importance_logits
 from param_decomp_jax.step import Problem
-from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
+from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
 from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
 from param_decomp_lab.baselines.saelens import DictionaryFolder
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
 
 OWN = "decomposition"
-LAMBDA, ON_OFF, LARGEST = "λ as masks", "λ above", "largest"
+LAMBDA, ON_OFF, LARGEST, BY_GRADIENT = "λ as masks", "λ above", "largest", "by gradient"
+WITH_K_ON: dict[Choice, str] = {"activation": LARGEST, "gradient": BY_GRADIENT}
+"""How a point has so many parts on."""
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 STEP_SIZE = 0.1
 
@@ -44,10 +47,10 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class Point:
     """One way of choosing parts, on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`, `ON_OFF` a
-    threshold, or the `LARGEST` so many at each site and position: ``number``. ``l0``: parts that are not off, a mean
-    over sites and positions (B5). ``error``: R1 with the masks as they are, ``random`` with what is off at random,
-    ``attacked`` after each of the attack's lengths, where it was attacked. ``cross_entropy``: in nats above that of the
-    target; None of a toy."""
+    threshold, or so many at each site and position, the `LARGEST` or `BY_GRADIENT`: ``number``. ``l0``: parts that are
+    not off, a mean over sites and positions (B5). ``error``: R1 with the masks as they are, ``random`` with what is off
+    at random, ``attacked`` after each of the attack's lengths, where it was attacked. ``cross_entropy``: in nats above
+    that of the target; None of a toy."""
 
     parts: str
     chosen: str
@@ -62,7 +65,7 @@ class Point:
 @dataclass(frozen=True)
 class Comparison:
     """All points of a run. ``lengths``: steps of the attacks. ``positions``: of the batches together. ``n_sites``: of
-    the run. ``replacements``: SAEs and transcoders beside it (B6)."""
+    the run. ``replacements``: SAEs and transcoders beside it (B6). ``choice``: of so many parts (B2, B3)."""
 
     run: str
     step: int
@@ -72,6 +75,7 @@ class Comparison:
     points: tuple[Point, ...]
     n_sites: int
     replacements: tuple[Replacement, ...] = ()
+    choice: Choice = "activation"
 
     @property
     def own(self) -> Point:
@@ -90,12 +94,25 @@ class Comparison:
         return {p.parts: p for p in self.points if p.parts != OWN and p.number == k}
 
     @property
+    def own_by_gradient(self) -> Point | None:
+        """The decomposition with as many parts on as a baseline at its L0, chosen by gradient as well; None where λ
+        chooses among its parts."""
+        chosen = (p for p in self.points if p.parts == OWN and p.chosen == BY_GRADIENT)
+        return next((p for p in chosen if p.number == matched_k(self.own.l0)), None)
+
+    @property
+    def at_own_l0(self) -> tuple[Point, ...]:
+        """The points at the decomposition's L0, which are attacked: its own, then those of the baselines."""
+        chosen = self.own_by_gradient
+        return (self.own, self.own_on_off, *([] if chosen is None else [chosen]), *self.matched.values())
+
+    @property
     def ladder(self) -> dict[float, dict[str, float]]:
         """By k, the errors of what has its k largest on: of the decomposition, of each baseline, and of each SAE and
         transcoder, by name. Of every k at which one of the latter two was measured."""
         found: dict[float, dict[str, float]] = {}
         for p in self.points:
-            if p.chosen == LARGEST:
+            if p.chosen in WITH_K_ON.values():
                 found.setdefault(p.number, {})[p.parts] = p.error
         for r in self.replacements:
             for k, with_k in r.ladder.items():
@@ -127,13 +144,14 @@ def compare(
     progress: Progress = lambda what: None,
     matched_only: bool = False,
     dictionaries: Sequence[DictionaryFolder] = (),
+    choice: Choice = "activation",
 ) -> Comparison:
     """Measures a run and its baselines on some batches.
 
     ``others``: batches for the second moments that weight singular vectors, not among those on which they are measured.
-    ``matched_only``: at the run's own L0 alone. ``dictionaries``: SAEs and transcoders to put beside it. Raises
-    UserError, before anything is computed, for a run whose sites are experts' matrices or an embedding, which have no
-    baselines here, and for dictionaries that do not fit its target.
+    ``matched_only``: at the run's own L0 alone. ``dictionaries``: SAEs and transcoders to put beside it. ``choice``: of
+    parts (B2). Raises UserError, before anything is computed, for a run whose sites are experts' matrices or an
+    embedding, which have no baselines here, and for dictionaries that do not fit its target.
     """
     fitted = fit_dictionaries(run, dictionaries)
     stacks = run.target.sites.stacks
@@ -141,7 +159,7 @@ def compare(
         if stack.experts is not None or stack.lookup:
             what = "an embedding" if stack.lookup else "experts' matrices"
             raise UserError(f"--baselines: {stack.name} is {what}, of which no baselines are computed")
-    work = _Measurement(run, batches, others, lengths, seed, matched_only)
+    work = _Measurement(run, batches, others, lengths, seed, matched_only, choice)
     points = []
     progress("the decomposition")
     points += list(work.own())
@@ -156,7 +174,7 @@ def compare(
     of_text = run.is_language_model
     positions = sum(int(np.prod(run.target.activation_axes(batch.shape))) for batch in batches)
     sites = len(run.sites)
-    return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points), sites, tuple(replacements))
+    return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points), sites, tuple(replacements), choice)
 
 
 class _Measurement:
@@ -168,9 +186,10 @@ class _Measurement:
         lengths: tuple[int, ...],
         seed: int,
         matched_only: bool,
+        choice: Choice,
     ) -> None:
         self._run, self._batches, self._lengths, self._seed = run, batches, lengths, seed
-        self._matched_only = matched_only
+        self._matched_only, self._choice = matched_only, choice
         self._others = others
         self._problem = for_attribution(run.problem)
         self._sites = self._problem.target.sites
@@ -185,25 +204,37 @@ class _Measurement:
             parts = with_views(run.learned.components, self._sites)
         lower, _ = squashings(self._problem.decomposition.squashing)
         importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
-        yield self._point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
+        own = self._point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
+        yield own
         for threshold in THRESHOLDS[:1] if self._matched_only else THRESHOLDS:
             masks = [{n: (x > threshold).astype(jnp.float32) for n, x in of_batch.items()} for of_batch in importances]
             yield self._point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
+        if self._choice == "gradient":
+            yield from self._chosen(parts, OWN, matched_k(own.l0))
+            return
         for k in self._ladder(parts):
             masks = [largest(_firing(z, x), k) for z, x in zip(logits, importances, strict=True)]
             yield self._point(parts, masks, OWN, LARGEST, k, attacked=False)
 
     def of_baseline(self, kind: Baseline, k_own: int) -> Iterator[Point]:
-        run = self._run
-        parts = self._parts(kind)
-        with jax.set_mesh(run.mesh):
-            sizes = [
-                {n: jnp.abs(a) for n, a in _jitted(activations)(self._problem, parts, run.weights, batch).items()}
-                for batch in self._batches
-            ]
-        for k in sorted({*self._ladder(parts), k_own}):
-            masks = [largest(of_batch, k) for of_batch in sizes]
-            yield self._point(parts, masks, kind, LARGEST, k, attacked=k == k_own)
+        yield from self._chosen(self._parts(kind), kind, k_own)
+
+    def _chosen(self, parts: Components, name: str, k_own: int) -> Iterator[Point]:
+        """With k parts on (B2), for every k that is asked for."""
+        numbers = sorted({*self._ladder(parts), k_own})
+        values = [self._values(parts, batch, numbers[-1]) for batch in self._batches]
+        for k in numbers:
+            masks = [largest(of_batch, k) for of_batch in values]
+            yield self._point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k == k_own)
+
+    def _values(self, parts: Components, batch: Array, most: int) -> Masks:
+        """By which up to ``most`` parts are chosen (B2)."""
+        given = (self._problem, parts, self._run.weights, batch)
+        with jax.set_mesh(self._run.mesh):
+            if self._choice == "gradient":
+                values: Masks = _jitted(by_gradient)(*given, most)
+                return values
+            return {name: jnp.abs(a) for name, a in _jitted(activations)(*given).items()}
 
     def of_dictionary(self, name: str, folder: DictionaryFolder, dictionary: Dictionary, k_own: int) -> Replacement:
         return replacement(

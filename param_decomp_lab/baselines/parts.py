@@ -7,6 +7,8 @@ from jaxtyping import Float
 
 Baseline = Literal["neurons", "singular vectors", "weighted singular vectors", "random rotation"]
 BASELINES: tuple[Baseline, ...] = ("neurons", "singular vectors", "weighted singular vectors", "random rotation")
+Choice = Literal["activation", "gradient"]
+"""How the parts that are on are chosen (B2)."""
 SMALLEST = 1e-6
 """Directions of the inputs count with this share of the largest second moment at least, so that none is lost."""
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point, matched_k
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, Comparison, Point, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ReplacementPoint, caption
-from param_decomp_lab.baselines.verdict import title, verdict
+from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.display.numbers import number
@@ -60,7 +60,8 @@ def baselines_page(pages: Pages, opened: Opened) -> str:
     return pages.render(
         "baselines.html", opened=opened, step=step, found=found, data=kept.data, wrong="",
         what="KL" if found.of_text else "mean squared error", sentence=verdict(found), plot=plot(found),
-        rows=[(title(p), p) for p in (found.own, found.own_on_off, *found.matched.values())], replaced=replaced,
+        with_k_on=with_k_on(found.choice),
+        rows=[(title(p), p) for p in found.at_own_l0], replaced=replaced,
         captions=caption(found.replacements, found.n_sites, found.own.l0),
         width=WIDTH, height=HEIGHT,
     )  # fmt: skip
@@ -72,9 +73,9 @@ def plot(found: Comparison) -> Plot:
         (kind, f"baseline{n}", [p for p in found.points if p.parts == kind]) for n, kind in enumerate(BASELINES)
     ]
     named += [(r.name, f"beside{n % BESIDE}", list(r.points)) for n, r in enumerate(found.replacements)]
-    for chosen, name in ((LARGEST, "decomposition, largest"), (ON_OFF, "decomposition, λ above τ")):
-        kind = "largest" if chosen == LARGEST else "above"
-        named.append((name, kind, [p for p in found.points if p.parts == OWN and p.chosen == chosen]))
+    with_k_on = WITH_K_ON[found.choice]
+    for chosen, kind, which in ((with_k_on, "largest", with_k_on), (ON_OFF, "above", "λ above τ")):
+        named.append((f"{OWN}, {which}", kind, [p for p in found.points if p.parts == OWN and p.chosen == chosen]))
     named.append((f"decomposition, {LAMBDA}", "own", [found.own]))
     # A point without any part on has no place on a logarithmic axis.
     drawn = [(name, kind, sorted((p for p in points if p.l0 > 0), key=lambda p: p.l0)) for name, kind, points in named]

@@ -1,7 +1,7 @@
 """`pd eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,12 @@ def evaluate(
     matched: Annotated[
         bool, typer.Option("--matched", help="With --baselines: at the run's own L0 alone, which is much faster.")
     ] = False,
+    choose: Annotated[
+        Literal["activation", "gradient"],
+        typer.Option(
+            help="With --baselines: by what parts are chosen. By the gradient of the KL is slower, and harder."
+        ),
+    ] = "activation",
     sae: Annotated[
         list[Path] | None,
         typer.Option(
@@ -58,6 +64,8 @@ def evaluate(
 
     `--baselines` compares the run with parts that cost no training, each at the same number of parts: the matrices'
     neurons, their singular vectors, and a random rotation; with what is off left out, at random, and under attack.
+    A baseline's parts with the largest activations are on; with `--choose gradient` those that take most off the KL,
+    which is a stronger baseline, and so are as many of the decomposition's own components.
     `--sae` puts SAEs and transcoders beside these, each in place of the activation that its folder names.
 
     `--set` changes keys that begin with eval, data or memory.
@@ -74,6 +82,8 @@ def evaluate(
         pd eval runs/p-1a2b3c4d --baselines --batches 4 --attack 20,80
 
         pd eval runs/p-1a2b3c4d --baselines --matched --batches 1 --attack 20
+
+        pd eval runs/p-1a2b3c4d --baselines --matched --choose gradient
 
         pd eval runs/p-1a2b3c4d --baselines --sae saes/blocks.2.hook_resid_post --sae saes/layer_2_transcoder
 
@@ -92,9 +102,11 @@ def evaluate(
             raise UserError(f"--attack {attack}: should be numbers of steps, such as 20,80")
         lengths = tuple(sorted({int(length) for length in attack.split(",")} - {0})) if attack.strip() else ()
         asked = EvaluationRequest(None, batches, batch_size, tuple(overrides or ()))
-        compare_with_baselines(run, asked, lengths, step, out, devices, target, PlainConsole(), matched, sae or ())
+        compare_with_baselines(
+            run, asked, lengths, step, out, devices, target, PlainConsole(), matched, sae or (), choose
+        )
         return
-    for option, given in (("--matched", matched), ("--sae", sae)):
+    for option, given in (("--matched", matched), ("--choose", choose != "activation"), ("--sae", sae)):
         if given:
             from param_decomp_lab.errors import UserError
 

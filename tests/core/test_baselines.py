@@ -1,4 +1,9 @@
-"""Baselines (section 17) where the truth is known: parts add up to their matrix; neurons that are features."""
+"""Baselines (section 17): the choice by gradient against the reference; and where the truth is known, parts that add up
+to their matrix, neurons that are features."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_decomp_jax.baselines import (
+    Masks,
+    _clean_output,
+    _error,
     activations,
+    by_gradient,
     cross_entropy,
+    integrated_gradients,
     largest,
     masked_errors,
     mean_l0,
     second_moments,
 )
-from param_decomp_jax.components import Factors
+from param_decomp_jax.components import Components, Factors
+from param_decomp_jax.inspection import stack_sites, unstack_sites
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
-from tests.core import tiny
+from tests import reference as ref
+from tests.core import tiny, toys
 
 N, WIDTH = 6, 9
 
@@ -39,10 +51,20 @@ ROWS = (np.random.default_rng(1).uniform(0.2, 1, (24, N)) * np.eye(N)[np.arange(
 """One feature on at a time."""
 
 
+def by_activation(problem: Problem, parts: Components, weights: object, inputs: jax.Array, most: int) -> Masks:
+    return {name: jnp.abs(a) for name, a in activations(problem, parts, weights, inputs).items()}
+
+
 def error_of(
-    kind: Baseline, problem: Problem, weights: object, k: int, lengths: tuple[int, ...] = ()
+    kind: Baseline,
+    problem: Problem,
+    weights: object,
+    k: int,
+    lengths: tuple[int, ...] = (),
+    rows: np.ndarray = ROWS,
+    values: Callable[..., Masks] = by_activation,
 ) -> tuple[float, ...]:
-    inputs = jnp.asarray(ROWS)
+    inputs = jnp.asarray(rows)
     moments = second_moments(problem, weights, inputs)
     given = problem.target.site_weights(weights)
     parts = {}
@@ -50,8 +72,7 @@ def error_of(
         rng = np.random.default_rng(5)
         V, U = parts_of(kind, stack.kind, np.asarray(given[stack.name][0]), np.asarray(moments[stack.name][0]), rng)
         parts[stack.name] = Factors(jnp.asarray(V[None], jnp.float32), jnp.asarray(U[None], jnp.float32))
-    sizes = {name: jnp.abs(a) for name, a in activations(problem, parts, weights, inputs).items()}
-    masks = largest(sizes, k)
+    masks = largest(values(problem, parts, weights, inputs, k), k)
     assert float(mean_l0(masks)) <= k
     found = masked_errors(problem, parts, weights, inputs, masks, jax.random.key(0), lengths, 0.1)
     return float(found.error), float(found.random), *found.attacked.tolist()
@@ -73,11 +94,105 @@ def test_singular_vectors_of_a_diagonal_matrix() -> None:
     assert error_of("random rotation", problem, weights, 1)[0] > 1e-3
 
 
+def test_neurons_that_stay_silent() -> None:
+    """A feature far below 0 gives the largest activation, which the ReLU then takes away: by gradient it is not on."""
+    problem, weights = made(np.eye(N))
+    rows = 0.3 * ROWS - np.roll(np.eye(N, dtype=np.float32), 1, axis=0)[np.arange(len(ROWS)) % N]
+    assert error_of("neurons", problem, weights, 1, rows=rows, values=by_gradient)[0] < 1e-10
+    assert error_of("neurons", problem, weights, 1, rows=rows)[0] > 1e-3
+
+
 def test_attacks_grow() -> None:
     rotated = np.linalg.qr(np.random.default_rng(2).standard_normal((N, N)))[0]
     problem, weights = made(rotated)
     _, random, *attacked = error_of("neurons", problem, weights, 2, (2, 8, 32))
     assert random < attacked[0] < attacked[1] <= attacked[2] * 1.001
+
+
+class Case(NamedTuple):
+    """Parts at random in a small target, and the same for the reference. ``on``: 0 or 1 by stack."""
+
+    problem: Problem
+    parts: Components
+    weights: Any
+    inputs: np.ndarray
+    on: Masks
+
+    @property
+    def error(self) -> Callable[[Masks], jax.Array]:
+        given = (self.problem, self.parts, self.weights, jnp.asarray(self.inputs))
+        clean = jax.jit(_clean_output, static_argnums=0)(self.problem, self.weights, given[-1])
+        return partial(_error, *given, clean)
+
+    @property
+    def for_reference(self) -> tuple[Any, ...]:
+        target = self.problem.target
+        error = ref.kl_error if isinstance(target, type(tiny.target())) else ref.mse_error
+        return (
+            tiny.ref_target(target, self.weights, self.inputs),
+            error,
+            tiny.ref_components(self.parts, target.sites),
+        )
+
+    def by_site(self, masks: Masks) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = unstack_sites(self.problem.target.sites, jax.device_get(masks))
+        return found
+
+
+def llama() -> Case:
+    return case(tiny.target(), tiny.weights(), tiny.TOKENS)
+
+
+def tms() -> Case:
+    """Of so many parts that the last are switched on two at a time."""
+    config = toys.SPARSE
+    return case(toys.target(config, dict.fromkeys(toys.EVERY_MATRIX, 20)), toys.weights(config), toys.features(config))
+
+
+def case(target: Any, weights: Any, inputs: np.ndarray) -> Case:
+    problem = tiny.problem((), target)
+    leading, rng = tiny.leading_axes(target, inputs), np.random.default_rng(4)
+    parts = tiny.ruffled_state(problem, leading=leading).components
+    on = {site.name: rng.integers(0, 2, (*leading, site.C)).astype(np.float32) for site in target.sites.all}
+    return Case(problem, parts, weights, inputs, stack_sites(target.sites, on))
+
+
+def in_float64(of: Case) -> Case:
+    inputs = of.inputs if of.inputs.dtype.kind == "i" else of.inputs.astype(np.float64)
+    return Case(tiny.in_float64(of.problem), *tiny.to_float64((of.parts, of.weights)), inputs, tiny.to_float64(of.on))
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fp32", "float64"])
+@pytest.mark.parametrize("make", [llama, tms])
+def test_integrated_gradients(make: Callable[[], Case], exact: bool) -> None:
+    """Those of the reference; and by many points, what all parts take off the error that some leave (B2)."""
+    of = make()
+    want = ref.part_scores(*of.for_reference, {s: m > 0 for s, m in of.by_site(of.on).items()})
+    with jax.enable_x64(exact):
+        of = in_float64(of) if exact else of
+        error = of.error
+        scores = jax.jit(partial(integrated_gradients, error))
+        tiny.assert_alike(want, of.by_site(scores(of.on, 2)), 1e-9 if exact else 1e-5)
+        off = jax.tree.map(lambda score, m: jnp.sum(score * (1 - m)), scores(of.on, 400), of.on)
+        taken = float(error(of.on) - error(jax.tree.map(jnp.ones_like, of.on)))
+        assert float(sum(off.values())) == pytest.approx(taken, rel=1e-3)
+        assert abs(taken) > 1e-2
+
+
+@pytest.mark.parametrize(("make", "numbers"), [(llama, (1, 2, 4)), (tms, (1, 5, 16, 17, 18, 20))])
+def test_the_choice_by_gradient(make: Callable[[], Case], numbers: tuple[int, ...]) -> None:
+    """The reference's, with any number of parts on, from one order (B2)."""
+    of = make()
+    wanted = {k: ref.choice_by_gradient(*of.for_reference, tiny.leading_axes(of.problem.target, of.inputs), k)
+              for k in numbers}  # fmt: skip
+    with jax.enable_x64():
+        own = in_float64(of)
+        choose = jax.jit(by_gradient, static_argnums=0)
+        values = choose(own.problem, own.parts, own.weights, jnp.asarray(own.inputs), max(numbers))
+        for k, want in wanted.items():
+            found = of.by_site(largest(values, k))
+            for site, masks in want.items():
+                np.testing.assert_array_equal(found[site], masks, f"{site}, {k} parts")
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 99), st.sampled_from(BASELINES), st.booleans())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_lab.baselines import measure
 from param_decomp_lab.baselines.figure import comparison_figure, plain
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, matched_k
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, _jitted, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.opening import load_run
@@ -109,6 +110,66 @@ def test_the_figure_of_one_number_of_parts(found: Comparison) -> None:
     assert not comparison_figure(found).axes[0].patches
 
 
+GRADIENT = ("--choose", "gradient", "--matched", "--batches", 2, "--attack", "")
+
+
+@pytest.fixture(scope="module")
+def with_gradient(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Outcome]:
+    """Of a copy of the run, so that what `found` has kept stays."""
+    run = Path(shutil.copytree(finished, tmp_path_factory.mktemp("gradient") / finished.name))
+    outcome = pd_here("eval", run, "--baselines", *GRADIENT)
+    assert outcome.status == 0, outcome
+    kept = find_comparison(run, STEPS)
+    assert kept is not None
+    return kept.comparison, outcome
+
+
+def test_by_gradient(found: Comparison, with_gradient: tuple[Comparison, Outcome]) -> None:
+    """Baselines that have parts off come nearer to the output, and the decomposition is chosen from in the same way."""
+    by_gradient, outcome = with_gradient
+    assert (found.choice, by_gradient.choice) == ("activation", "gradient")
+    assert found.own_by_gradient is None
+    own = by_gradient.own_by_gradient
+    assert own is not None
+    assert own in by_gradient.at_own_l0
+    k = matched_k(by_gradient.own.l0)
+    assert k == matched_k(found.own.l0)
+    for name in ("neurons", "random rotation"):
+        assert by_gradient.matched[name].l0 == k
+        assert by_gradient.matched[name].error < found.matched[name].error / 2, name
+    said = " ".join(outcome.out.split())
+    for words in (f"{k} parts, chosen by gradient", f"decomposition, {k} by gradient", "chosen in the same way, it is"):
+        assert words in said
+
+
+def test_on_eight_devices(
+    finished: Path, with_gradient: tuple[Comparison, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D3: the numbers of one device, of the decomposition and of neurons."""
+    monkeypatch.setattr(measure, "BASELINES", ("neurons",))  # others would compile the same again
+    out = tmp_path / "eight.json"
+    outcome = pd_here("eval", finished, "--baselines", *GRADIENT, "--devices", 8, "--out", out)
+    assert outcome.status == 0, outcome
+    points = [Point(**raw) for raw in json.loads(out.read_text())["points"]]
+    of_one_device = [p for p in with_gradient[0].points if p.parts in (OWN, "neurons")]
+    for point, of_one in zip(points, of_one_device, strict=True):
+        assert (point.parts, point.chosen, point.number) == (of_one.parts, of_one.chosen, of_one.number)
+        assert point.l0 == pytest.approx(of_one.l0, rel=1e-4)
+        # Where two parts have nearly the same score, a rounding may choose the other one.
+        for found, expected in ((point.error, of_one.error), (point.random, of_one.random)):
+            assert found == pytest.approx(expected, rel=1e-2, abs=1e-5), (point.parts, point.chosen)
+        assert point.cross_entropy == pytest.approx(of_one.cross_entropy, rel=1e-2, abs=1e-4)
+
+
+def test_programs_are_waited_for() -> None:
+    """Two at once, with collectives, have waited for each other on the devices of a CPU."""
+
+    def slow(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ y), x)
+
+    assert _jitted(slow, ())(jnp.eye(256)).is_ready()
+
+
 def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
     """An exact SAE changes nothing; with k of its latents a position keeps its k largest coordinates; a transcoder as
     the core has it."""
@@ -178,6 +239,7 @@ def test_a_toy(toy: Path, tmp_path: Path) -> None:
         (("--metric", "CI_L0"), "takes no metrics"),
         (("--attack", "x"), "numbers of steps"),
         (("--batches", "0"), "batches"),
+        (("--choose", "size"), "not one of"),
         (("--sae", "nowhere"), "nowhere: no such folder"),
         (("--sae", "\udcff"), "not UTF-8"),
         (("--sae", GOLDEN / "gated", "--sae", GOLDEN), "cfg.json"),
@@ -203,4 +265,5 @@ def test_saes_that_do_not_fit_are_refused_at_once(run: Path, toy: Path, tmp_path
         assert says in " ".join(outcome.err.split())
         assert "measuring" not in outcome.out
     assert list(tmp_path.glob("none*")) == []
-    assert "--sae: is for --baselines" in pd_here("eval", run, "--sae", deep).err
+    for option in (("--sae", deep), ("--choose", "gradient")):
+        assert f"{option[0]}: is for --baselines" in pd_here("eval", run, *option).err

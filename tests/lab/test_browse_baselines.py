@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparison, keep
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
 from param_decomp_lab.browse.baselines_page import DEPTH, HEIGHT, WIDTH, plot
@@ -87,6 +88,38 @@ def test_what_was_measured(mine: Path) -> None:
     assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES) + len(SAE.points)
 
 
+def test_a_choice_by_gradient(mine: Path) -> None:
+    """It is named wherever it counts. A file from before there was a choice has one by activation."""
+    chosen = tuple(replace(p, chosen=BY_GRADIENT) for p in OF_BASELINES)
+    own = Point(OWN, BY_GRADIENT, 2.0, 2.0, 0.0125, 0.02, 0.005, (0.25, 0.5))
+    by_gradient = comparison(points=(*OF_RUN[:-1], own, *chosen), choice="gradient")
+    file = comparison_file(mine / LLAMA, STEPS)
+    file.parent.mkdir(exist_ok=True)
+    keep(file, Kept(by_gradient, "rows"))
+    assert find_comparison(mine / LLAMA, STEPS) == Kept(by_gradient, "rows")
+    said = text_of(page_of(mine))
+    best = min((p for p in chosen if p.number == 2), key=lambda p: p.error)
+    for words in (
+        "parts of baselines chosen by gradient",
+        f"({best.parts}, 2 parts chosen by gradient)",
+        f"With 2 of its components, chosen in the same way, it is {0.0125 / best.error:.1f} times",
+        "decomposition, 2 by gradient 2 0.0125 0.0200 0.00500 0.250 0.500",
+        "decomposition, by gradient",
+        "KL with k parts on, chosen by gradient",
+        "2 0.0125 ",
+    ):
+        assert words in said, words
+    left, right = comparison_figure(by_gradient).axes
+    assert "gradient" in left.get_title(loc="left")
+    assert "decomposition, by gradient" in left.get_legend_handles_labels()[1]
+    assert "decomposition, k 2" in right.get_legend_handles_labels()[1]
+    keep(file, Kept(comparison(), "rows"))
+    raw = json.loads(file.read_text())
+    del raw["choice"]
+    file.write_text(json.dumps(raw))
+    assert find_comparison(mine / LLAMA, STEPS) == Kept(comparison(), "rows")
+
+
 def test_points_stand_where_they_should() -> None:
     """What is far below the decomposition's error lies at the lower edge."""
     drawn = plot(comparison())
@@ -113,6 +146,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
     [
         (without("points"), "points: Field required"),
         (without("data"), "no comparison at the decomposition's own L0"),
+        (lambda raw: raw.update(choice="size"), "choice: Input should be 'activation' or 'gradient'"),
         (lambda raw: raw["points"].clear(), "no comparison at the decomposition's own L0"),
         (lambda raw: raw["points"].pop(0), "no comparison at the decomposition's own L0"),
         (lambda raw: raw["points"][0].update(error="much"), "points.0.error"),
