@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Averages, Harvest
 from param_decomp_lab.harvest_files.averages import AVERAGES, AVERAGES_FILE, AverageOptions, write_averages
+from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
 
 GRADIENT_BYTES = 1 << 28
@@ -133,7 +133,7 @@ class _Averager:
         targets = self._targets(site, padded)
         total = np.zeros((len(self._importance), at_once))
         for batch in self._batches:
-            total += self._by_source(_jitted(_sums_of_batch), batch, targets)
+            total += self._by_source(jitted(_sums_of_batch), batch, targets)
         if first and not np.any(total):  # of all batches: an expert may be taken in the last alone
             return None
         return total[:, : len(numbers)]
@@ -161,7 +161,7 @@ class _Averager:
         """Of every component of the harvest: sums of λ and of a², and the number of positions."""
         run = self._run
         with jax.set_mesh(run.mesh):
-            found: Normalizers = _jitted(_normalizers_of_batch)(self._problem, *run.learned, run.weights, batch)
+            found: Normalizers = jitted(_normalizers_of_batch)(self._problem, *run.learned, run.weights, batch)
         importance, square, positions = jax.device_get(found)
         of_components = {name: np.broadcast_to(x[..., None], square[name].shape) for name, x in positions.items()}
         wide = (self._flat(x).astype(np.float64) for x in (importance, square, of_components))
@@ -189,11 +189,6 @@ def _largest(weights: Float64[np.ndarray, "n K"], target: np.ndarray, most: int,
         targets[good].astype(np.int32), source[good].astype(np.int32), kept[good].astype(np.float32),
         len(target), so_far,
     )  # fmt: skip
-
-
-@cache
-def _jitted(function: Any) -> Any:
-    return jax.jit(function, static_argnums=0)
 
 
 def _sums_of_batch(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_
 from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
 from param_decomp_lab.baselines.saelens import DictionaryFolder
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
 
 OWN = "decomposition"
@@ -194,13 +195,13 @@ class _Measurement:
         self._problem = for_attribution(run.problem)
         self._sites = self._problem.target.sites
         with jax.set_mesh(run.mesh):
-            clean = [_jitted(cross_entropy)(self._problem, run.weights, batch) for batch in batches]
+            clean = [jitted(cross_entropy)(self._problem, run.weights, batch) for batch in batches]
         self._clean = float(np.mean([float(x) for x in clean]))
 
     def own(self) -> Iterator[Point]:
         run = self._run
         with jax.set_mesh(run.mesh):
-            logits = [_jitted(_logits)(self._problem, *run.learned, run.weights, batch) for batch in self._batches]
+            logits = [jitted(_logits)(self._problem, *run.learned, run.weights, batch) for batch in self._batches]
             parts = with_views(run.learned.components, self._sites)
         lower, _ = squashings(self._problem.decomposition.squashing)
         importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
@@ -232,9 +233,9 @@ class _Measurement:
         given = (self._problem, parts, self._run.weights, batch)
         with jax.set_mesh(self._run.mesh):
             if self._choice == "gradient":
-                values: Masks = _jitted(by_gradient)(*given, most)
+                values: Masks = jitted(by_gradient)(*given, most)
                 return values
-            return {name: jnp.abs(a) for name, a in _jitted(activations)(*given).items()}
+            return {name: jnp.abs(a) for name, a in jitted(activations)(*given).items()}
 
     def of_dictionary(self, name: str, folder: DictionaryFolder, dictionary: Dictionary, k_own: int) -> Replacement:
         return replacement(
@@ -247,7 +248,7 @@ class _Measurement:
         run, total = self._run, None
         for batch in self._others:
             with jax.set_mesh(run.mesh):
-                found = _jitted(second_moments)(self._problem, run.weights, batch)
+                found = jitted(second_moments)(self._problem, run.weights, batch)
             total = found if total is None else jax.tree.map(jnp.add, total, found)
         return {name: np.asarray(x) / len(self._others) for name, x in (total or {}).items()}
 
@@ -280,10 +281,10 @@ class _Measurement:
         for n, (batch, own) in enumerate(zip(self._batches, masks, strict=True)):
             key = jax.random.fold_in(jax.random.key(self._seed), n)
             with jax.set_mesh(run.mesh):
-                errors: MaskedErrors = _jitted(masked_errors, (0, 6, 7))(
+                errors: MaskedErrors = jitted(masked_errors, (0, 6, 7))(
                     self._problem, parts, run.weights, batch, own, key, lengths, STEP_SIZE
                 )
-                l0.append(float(_jitted(mean_l0, ())(own)))
+                l0.append(float(jitted(mean_l0, ())(own)))
             found.append(jax.device_get(errors))
         mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
         lost = float(mean.cross_entropy) - self._clean if run.is_language_model else None
@@ -300,11 +301,3 @@ def _firing(logits: Mapping[str, Array], importances: Mapping[str, Array]) -> Ma
 
 def _logits(problem: Problem, components: Any, ci: Any, weights: Any, inputs: Array) -> dict[str, Array]:
     return importance_logits(problem, components, ci, weights, inputs)
-
-
-@cache
-def _jitted(function: Any, static: tuple[int, ...] = (0,)) -> Any:
-    """The function compiled, and waited for: two programs at once, with collectives, can wait for each other on the
-    devices of a CPU."""
-    compiled = jax.jit(function, static_argnums=static)
-    return lambda *arguments: jax.block_until_ready(compiled(*arguments))

@@ -17,6 +17,7 @@ from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import MLP
 from param_decomp_lab.baselines.saelens import DictionaryFolder, read_dictionary
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
 from param_decomp_lab.untrusted.paths import checked_path
 from param_decomp_lab.untrusted.printable import first_few, printable
@@ -129,18 +130,18 @@ def replacement(
 ) -> Replacement:
     """Measures one. ``clean``: the target's cross-entropy. ``k_own``: parts that make up the decomposition's L0."""
     tensors = {key: jnp.asarray(x) for key, x in folder.tensors.items()}
+    of_dictionary = (problem, dictionary, tensors, run.weights)
     with jax.set_mesh(run.mesh):
-        most = max(int(_most_active(problem, dictionary, tensors, run.weights, batch)) for batch in batches)
+        most = max(int(jitted(most_active, (0, 1))(*of_dictionary, batch)) for batch in batches)
         ladder = {k_own} | ({2**n for n in range(16)} if not matched_only else set())
         choices: list[int | None] = [None, *(k for k in sorted(ladder) if k <= most)]
         found: dict[int | None, list[tuple[float, float, float]]] = {k: [] for k in choices}
-        # Latents of one batch at a time are held. Each program is waited for: two of them at once, with collectives,
-        # wait for each other on the devices of a CPU.
+        # Latents of one batch at a time are held.
         for batch in batches:
-            x, f = jax.block_until_ready(_encode(problem, dictionary, tensors, run.weights, batch))
+            x, f = jitted(read_and_encode, (0, 1))(*of_dictionary, batch)
             for k in choices:
-                kept = f if k is None else jax.block_until_ready(_fewer(tensors, f, k))
-                errors = jax.device_get(_errors(problem, dictionary, tensors, run.weights, batch, x, kept))
+                kept = f if k is None else jitted(fewer, (2,))(tensors, f, k)
+                errors = jax.device_get(jitted(replaced_errors, (0, 1))(*of_dictionary, batch, x, kept))
                 found[k].append((float(errors.l0), float(errors.error), float(errors.cross_entropy)))
     points = []
     for k, of_batches in found.items():
@@ -164,9 +165,3 @@ def replacement(
 
 def _in_mlp(site: Site, layer: int) -> bool:
     return site.layer == layer and site.kind.removesuffix(PRE_IDENTITY) in (*MLP, *EXPERT_KINDS)
-
-
-_most_active = jax.jit(most_active, static_argnums=(0, 1))
-_encode = jax.jit(read_and_encode, static_argnums=(0, 1))
-_fewer = jax.jit(fewer, static_argnums=2)
-_errors = jax.jit(replaced_errors, static_argnums=(0, 1))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +17,7 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.graph.firing import find_firing
+from param_decomp_lab.jitted import jitted
 
 GRADIENT_BYTES = 1 << 29
 """Of the gradients with respect to what the sites give, for all targets that are computed at once."""
@@ -77,14 +77,14 @@ class Incoming:
         self.sites = self.problem.target.sites
         components, ci = opened.learned
         with jax.set_mesh(opened.mesh):
-            chosen, readings = _jitted(_read)(self.problem, components, ci, opened.weights, inputs)
+            chosen, readings = jitted(_read)(self.problem, components, ci, opened.weights, inputs)
         own = {name: _flat(reading.importance) for name, reading in readings.items()}
         self.importances = own if importances is None else dict(importances)
         a = {name: _flat(reading.activation) for name, reading in readings.items()}
         on_host = {name: _merge_positions(np.asarray(x)) for name, x in chosen.items()}
         self.firing, self._tables = find_firing(self.sites, self.importances, a, on_host, threshold)
         with jax.set_mesh(opened.mesh):
-            self._cut: Cut = _jitted(take_apart)(self.problem, components, opened.weights, inputs, self._tables)
+            self._cut: Cut = jitted(take_apart)(self.problem, components, opened.weights, inputs, self._tables)
         self.layout = self._lay_out(on_host)
         held = sum(x.size * x.dtype.itemsize for x in self._cut.held.values())
         self.at_once = int(np.clip(GRADIENT_BYTES // max(held, 1), 1, MOST_AT_ONCE))
@@ -135,7 +135,7 @@ class Incoming:
     def _edges(self, targets: Targets | Outputs) -> Edges:
         components, _ = self._opened.learned
         with jax.set_mesh(self._opened.mesh):
-            found: Edges = _jitted(edges)(
+            found: Edges = jitted(edges)(
                 self.problem, components, self._opened.weights, self._inputs, self._cut, self._tables, targets
             )
         return found
@@ -154,7 +154,7 @@ class Incoming:
     def predictions(self) -> Float[np.ndarray, "rows n"]:
         """The network's outputs at every position, on which the edges of outputs are computed."""
         with jax.set_mesh(self._opened.mesh):
-            return _flat(_jitted(_clean)(self.problem, self._opened.weights, self._inputs))
+            return _flat(jitted(_clean)(self.problem, self._opened.weights, self._inputs))
 
 
 def _flat(x: Array) -> np.ndarray:
@@ -165,11 +165,6 @@ def _flat(x: Array) -> np.ndarray:
 def _merge_positions(chosen: np.ndarray) -> np.ndarray:
     """``[layers, 1, T, k]`` to ``[layers, T, k]``."""
     return chosen.reshape(chosen.shape[0], -1, chosen.shape[-1])
-
-
-@cache
-def _jitted(function: Any) -> Any:
-    return jax.jit(function, static_argnums=0)
 
 
 def _read(

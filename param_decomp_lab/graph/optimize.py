@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from param_decomp_jax.step import Problem
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Optimized, ReadingErrors
 from param_decomp_lab.graph.incoming import Opened
+from param_decomp_lab.jitted import jitted
 
 Loss = Literal["kl", "logit"]
 Progress = Callable[[int, int, int], None]
@@ -118,7 +118,7 @@ def optimize(
     for done in range(0, request.steps, EVERY):
         n = min(EVERY, request.steps - done)
         with jax.set_mesh(opened.mesh):
-            state = _jitted(lower, (0, 8, 9))(
+            state = jitted(lower, (0, 8, 9))(
                 problem, *opened.learned, opened.weights, inputs, jnp.asarray(allowed), at_start, state, descent, n
             )
         for cutoff in sorted(CUTOFFS, reverse=True):
@@ -150,7 +150,7 @@ class _Judge:
         attack = FreshAttack("random", request.attack_step_size, request.attack_steps, "unique_per_datapoint")
         test = ReadingTest(request.draws, request.attack_starts, attack)
         with jax.set_mesh(opened.mesh):
-            found = _jitted(reading_errors, (0, 7, 8))(
+            found = jitted(reading_errors, (0, 7, 8))(
                 self._problem, *opened.learned, opened.weights, self._inputs, importances, key, self._measure, test
             )
         return np.asarray(found)
@@ -165,8 +165,3 @@ def _penalty(problem: Problem) -> Lp | SmoothL0:
     terms = [term for term in problem.decomposition.terms if isinstance(term, ImportanceMinimality)]
     own = terms[0].penalty if terms else DEFAULT_PENALTY
     return replace(own, eps=max(own.eps, LEAST_EPS)) if isinstance(own, Lp) else own
-
-
-@cache
-def _jitted(function: Any, static: tuple[int, ...]) -> Any:
-    return jax.jit(function, static_argnums=static)

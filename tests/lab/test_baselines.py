@@ -14,9 +14,10 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.baselines import measure
 from param_decomp_lab.baselines.figure import comparison_figure, plain
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, _jitted, matched_k
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, matched_k
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.display.numbers import number
+from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import load_run
 from param_decomp_lab.setup.language_model import evaluation_source, held_out_rows
 from tests.lab.sae_folders import identity, save
@@ -167,7 +168,7 @@ def test_programs_are_waited_for() -> None:
     def slow(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ y), x)
 
-    assert _jitted(slow, ())(jnp.eye(256)).is_ready()
+    assert jitted(slow, ())(jnp.eye(256)).is_ready()
 
 
 def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
