@@ -1,7 +1,7 @@
 """The settings of a decomposition (static) and the training state that goes from step to step."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -71,17 +71,28 @@ class State(eqx.Module):
     step: Int[Array, ""]
 
 
+class InitKeys(NamedTuple):
+    components: PRNGKeyArray
+    ci: PRNGKeyArray
+    sources: PRNGKeyArray
+
+
+def init_keys(decomposition: Decomposition) -> InitKeys:
+    """Of what the state before step 0 is drawn with."""
+    return InitKeys(*jax.random.split(decomposition.key("init"), 3))
+
+
 def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, ...]) -> State:
     """The state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a batch."""
-    components_key, ci_key, sources_key = jax.random.split(decomposition.key("init"), 3)
-    components = init_components(components_key, sites)
-    ci = init_ci(decomposition.ci, ci_key, sites)
+    keys = init_keys(decomposition)
+    components = init_components(keys.components, sites)
+    ci = init_ci(decomposition.ci, keys.ci, sites)
     memory = decomposition.memory
     components_moments = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
     ci_moments = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
 
     def adversary(number: int, attack: PersistentAttack) -> Adversary:
-        key = jax.random.fold_in(sources_key, number)
+        key = jax.random.fold_in(keys.sources, number)
         return kept_adversary(memory, init_adversary(attack, key, sites, leading, decomposition.use_delta))
 
     return State(

@@ -224,6 +224,11 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
         yield f"target.run_path: {method.target.run_path} is replaced by the wrapper's target ({ours})"
     if wrapper.init_from is not None and method.pd.faithfulness_warmup_steps:
         yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
+    if wrapper.init_components == "weighted_singular_vectors" and method.pd.faithfulness_warmup_steps:
+        yield (
+            "pd.faithfulness_warmup_steps: weighted singular vectors add up to their matrix already, unless C is below "
+            "its rank, and a warm-up only moves them; 0 leaves them as they are"
+        )
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"

@@ -64,6 +64,9 @@ class TargetSource(Strict):
         return self
 
 
+InitComponents = Literal["random", "weighted_singular_vectors"]
+
+
 class MilestonesEvery(Strict):
     every: Count
 
@@ -81,8 +84,8 @@ Milestones = Annotated[
 class Wrapper(Strict):
     """A run. ``milestones``: steps whose checkpoints are never deleted. ``out_dir``: relative to the current folder.
 
-    ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_from``: RUN or RUN@STEP whose
-    parameters this run starts from.
+    ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_components``: what V and U are
+    at first (T6). ``init_from``: RUN or RUN@STEP whose parameters this run starts from.
     """
 
     torch_config: FilePath
@@ -99,6 +102,7 @@ class Wrapper(Strict):
     target: TargetSource | None = None
     steps_per_dispatch: Count = 1
     milestones: Milestones = ()
+    init_components: InitComponents = "random"
     init_from: Text | None = None
 
     @property
@@ -120,6 +124,8 @@ class Wrapper(Strict):
         if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
             raise rule_error(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
+        if self.init_from is not None and self.init_components != "random":
+            raise rule_error(("init_components", "is for a run that begins anew; remove it or init_from"))
         return self
 
     def resolved(self) -> "Wrapper":

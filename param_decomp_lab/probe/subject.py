@@ -23,7 +23,15 @@ from param_decomp_lab.display.descriptions import describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
 from param_decomp_lab.setup.known_target import KnownTarget
-from param_decomp_lab.setup.programs import Program, calibration_program, init_program, steps_program, warmup_program
+from param_decomp_lab.setup.programs import (
+    Program,
+    calibration_program,
+    init_program,
+    initial_components_program,
+    second_moments_program,
+    steps_program,
+    warmup_program,
+)
 
 STEP = "training step"
 EVALUATIONS = ("evaluation", "figures")
@@ -64,6 +72,9 @@ def run_subject(config: RunConfig) -> Subject:
     target = known_target(config)
     spec = target.problem.decomposition
     phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
+    if config.wrapper.init_components == "weighted_singular_vectors":
+        phases["second moments"] = partial(_measuring_moments, config, target)
+        phases["singular vectors"] = partial(_making_components, config, target)
     if spec.warmup.steps:
         phases["faithfulness warm-up"] = partial(_warming_up, config, target)
     if isinstance(spec.ci, ComponentReadout):
@@ -136,6 +147,18 @@ def _identity(config: RunConfig, target: KnownTarget) -> str:
 def _making(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     outline = outline_on(config, target, mesh)
     return Phase(init_program(outline), device_bytes(outline.weights), {})
+
+
+def _measuring_moments(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    state = outline.state
+    return Phase(second_moments_program(outline), device_bytes(state) - device_bytes(state.components), {})
+
+
+def _making_components(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+    outline = outline_on(config, target, mesh)
+    state = outline.state
+    return Phase(initial_components_program(outline), device_bytes(state) - device_bytes(state.components), {})
 
 
 def _warming_up(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:

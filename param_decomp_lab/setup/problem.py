@@ -40,6 +40,12 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
                 f"({origin}); decompose it on shorter rows"
             )
     sites = build_sites(method.pd, architecture.matrices())
+    experts = [site.name for site in sites.all if site.expert is not None]
+    if experts and config.wrapper.init_components == "weighted_singular_vectors":
+        raise UserError(
+            f"init_components: is weighted_singular_vectors, which experts' matrices ({experts[0]}) cannot begin with; "
+            "remove it"
+        )
     function = without_readout(spec.ci)
     tables = [site.name for site in sites.all if site.lookup]
     if tables and isinstance(function, LayerwiseMLP) and function.kind == "mlp":

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from param_decomp_jax.calibration import calibrate
 from param_decomp_jax.ci import init_ci
 from param_decomp_jax.components import components_axes, init_components
+from param_decomp_jax.initial_components import moments_axes, no_moments, output_moments, weighted_singular_vectors
 from param_decomp_jax.mesh import whole
 from param_decomp_jax.multi_step import training_steps
 from param_decomp_jax.placement import moments_shardings, shardings, with_shardings
@@ -49,6 +50,30 @@ def init_program(outline: Outline) -> Program:
     spec, sites = outline.problem.decomposition, outline.problem.target.sites
     init = partial(init_state, spec, sites, outline.leading)
     return Program(jax.jit(init, out_shardings=_places(outline.state)), ())
+
+
+def no_second_moments_program(outline: Outline) -> Program:
+    """Makes the sums that `second_moments_program` adds to."""
+    moments = _second_moments(outline)
+    none = partial(no_moments, outline.problem.target.sites)
+    return Program(jax.jit(none, out_shardings=_places(moments)), ())
+
+
+def second_moments_program(outline: Outline) -> Program:
+    """``(moments, weights, batch) -> moments``, with those of what the sites give on a batch added (T6)."""
+    moments = _second_moments(outline)
+
+    def add(moments: Any, weights: Any, batch: Any) -> Any:
+        return jax.tree.map(jnp.add, moments, output_moments(outline.problem, weights, batch))
+
+    function = jax.jit(add, donate_argnums=0, out_shardings=_places(moments))
+    return Program(function, (moments, outline.weights, outline.train.batch()))
+
+
+def initial_components_program(outline: Outline) -> Program:
+    """``(moments, weights) -> components`` that are weighted singular vectors (T6)."""
+    function = jax.jit(partial(_initial_components, outline.problem), out_shardings=_places(outline.state.components))
+    return Program(function, (_second_moments(outline), outline.weights))
 
 
 def warmup_moments_program(outline: Outline) -> Program:
@@ -108,6 +133,16 @@ def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any,
         return warmup_step(problem, carry[0], carry[1], weights)
 
     return lax.fori_loop(jnp.zeros((), n.dtype), n, one, (components, moments, jnp.zeros(())))
+
+
+def _initial_components(problem: Problem, moments: Any, weights: Any) -> Any:
+    return weighted_singular_vectors(problem, weights, moments)
+
+
+def _second_moments(outline: Outline) -> Any:
+    sites = outline.problem.target.sites
+    shapes = jax.eval_shape(partial(no_moments, sites))
+    return with_shardings(shapes, shardings(outline.mesh, moments_axes(sites), shapes))
 
 
 def _places(shapes: Any) -> Any:

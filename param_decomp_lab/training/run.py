@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from param_decomp_jax.ci import ComponentReadout
+from param_decomp_jax.initial_components import n_batches
 from param_decomp_jax.state import State
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
@@ -52,7 +53,10 @@ from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch, 
 from param_decomp_lab.setup.programs import (
     calibration_program,
     init_program,
+    initial_components_program,
     learned_shapes,
+    no_second_moments_program,
+    second_moments_program,
     steps_program,
     warmup_moments_program,
     warmup_program,
@@ -313,7 +317,7 @@ class _Run:
         """The state before step 0."""
         parent = self.processes.in_turn(self._parent)
         if parent is None:
-            return self._calibrate(self._warm_up(self._initial()))
+            return self._calibrate(self._warm_up(self._from_data(self._initial())))
         self.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True)
         if parent.target not in ("", self.inputs["target"]):
             print_warnings(["that run decomposed other weights than this one does"], self.console)
@@ -332,6 +336,26 @@ class _Run:
             if self.processes.first:
                 parent.write(self.folder)
         return parent
+
+    def _from_data(self, state: State) -> State:
+        """The state with components that are weighted singular vectors, if it is to begin with them (T6)."""
+        if self.config.wrapper.init_components == "random":
+            return state
+        for drawn in jax.tree.leaves(state.components):
+            drawn.delete()
+        where = f"while measuring what the sites give; {NOTHING}"
+        self.stop.may_leave(where)
+        n = n_batches(self.setup.problem.target.sites, prod(self.setup.leading))
+        moments = no_second_moments_program(self.outline).function()
+        add = second_moments_program(self.outline).function
+        with Terminal(self.console, "second moments", n) as bar:
+            for number in range(n):
+                if self.stop():
+                    raise self._preempted(where)
+                moments = add(moments, self.setup.weights, self.setup.train(number))
+                bar.advance(number + 1)
+        components = initial_components_program(self.outline).function(moments, self.setup.weights)
+        return _with_components(state, components)
 
     def _warm_up(self, state: State) -> State:
         """The state after the faithfulness warm-up (T3), run in dispatches of a few steps each.

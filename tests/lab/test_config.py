@@ -163,6 +163,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "target": None,
         "steps_per_dispatch": 1,
         "milestones": [],
+        "init_components": "random",
         "init_from": None,
     }
 

@@ -1,0 +1,103 @@
+"""Runs that begin with weighted singular vectors (T6): what they begin with, resuming, what is refused and said."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from param_decomp_lab.config import load_config
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.subject import run_subject
+from param_decomp_lab.run_folder.folder import saved_config
+from param_decomp_lab.setup import set_up
+from param_decomp_lab.setup.problem import make_problem
+from tests import reference as ref
+from tests.core import tiny as core
+from tests.core.test_experts import CONFIG as WITH_EXPERTS
+from tests.lab.tiny_run import ARCHITECTURE, BATCH, LIGHT, SEQ_LEN, Tiny, pd_here, rows, saved_arrays, saved_steps
+
+FROM_DATA = "init_components=weighted_singular_vectors"
+SETTINGS = (*LIGHT, FROM_DATA, "milestones=[0]", "cadence.save_every=6")
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("initial")
+    outcome = pd_here(*tiny.train(folder, 1, *SETTINGS))
+    assert outcome.status == 0, outcome
+    return folder / "p-00000001"
+
+
+def test_of_the_first_batches(run: Path) -> None:
+    """Of four of them, as many as have 32 positions for each of 16 dimensions; then they are trained."""
+    setup = set_up(saved_config(run), Console(quiet=True))
+    sites = setup.problem.target.sites
+    assert 32 * ARCHITECTURE.d_model == 4 * BATCH * SEQ_LEN
+    first = np.concatenate([np.asarray(setup.train(n)) for n in range(4)])
+    target = core.ref_target(setup.problem.target, setup.weights, first)
+    reads = ref.clean_pass(target, [site.name for site in sites.all]).reads
+    begun, ended = (saved_arrays(run, step) for step in (0, saved_steps(run)[-1]))
+    for site, (stack, row) in zip(sites.all, sites.stack_rows, strict=True):
+        V, U = (begun[f"learned/components/{stack.name}/{name}"][row].astype(np.float64) for name in "VU")
+        W = np.asarray(setup.problem.target.site_weights(setup.weights)[stack.name][row], np.float64)
+        y = (reads[site.name] @ W).reshape(-1, site.d_out)
+        rank = min(site.d_in, site.d_out, site.C)
+        # Of all matrices of this rank none is nearer to W on these batches.
+        least = np.sum(np.linalg.svd(y, compute_uv=False)[rank:] ** 2)
+        assert np.sum((y - reads[site.name].reshape(-1, site.d_in) @ V @ U) ** 2) <= least * (1 + 1e-4) + 1e-6
+        np.testing.assert_allclose(np.linalg.norm(V[:, :rank], axis=0), np.linalg.norm(U[:rank], axis=1), rtol=1e-4)
+        assert not U[rank:].any()
+        assert V[:, rank:].any(axis=0).all()
+        assert not np.array_equal(U, ended[f"learned/components/{stack.name}/U"][row])
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_its_first_checkpoint(run: Path, tmp_path: Path) -> None:
+    """It is begun anew, with the same components; resumed from a checkpoint, it goes on with the trained ones."""
+    for name, lost in (("ckpts", "ckpts"), ("last", f"ckpts/{saved_steps(run)[-1]}")):
+        killed = tmp_path / name / run.name
+        shutil.copytree(run, killed)
+        shutil.rmtree(killed / lost)
+        outcome = pd_here("train", "--resume", str(killed))
+        assert outcome.status == 0, outcome
+        assert rows(killed) == rows(run)
+
+
+@pytest.mark.slow
+def test_eight_devices(tiny: Tiny, run: Path, tmp_path: Path) -> None:
+    """Every pair of a column of V and a row of U, whichever device it lies on."""
+    outcome = pd_here(*tiny.train(tmp_path, 2, *SETTINGS, "pd.steps=1", "mesh={replica: 2, fsdp: 2, tensor: 2}"))
+    assert outcome.status == 0, outcome
+    one, eight = saved_arrays(run, 0), saved_arrays(tmp_path / "p-00000002", 0)
+    for name, x in one.items():
+        if "/components/" in name:
+            np.testing.assert_allclose(eight[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_refused(tiny: Tiny, run: Path, tmp_path: Path) -> None:
+    outcome = pd_here(*tiny.train(tmp_path, 3, *SETTINGS, f"init_from={run}"))
+    assert outcome.status == 2
+    assert "init_components: is for a run that begins anew; remove it or init_from" in outcome.err
+    resumed = pd_here("train", "--resume", str(run), "--set", "init_components=random")
+    assert resumed.status == 2
+    assert 'init_components: "weighted_singular_vectors" -> "random"' in resumed.err
+    with_experts = (
+        "pd.decomposition_targets=[{module_pattern: layers.*.mlp.experts.*.up_proj, C: 4}]",
+        "target.spec.model_class=transformers.Qwen3MoeForCausalLM",
+    )
+    experts = replace(WITH_EXPERTS, vocab_size=ARCHITECTURE.vocab_size)
+    with pytest.raises(UserError, match=r"init_components: .* experts' matrices \(layers\.\d+\.mlp\.experts\.0\."):
+        make_problem(load_config(tiny.config, [*SETTINGS, *with_experts]), experts, "here")
+
+
+def test_what_is_said_of_it(tiny: Tiny) -> None:
+    """`pd check`, and the parts that `pd probe` compiles."""
+    checked = pd_here("check", tiny.config, "--set", FROM_DATA)
+    assert checked.status == 0, checked
+    assert "pd.faithfulness_warmup_steps: weighted singular vectors add up" in " ".join(checked.out.split())
+    phases = list(run_subject(load_config(tiny.config, [FROM_DATA])).phases)
+    assert phases[:4] == ["making the state", "second moments", "singular vectors", "faithfulness warm-up"]
+    assert "second moments" not in run_subject(load_config(tiny.config)).phases
