@@ -19,6 +19,8 @@ from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, fro
 
 POSITIONS_PER_DIMENSION = 32
 """Of the batches that second moments are summed over (T6)."""
+NOTHING = 1e-6
+"""Columns of ``W Uᵀ`` that are shorter than this share of the longest are roundings: W has a lower rank."""
 
 Moments = dict[str, Float[Array, "layers r r"]]
 """By stack as trained, ``r`` the smaller of d_in and d_out: of the inputs (r = d_in) or of the outputs; of a table, of
@@ -47,7 +49,7 @@ def output_moments(problem: Problem, weights: Weights, inputs: Array) -> Moments
     No site may be an expert's matrix.
     """
     target, sites = problem.target, problem.target.sites
-    assert all(stack.experts is None for stack in sites.stacks)
+    assert all(stack.experts is None for stack in sites.stacks), "experts' matrices have no moments here"
     records = target.forward(weights, inputs, _MomentsLinears(sites, memory=target.memory)).records
     found: Moments = {}
     for segment in sites.segments:
@@ -96,8 +98,9 @@ def _of_site(
     directions = directions * jnp.sign(largest)
     V = _product(W, directions)
     length = jnp.linalg.norm(V, axis=0)
-    share = jnp.sqrt(jnp.where(length > 0, length, 1))
-    V, U = jnp.where(length > 0, V / share, drawn[:, :n]), jnp.where(length > 0, directions * share, 0).T
+    is_part = length > NOTHING * jnp.max(length)
+    share = jnp.sqrt(jnp.where(is_part, length, 1))
+    V, U = jnp.where(is_part, V / share, drawn[:, :n]), jnp.where(is_part, directions * share, 0).T
     return jnp.concatenate([V, drawn[:, n:]], axis=1), jnp.concatenate([U, jnp.zeros((C - n, d_out), U.dtype)])
 
 

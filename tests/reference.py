@@ -1045,6 +1045,33 @@ def faithfulness_warmup(components: dict, weights: dict[str, Array], config: dic
     return components
 
 
+def output_moment(x: Array, W: Array) -> Array:
+    """T6: S `[d_out, d_out]` of a site at x `[..., d_in]`; the S of several batches add up."""
+    y = (x @ W).reshape(-1, W.shape[1])
+    return y.T @ y
+
+
+def weighted_singular_vectors(W: Array, S: Array, drawn: Array) -> dict[str, Array]:
+    """T6: {V `[d_in, C]`, U `[C, d_out]`} at the start; `drawn` is the V that was drawn. Of a W of rank below r, the
+    components beyond its rank are those whose V is 0."""
+    _, sizes, rows = np.linalg.svd(W, full_matrices=False)
+    basis = rows[sizes > 1e-12 * sizes[0]]  # of the row space of W
+    values, vectors = np.linalg.eigh(basis @ S @ basis.T)
+    V, U = np.array(drawn, np.float64), np.zeros((drawn.shape[1], W.shape[1]))
+    for c, n in enumerate(np.argsort(-values)[: len(U)]):
+        u = vectors[:, n] @ basis
+        u = u * np.sign(u[np.argmax(np.abs(u))])
+        v = W @ u
+        length = math.sqrt(np.linalg.norm(v))
+        V[:, c], U[c] = v / length, u * length
+    return {"V": V, "U": U}
+
+
+def initial_batches(shapes: Iterable[tuple[int, int]], positions: int) -> int:
+    """T6: batches of `positions` each that are counted, for all sites' (d_in, d_out)."""
+    return math.ceil(32 * max(min(shape) for shape in shapes) / positions)
+
+
 def term_name(loss: dict) -> str:
     return loss.get("name") or loss["type"]
 

@@ -609,6 +609,78 @@ def test_faithfulness_warmup_descends() -> None:
     assert ref.faithfulness_warmup(components, weights, {}) is components
 
 
+# ---- initial components from data ----
+
+WIDE_AND_TALL = [(5, 8), (8, 5), (6, 6)]
+"""d_in < d_out, d_in > d_out, and as large as each other."""
+
+
+def start_of(d_in: int, d_out: int, C: int, rank: int | None = None, n: int = 40) -> tuple[np.ndarray, ...]:
+    """W (of a rank, if given), n inputs that are not white, S, the drawn V, and the V and U of T6."""
+    W = normal(d_in, d_out) if rank is None else normal(d_in, rank) @ normal(rank, d_out)
+    x, drawn = normal(2, n // 2, d_in) @ normal(d_in, d_in), normal(d_in, C)
+    S = ref.output_moment(x, W)
+    start = ref.weighted_singular_vectors(W, S, drawn)
+    return W, x.reshape(n, d_in), S, drawn, start["V"], start["U"]
+
+
+@pytest.mark.parametrize("shape", WIDE_AND_TALL)
+def test_initial_components_are_the_best_of_every_rank(shape: tuple[int, int]) -> None:
+    """T6, B1: no k components have outputs nearer to the site's; r of them are the matrix."""
+    r = min(shape)
+    W, x, S, _, V, U = start_of(*shape, C=r)
+    np.testing.assert_allclose(V @ U, W, atol=1e-12)
+    s = np.linalg.svd(x @ W, compute_uv=False)
+    for k in range(r):
+        error = np.sum((x @ W - x @ V[:, :k] @ U[:k]) ** 2)
+        assert error == pytest.approx(np.sum(s[k:] ** 2), rel=1e-9)
+    # By another way, B1's own: singular vectors of M W.
+    values, vectors = np.linalg.eigh(x.T @ x / len(x))
+    root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+    A, sizes, B = np.linalg.svd(root @ W, full_matrices=False)
+    for c in range(r):
+        product = np.outer(inverse @ A[:, c] * sizes[c], B[c])
+        np.testing.assert_allclose(np.outer(V[:, c], U[c]), product, atol=1e-9)
+    # Eigenvectors of S with descending eigenvalues, in balance.
+    lengths = np.linalg.norm(U, axis=1)
+    u = U / lengths[:, None]
+    np.testing.assert_allclose(u @ u.T, np.eye(r), atol=1e-12)
+    np.testing.assert_allclose(u @ S @ u.T, np.diag(s[:r] ** 2), atol=1e-9 * s[0] ** 2)
+    np.testing.assert_allclose(np.linalg.norm(V, axis=0), lengths, rtol=1e-12)
+    assert np.all(np.max(U, axis=1) == np.max(np.abs(U), axis=1))
+
+
+@pytest.mark.parametrize("shape", WIDE_AND_TALL)
+def test_initial_components_fewer_and_more(shape: tuple[int, int]) -> None:
+    """T6: fewer are the first; beyond r, and beyond the rank of W, V is the drawn one and U 0."""
+    r = min(shape)
+    W, _, S, drawn, V, U = start_of(*shape, C=r + 3)
+    few = ref.weighted_singular_vectors(W, S, drawn[:, :2])
+    np.testing.assert_array_equal(few["V"], V[:, :2])
+    np.testing.assert_array_equal(few["U"], U[:2])
+    np.testing.assert_allclose(V @ U, W, atol=1e-12)
+    np.testing.assert_array_equal(V[:, r:], drawn[:, r:])
+    assert not np.any(U[r:])
+    for rank in (2, 0):
+        W, _, _, drawn, V, U = start_of(*shape, C=r + 3, rank=rank)
+        np.testing.assert_allclose(V @ U, W, atol=1e-12)
+        np.testing.assert_array_equal(V[:, rank:], drawn[:, rank:])
+        assert np.all(np.any(U, axis=1) == (np.arange(r + 3) < rank))
+
+
+@pytest.mark.parametrize("shape", WIDE_AND_TALL)
+def test_initial_components_from_few_positions(shape: tuple[int, int]) -> None:
+    """T6: where S has a lower rank than W, what the positions do not show is still the matrix's."""
+    W, x, _, _, V, U = start_of(*shape, C=min(shape), n=2)
+    np.testing.assert_allclose(V @ U, W, atol=1e-12)
+    np.testing.assert_allclose(x @ V[:, :2] @ U[:2], x @ W, atol=1e-9)
+
+
+def test_initial_batches() -> None:
+    shapes = [(100, 3), (5, 7)]
+    assert [ref.initial_batches(shapes, n) for n in (1, 80, 159, 160, 161, 10**6)] == [160, 2, 2, 1, 1, 1]
+
+
 # ---- Llama ----
 
 ARCH = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "eps": 1e-5, "rope_theta": 100.0}
