@@ -6,6 +6,7 @@ gradients. Rule ids (F1, C2, ...) are those of `semantics.md`. `...` in a shape 
 leading axes of an activation, `(batch, seq)` or `(batch,)`; `lead` is their sizes, N their product.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -1885,6 +1886,18 @@ def choice_by_gradient(
             np.put_along_axis(own, order[..., :joining], True, axis=-1)
         n += joining
     return on
+
+
+def matched(measure: Callable[[Array], Array], n_rows: int, l0: float) -> Array:
+    """B5: what is expected of `measure`, means over rows, if every row draws how many parts it has on. It is given
+    these numbers, k `[rows]`. All ways in which they can fall out are gone through."""
+    found, share = 0.0, l0 - math.floor(l0)
+    for larger in itertools.product((False, True), repeat=n_rows):
+        probability = math.prod(share if x else 1 - share for x in larger)
+        if probability > 0:
+            k = np.where(larger, math.ceil(l0), math.floor(l0))
+            found = found + probability * measure(np.maximum(k, 1))
+    return np.asarray(found)
 
 
 class Normalised(NamedTuple):

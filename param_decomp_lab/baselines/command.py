@@ -12,7 +12,7 @@ from rich.text import Text
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
-from param_decomp_lab.baselines.measure import Comparison, compare, matched_k
+from param_decomp_lab.baselines.measure import Comparison, compare
 from param_decomp_lab.baselines.parts import Choice
 from param_decomp_lab.baselines.replacements import caption, read_dictionaries
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
@@ -103,22 +103,21 @@ def show(found: Comparison, data: str, console: Console) -> None:
     what = "KL" if found.of_text else "error"
     shown = sorted({0, len(found.lengths) - 1}) if found.lengths else []  # the file has all of them
     table = plain_table(
-        f"At the decomposition's L0 ({matched_k(found.own.l0)} parts, chosen by {found.choice}), {found.positions:,} "
+        f"At the decomposition's L0 ({number(found.best.number)} parts, chosen by {found.choice}), {found.positions:,} "
         f"positions from {data}",
-        ("parts", "left"), ("L0", "right"), (what, "right"), ("random", "right"),
+        ("parts", "wrap"), ("L0", "right"), (what, "right"), ("random", "right"),
         *((f"attack {found.lengths[n]}", "right") for n in shown),
     )  # fmt: skip
     for point in found.at_own_l0:
         cells = (point.l0, point.error, point.random, *(point.attacked[n] for n in shown))
         table.add_row(title(point), *map(_number, cells))
     for beside in found.replacements:
-        for row in beside.at(matched_k(found.own.l0)):
-            named = beside.name if row is beside.active else f"{beside.name}, its {row.number:g} largest"
+        for row in beside.at(found.own.l0):
+            named = beside.name if row is beside.active else f"{beside.name}, its {number(row.number)} largest"
             table.add_row(Text(named), _number(row.l0), _number(row.error), *("–" for _ in range(1 + len(shown))))
     console.print(table)
-    ladder = _ladder(found, what)
-    if ladder.row_count > 1:
-        console.print(ladder)
+    if not found.matched_only:
+        console.print(_ladder(found, what))
     console.print(verdict(found), highlight=False)
     for line in caption(found.replacements, found.n_sites, found.own.l0):
         console.print(line, highlight=False, markup=False)

@@ -23,8 +23,8 @@ CAPTION_CHARACTERS = 190
 
 def comparison_figure(found: Comparison) -> Figure:
     """Left: error with the masks as they are, by L0, and that of SAEs and transcoders by their number of latents; a bar
-    each where the baselines have one number of parts only. Right: how it grows under attack, at the decomposition's L0.
-    Below: what the SAEs and transcoders replace."""
+    each where the baselines were measured at the decomposition's L0 alone. Right: how it grows under attack, at the
+    decomposition's L0. Below: what the SAEs and transcoders replace."""
     below = [
         line
         for text in caption(found.replacements, found.n_sites, found.own.l0)
@@ -33,13 +33,13 @@ def comparison_figure(found: Comparison) -> Figure:
     figure = Figure(figsize=(10, 4.2 + 0.15 * len(below)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     what = "KL from the target, nats" if found.of_text else "mean squared error"
-    if len({p.number for p in found.points if p.parts != OWN}) > 1:
-        _draw_by_l0(left, found, what)
-    else:
+    if found.matched_only:
         _draw_bars(left, found, what)
+    else:
+        _draw_by_l0(left, found, what)
     steps = (0, *found.lengths)
     for point in _shown(found):
-        label = point.parts if point.chosen == LAMBDA else f"{point.parts}, k {point.number:g}"
+        label = point.parts if point.chosen == LAMBDA else f"{point.parts}, {number(point.number)} parts"
         right.plot(
             steps, [max(x, FLOOR) for x in (point.random, *point.attacked)], ".-", color=_colour(point), label=label
         )
@@ -69,7 +69,7 @@ def _draw_bars(axes: Axes, found: Comparison, what: str) -> None:
     """The decomposition with λ as masks, with parts chosen by gradient, then the baselines."""
     rows = []
     for p in _shown(found):
-        number_on = f"L0 {p.l0:.1f}" if p.chosen == LAMBDA else f"k {p.number:g}"
+        number_on = f"L0 {number(p.l0)}" if p.chosen == LAMBDA else f"{number(p.number)} parts"
         rows.append((f"{p.parts}, {number_on}", p.error, _colour(p)))
     for r, colour in zip(found.replacements, cycle(BESIDE)):
         rows += [(f"{plain(r.name)}, {p.l0:.3g} latents", p.error, colour) for p in r.points]

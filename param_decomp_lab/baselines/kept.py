@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from param_decomp_lab.baselines.matching import shares
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison
+from param_decomp_lab.display.numbers import number
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.run_folder.folder import EVALUATIONS
@@ -37,7 +39,7 @@ def keep(file: Path, kept: Kept) -> None:
 
 def find_comparison(run_folder: Path, step: int) -> Kept | None:
     """What is kept of a step; None if nobody has measured it. Raises UserError for a file that is damaged, or has
-    not what this version keeps."""
+    not what this version keeps: before baselines were matched exactly, one lacked the smaller number of parts."""
     file = comparison_file(run_folder, step)
     if not file.exists():
         return None
@@ -52,8 +54,14 @@ def find_comparison(run_folder: Path, step: int) -> Kept | None:
         raise UserError(f"{file}: {where}: {first['msg']}; {again}") from None
     points = comparison.points
     has_own = {(LAMBDA, 0.0), (ON_OFF, 0.0)} <= {(p.chosen, p.number) for p in points if p.parts == OWN}
-    if not isinstance(data, str) or not has_own or not comparison.matched:
+    if not isinstance(data, str) or not has_own or not comparison.to_mix.keys() - {OWN}:
         raise UserError(f"{file}: has no comparison at the decomposition's own L0; {again}")
-    if {len(p.attacked) for p in comparison.at_own_l0} != {len(comparison.lengths)}:
-        raise UserError(f"{file}: not every point was attacked {len(comparison.lengths)} times; {again}")
+    l0, of_parts = comparison.own.l0, comparison.to_mix.values()
+    if any(found.keys() != shares(l0).keys() for found in of_parts):
+        parts = " and with ".join(map(str, shares(l0)))
+        raise UserError(f"{file}: lacks points with {parts} parts on, which L0 {number(l0)} takes; {again}")
+    attacked = (comparison.own, comparison.own_on_off, *(p for found in of_parts for p in found.values()))
+    n_attacks = len(comparison.lengths)
+    if {len(p.attacked) for p in attacked} != {n_attacks}:
+        raise UserError(f"{file}: not every point at L0 {number(l0)} was attacked {n_attacks} times; {again}")
     return Kept(comparison, data)

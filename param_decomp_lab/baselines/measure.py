@@ -27,6 +27,7 @@ from param_decomp_jax.components import Components, Factors, with_views
 from param_decomp_jax.dictionaries import Dictionary
 from param_decomp_jax.importances import importance_logits
 from param_decomp_jax.step import Problem
+from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
 from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
 from param_decomp_lab.baselines.saelens import DictionaryFolder
@@ -48,10 +49,10 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class Point:
     """One way of choosing parts, on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`, `ON_OFF` a
-    threshold, or so many at each site and position, the `LARGEST` or `BY_GRADIENT`: ``number``. ``l0``: parts that are
-    not off, a mean over sites and positions (B5). ``error``: R1 with the masks as they are, ``random`` with what is off
-    at random, ``attacked`` after each of the attack's lengths, where it was attacked. ``cross_entropy``: in nats above
-    that of the target; None of a toy."""
+    threshold, or so many at each site and position, the `LARGEST` or `BY_GRADIENT`: ``number``, a mean over rows of the
+    data where these differ (B5). ``l0``: parts that are not off, a mean over sites and positions. ``error``: R1 with
+    the masks as they are, ``random`` with what is off at random, ``attacked`` after each of the attack's lengths, where
+    it was attacked. ``cross_entropy``: in nats above that of the target; None of a toy."""
 
     parts: str
     chosen: str
@@ -89,23 +90,40 @@ class Comparison:
         return next(p for p in self.points if p.parts == OWN and p.chosen == ON_OFF and p.number == 0)
 
     @property
+    def to_mix(self) -> dict[str, dict[float, Point]]:
+        """Of each baseline, and of the decomposition where its parts are chosen by gradient as well, the points that
+        make up the one at the decomposition's L0, by their number of parts (B5)."""
+        numbers, chosen = shares(self.own.l0), WITH_K_ON[self.choice]
+        found: dict[str, dict[float, Point]] = {}
+        for p in self.points:
+            if p.parts != OWN or self.choice == "gradient":
+                of_parts = found.setdefault(p.parts, {})
+                if p.chosen == chosen and p.number in numbers:
+                    of_parts[p.number] = p
+        return found
+
+    @property
     def matched(self) -> dict[str, Point]:
-        """Of each baseline, the point at the decomposition's L0."""
-        k = matched_k(self.own.l0)
-        return {p.parts: p for p in self.points if p.parts != OWN and p.number == k}
+        """Of each baseline, the point at the decomposition's L0 (B5)."""
+        return {name: mixed(points, self.own.l0) for name, points in self.to_mix.items() if name != OWN}
 
     @property
     def own_by_gradient(self) -> Point | None:
         """The decomposition with as many parts on as a baseline at its L0, chosen by gradient as well; None where λ
         chooses among its parts."""
-        chosen = (p for p in self.points if p.parts == OWN and p.chosen == BY_GRADIENT)
-        return next((p for p in chosen if p.number == matched_k(self.own.l0)), None)
+        points = self.to_mix.get(OWN)
+        return None if points is None else mixed(points, self.own.l0)
 
     @property
     def at_own_l0(self) -> tuple[Point, ...]:
         """The points at the decomposition's L0, which are attacked: its own, then those of the baselines."""
         chosen = self.own_by_gradient
         return (self.own, self.own_on_off, *([] if chosen is None else [chosen]), *self.matched.values())
+
+    @property
+    def matched_only(self) -> bool:
+        """Whether baselines were measured at the decomposition's L0 alone."""
+        return {p.number for p in self.points if p.parts != OWN} <= shares(self.own.l0).keys()
 
     @property
     def ladder(self) -> dict[float, dict[str, float]]:
@@ -129,11 +147,6 @@ class Comparison:
     def best(self) -> Point:
         """The baseline of least error at the decomposition's L0."""
         return min(self.matched.values(), key=lambda p: p.error)
-
-
-def matched_k(l0: float) -> int:
-    """Parts at each site and position that make up an L0, rounded up in a baseline's favour."""
-    return max(1, int(np.ceil(l0)))
 
 
 def compare(
@@ -164,14 +177,14 @@ def compare(
     points = []
     progress("the decomposition")
     points += list(work.own())
-    k_own = matched_k(points[0].l0)
+    l0 = points[0].l0
     for kind in BASELINES:
         progress(kind)
-        points += list(work.of_baseline(kind, k_own))
+        points += list(work.of_baseline(kind, l0))
     replacements = []
     for name, folder, dictionary in zip(names_of(dictionaries), dictionaries, fitted, strict=True):
         progress(name)
-        replacements.append(work.of_dictionary(name, folder, dictionary, k_own))
+        replacements.append(work.of_dictionary(name, folder, dictionary, l0))
     of_text = run.is_language_model
     positions = sum(int(np.prod(run.target.activation_axes(batch.shape))) for batch in batches)
     sites = len(run.sites)
@@ -211,22 +224,24 @@ class _Measurement:
             masks = [{n: (x > threshold).astype(jnp.float32) for n, x in of_batch.items()} for of_batch in importances]
             yield self._point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
         if self._choice == "gradient":
-            yield from self._chosen(parts, OWN, matched_k(own.l0))
+            yield from self._chosen(parts, OWN, own.l0)
             return
         for k in self._ladder(parts):
             masks = [largest(_firing(z, x), k) for z, x in zip(logits, importances, strict=True)]
             yield self._point(parts, masks, OWN, LARGEST, k, attacked=False)
 
-    def of_baseline(self, kind: Baseline, k_own: int) -> Iterator[Point]:
-        yield from self._chosen(self._parts(kind), kind, k_own)
+    def of_baseline(self, kind: Baseline, l0: float) -> Iterator[Point]:
+        """``l0``: the decomposition's."""
+        yield from self._chosen(self._parts(kind), kind, l0)
 
-    def _chosen(self, parts: Components, name: str, k_own: int) -> Iterator[Point]:
-        """With k parts on (B2), for every k that is asked for."""
-        numbers = sorted({*self._ladder(parts), k_own})
+    def _chosen(self, parts: Components, name: str, l0: float) -> Iterator[Point]:
+        """With k parts on (B2), for every k that is asked for. Attacked are those that make up the point at ``l0``."""
+        matched = shares(l0)
+        numbers = sorted({*self._ladder(parts), *matched})
         values = [self._values(parts, batch, numbers[-1]) for batch in self._batches]
         for k in numbers:
             masks = [largest(of_batch, k) for of_batch in values]
-            yield self._point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k == k_own)
+            yield self._point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k in matched)
 
     def _values(self, parts: Components, batch: Array, most: int) -> Masks:
         """By which up to ``most`` parts are chosen (B2)."""
@@ -237,9 +252,9 @@ class _Measurement:
                 return values
             return {name: jnp.abs(a) for name, a in jitted(activations)(*given).items()}
 
-    def of_dictionary(self, name: str, folder: DictionaryFolder, dictionary: Dictionary, k_own: int) -> Replacement:
+    def of_dictionary(self, name: str, folder: DictionaryFolder, dictionary: Dictionary, l0: float) -> Replacement:
         return replacement(
-            self._run, self._problem, self._batches, name, folder, dictionary, self._clean, k_own, self._matched_only
+            self._run, self._problem, self._batches, name, folder, dictionary, self._clean, l0, self._matched_only
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import MLP
+from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.saelens import DictionaryFolder, read_dictionary
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.jitted import jitted
@@ -30,8 +31,8 @@ NAME_CHARACTERS = 60
 @dataclass(frozen=True)
 class ReplacementPoint:
     """So many latents, on all batches. ``chosen``: `ACTIVE`, all that are above 0, or the `LARGEST` so many at each
-    position: ``number``. ``l0``: latents above 0 at a position, a mean over positions. ``error``: R1.
-    ``cross_entropy``: in nats above that of the target."""
+    position: ``number``, a mean over rows of the data where these differ (B5). ``l0``: latents above 0 at a position, a
+    mean over positions. ``error``: R1. ``cross_entropy``: in nats above that of the target."""
 
     chosen: str
     number: float
@@ -63,9 +64,10 @@ class Replacement:
         """With all its latents."""
         return next(p for p in self.points if p.chosen == ACTIVE)
 
-    def at(self, k: float) -> list[ReplacementPoint]:
-        """With all its latents, and with the k largest if it has as many."""
-        return [self.active, *(p for number, p in self.ladder.items() if number == k)]
+    def at(self, l0: float) -> list[ReplacementPoint]:
+        """With all its latents; and, if it has as many, with so many of the largest, as a baseline's parts (B5)."""
+        has_as_many = shares(l0).keys() <= self.ladder.keys()
+        return [self.active, *([mixed(self.ladder, l0)] if has_as_many else [])]
 
     @property
     def ladder(self) -> dict[float, ReplacementPoint]:
@@ -125,15 +127,15 @@ def replacement(
     folder: DictionaryFolder,
     dictionary: Dictionary,
     clean: float,
-    k_own: int,
+    l0: float,
     matched_only: bool,
 ) -> Replacement:
-    """Measures one. ``clean``: the target's cross-entropy. ``k_own``: parts that make up the decomposition's L0."""
+    """Measures one. ``clean``: the target's cross-entropy. ``l0``: the decomposition's."""
     tensors = {key: jnp.asarray(x) for key, x in folder.tensors.items()}
     of_dictionary = (problem, dictionary, tensors, run.weights)
     with jax.set_mesh(run.mesh):
         most = max(int(jitted(most_active, (0, 1))(*of_dictionary, batch)) for batch in batches)
-        ladder = {k_own} | ({2**n for n in range(16)} if not matched_only else set())
+        ladder = shares(l0).keys() | ({2**n for n in range(16)} if not matched_only else set())
         choices: list[int | None] = [None, *(k for k in sorted(ladder) if k <= most)]
         found: dict[int | None, list[tuple[float, float, float]]] = {k: [] for k in choices}
         # Latents of one batch at a time are held.

@@ -21,12 +21,12 @@ def verdict(found: Comparison) -> str:
         return text
 
     text = (
-        f"At L0 {own.l0:.1f} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
-        f"baseline ({best.parts}, {best.number:g} parts chosen by {found.choice}); {harder(own)}."
+        f"At L0 {number(own.l0)} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
+        f"baseline ({best.parts}, {number(best.number)} parts chosen by {found.choice}); {harder(own)}."
     )
     if by_gradient is not None:
         text += (
-            f" With {by_gradient.number:g} of its components, chosen in the same way, it is "
+            f" With {number(by_gradient.number)} of its components, chosen in the same way, it is "
             f"{ratio(by_gradient.error, best.error)} times; {harder(by_gradient)}."
         )
     return text + " Below 1 the decomposition is better."
@@ -37,7 +37,7 @@ def title(point: Point) -> str:
     if point.parts != OWN:
         return point.parts
     if point.chosen in WITH_K_ON.values():
-        return f"{OWN}, {point.number:g} {point.chosen}"
+        return f"{OWN}, {number(point.number)} {point.chosen}"
     return LAMBDA if point.chosen == LAMBDA else f"λ above {point.number:g} on"
 
 

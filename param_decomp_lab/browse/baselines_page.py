@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, Comparison, Point, matched_k
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ReplacementPoint, caption
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
@@ -55,8 +55,7 @@ def baselines_page(pages: Pages, opened: Opened) -> str:
     if kept is None:
         return pages.render("baselines.html", opened=opened, step=step, found=None, wrong="")
     found = kept.comparison
-    k_own = matched_k(found.own.l0)
-    replaced = [(_said(r.name, p), p) for r in found.replacements for p in r.at(k_own)]
+    replaced = [(_said(r.name, p), p) for r in found.replacements for p in r.at(found.own.l0)]
     return pages.render(
         "baselines.html", opened=opened, step=step, found=found, data=kept.data, wrong="",
         what="KL" if found.of_text else "mean squared error", sentence=verdict(found), plot=plot(found),
@@ -97,7 +96,7 @@ def _said(name: str, p: AnyPoint) -> str:
     """What a point is called. ``name``: of its curve."""
     if isinstance(p, Point):
         return title(p)
-    return f"{name}, {p.number:g} largest" if p.chosen == LARGEST else name
+    return f"{name}, {number(p.number)} largest" if p.chosen == LARGEST else name
 
 
 def _path(

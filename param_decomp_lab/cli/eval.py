@@ -62,7 +62,7 @@ def evaluate(
     else with its usual keys; a metric with other keys is passed as a mapping. Numbers are printed and written as JSON,
     figures into a folder beside it. The run may still be going on; its `metrics.jsonl` stays as it is.
 
-    `--baselines` compares the run with parts that cost no training, each at the same number of parts: the matrices'
+    `--baselines` compares the run, at exactly its L0, with parts that cost no training: the matrices'
     neurons, their singular vectors, and a random rotation; with what is off left out, at random, and under attack.
     A baseline's parts with the largest activations are on; with `--choose gradient` those that take most off the KL,
     which is a stronger baseline, and so are as many of the decomposition's own components.

@@ -1,5 +1,5 @@
-"""Baselines (section 17): the choice by gradient against the reference; and where the truth is known, parts that add up
-to their matrix, neurons that are features."""
+"""Baselines (section 17): the choice by gradient and the match against the reference; and where the truth is known,
+parts that add up to their matrix, neurons that are features."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +30,8 @@ from param_decomp_jax.inspection import stack_sites, unstack_sites
 from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
+from param_decomp_lab.baselines.matching import shares
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
 from tests import reference as ref
 from tests.core import tiny, toys
@@ -193,6 +195,46 @@ def test_the_choice_by_gradient(make: Callable[[], Case], numbers: tuple[int, ..
             found = of.by_site(largest(values, k))
             for site, masks in want.items():
                 np.testing.assert_array_equal(found[site], masks, f"{site}, {k} parts")
+
+
+def test_the_match() -> None:
+    """At an L0 everything is what is expected of rows that draw their number of parts (B5): L0, R1, cross-entropy, at
+    random, and after each attack. R1 is the reference's. The sites have 3 to 6 parts."""
+    with jax.enable_x64():
+        of = in_float64(llama())
+        rng, n_rows, for_reference = np.random.default_rng(6), len(of.inputs), of.for_reference
+        values = {name: rng.uniform(size=m.shape) for name, m in of.on.items()}
+
+        def masks_of(k: np.ndarray) -> Masks:
+            """With k parts on, ``[rows]``."""
+            rows = {name: [ref.top_k(v[:, row], n) for row, n in enumerate(k)] for name, v in values.items()}
+            return {name: np.stack(on, axis=1).astype(np.float64) for name, on in rows.items()}
+
+        @jax.jit
+        def errors_of(parts: Components, weights: Any, inputs: jax.Array, masks: Masks) -> tuple[jax.Array, Any]:
+            key = jax.random.key(3)
+            return mean_l0(masks), masked_errors(of.problem, parts, weights, inputs, masks, key, (3,), 0.1)
+
+        def measured(k: np.ndarray) -> np.ndarray:
+            l0, found = errors_of(of.parts, of.weights, of.inputs, masks_of(k))
+            return np.hstack([l0, found.error, found.cross_entropy, found.random, found.attacked])
+
+        def by_reference(k: np.ndarray) -> np.ndarray:
+            return ref.value(ref.selected_error(*for_reference, of.by_site(masks_of(k))))
+
+        for l0, numbers in ((1.75, {1, 2}), (2.0, {2}), (0.4, {1}), (0.0, {1}), (7.25, {7, 8})):
+            points = [Point(OWN, LAMBDA, 0.0, l0, 0.0, 0.0, 0.0)]
+            assert shares(l0).keys() == numbers
+            for k in numbers:
+                own_l0, error, cross, random, *attacked = measured(np.full(n_rows, k)).tolist()
+                points.append(Point("neurons", LARGEST, k, own_l0, error, cross, random, tuple(attacked)))
+            matched = Comparison("", 0, True, 0, (3,), tuple(points), 0).matched["neurons"]
+            found = (matched.l0, matched.error, matched.cross_entropy, matched.random, *matched.attacked)
+            np.testing.assert_allclose(found, ref.matched(measured, n_rows, l0), rtol=1e-9, err_msg=str(l0))
+            assert matched.error == pytest.approx(float(ref.matched(by_reference, n_rows, l0)), rel=1e-9)
+            assert matched.number == max(1, l0)
+            if l0 in (1.75, 2.0):
+                assert matched.l0 == pytest.approx(l0, rel=1e-6)  # of a mean in fp32
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 99), st.sampled_from(BASELINES), st.booleans())

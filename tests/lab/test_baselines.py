@@ -14,7 +14,8 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.baselines import measure
 from param_decomp_lab.baselines.figure import comparison_figure, plain
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point, matched_k
+from param_decomp_lab.baselines.matching import shares
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.jitted import jitted
@@ -78,11 +79,18 @@ def test_the_run_s_own_point_is_its_evaluation(run: Path, found: Comparison) -> 
 
 def test_every_curve(found: Comparison) -> None:
     assert set(found.matched) == set(BASELINES)
-    k = matched_k(found.own.l0)
+    numbers = sorted(shares(found.own.l0))
+    assert len(numbers) == 2
     for name in BASELINES:
         points = sorted((p for p in found.points if p.parts == name), key=lambda p: p.number)
         assert points[-1].error < points[0].error / 10
-        assert [bool(p.attacked) for p in points] == [p.number == k for p in points]
+        assert [bool(p.attacked) for p in points] == [p.number in numbers for p in points]
+        fewer, more = (next(p for p in points if p.number == k) for k in numbers)
+        matched = found.matched[name]
+        assert matched.number == pytest.approx(found.own.l0)
+        assert matched.l0 == pytest.approx(found.own.l0, rel=1e-3)  # but for parts that are equal
+        line = np.interp(found.own.l0, numbers, [fewer.attacked[-1], more.attacked[-1]])
+        assert matched.attacked[-1] == pytest.approx(line)
     for point in (found.own, found.own_on_off, *found.matched.values()):
         assert len(point.attacked) == 2
         assert point.attacked[0] <= point.attacked[1] * 1.05 + 1e-7
@@ -94,7 +102,8 @@ def test_every_curve(found: Comparison) -> None:
 
 
 def test_what_is_printed_and_written(run: Path, outcome: Outcome, found: Comparison) -> None:
-    for words in ("weighted singular vectors", "attack 10", "times that of the best"):
+    at = number(found.own.l0)
+    for words in (f"({at} parts, chosen by", "attack 10", f"At L0 {at} the", "times that of the best"):
         assert words in outcome.out.replace("\n", " ")
     assert (run / "figures" / f"baselines_{STEPS}.png").read_bytes().startswith(b"\x89PNG")
     assert found.positions == BATCH * 16
@@ -102,11 +111,14 @@ def test_what_is_printed_and_written(run: Path, outcome: Outcome, found: Compari
 
 def test_the_figure_of_one_number_of_parts(found: Comparison) -> None:
     """A bar for the decomposition and each baseline, with its error; of many numbers of parts, curves by L0."""
-    matched = replace(found, points=(found.own, found.own_on_off, *found.matched.values()))
+    measured = (p for of_baseline in found.to_mix.values() for p in of_baseline.values())
+    matched = replace(found, points=(found.own, found.own_on_off, *measured))
+    assert (matched.matched_only, found.matched_only) == (True, False)
     left, right = comparison_figure(matched).axes
     shown = (found.own, *found.matched.values(), *(p for r in found.replacements for p in r.points))
     assert [bar.get_width() for bar in left.patches] == [max(p.error, 0) for p in shown]
     assert left.texts[0].get_text() == number(found.own.error)
+    assert f"neurons, {number(found.own.l0)} parts" in [label.get_text() for label in left.get_yticklabels()]
     assert list(right.get_xticks()) == [0, *found.lengths]
     assert not comparison_figure(found).axes[0].patches
 
@@ -133,14 +145,18 @@ def test_by_gradient(found: Comparison, with_gradient: tuple[Comparison, Outcome
     own = by_gradient.own_by_gradient
     assert own is not None
     assert own in by_gradient.at_own_l0
-    k = matched_k(by_gradient.own.l0)
-    assert k == matched_k(found.own.l0)
+    l0 = by_gradient.own.l0
+    assert shares(l0).keys() == shares(found.own.l0).keys()
+    assert own.number == pytest.approx(l0)
+    assert own.l0 <= l0  # a site has fewer components than that
     for name in ("neurons", "random rotation"):
-        assert by_gradient.matched[name].l0 == k
+        assert by_gradient.matched[name].l0 == pytest.approx(l0)
         assert by_gradient.matched[name].error < found.matched[name].error / 2, name
     said = " ".join(outcome.out.split())
-    for words in (f"{k} parts, chosen by gradient", f"decomposition, {k} by gradient", "chosen in the same way, it is"):
+    at = number(l0)
+    for words in (f"{at} parts, chosen by gradient", f"decomposition, {at} by gradient", "in the same way, it is"):
         assert words in said
+    assert "with k parts on" not in said  # --matched
 
 
 def test_on_eight_devices(
@@ -189,7 +205,9 @@ def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
         clean, masked = (jax.nn.log_softmax(opened.target.logits(opened.weights, jnp.asarray(y))) for y in (x, left))
         assert point.error == pytest.approx(float((jnp.exp(clean) * (clean - masked)).sum(axis=-1).mean()), rel=1e-3)
     assert last.ladder[1].error > last.ladder[8].error > 0
-    assert set(last.ladder) == {k for k in (1, 2, 4, 8, 16, matched_k(found.own.l0)) if k <= 16}
+    assert set(last.ladder) == {k for k in (1, 2, 4, 8, 16, *shares(found.own.l0)) if k <= 16}
+    assert [p.l0 for p in last.at(found.own.l0)] == pytest.approx([last.active.l0, found.own.l0])
+    assert last.at(16.5) == [last.active]
     assert (transcoder.reads, transcoder.writes) == ("blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out")
     assert transcoder.sites == ("layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
     assert transcoder.active.error > 1e-4
@@ -230,7 +248,7 @@ def test_a_toy(toy: Path, tmp_path: Path) -> None:
     outcome = pd_here("eval", toy / "p-00000001", "--baselines", "--batches", 1, "--attack", "", *fewer)
     assert "At L0" in outcome.out
     all_points, matched = (json.loads((tmp_path / name).read_text())["points"] for name in ("toy.json", "matched.json"))
-    assert len(matched) == 2 + len(BASELINES)
+    assert len(matched) == 2 + len(BASELINES) * len(shares(matched[0]["l0"]))
     assert all(point in all_points for point in matched)
 
 

@@ -29,14 +29,15 @@ OF_RUN = (
     Point(OWN, LARGEST, 1.0, 0.9, 0.06, 0.07, 0.03),
 )
 OF_BASELINES = tuple(
-    Point(name, LARGEST, k, k, 0.25 / (1 + n) / k**8, 0.1, 0.1 / (1 + n), (1.0, 2.0) if k == 2.0 else ())
+    Point(name, LARGEST, k, k, 0.25 / (1 + n) / k**8, 0.1, 0.1 / (1 + n), (2 / k, 4 / k) if k < 4 else ())
     for n, name in enumerate(BASELINES)
     for k in (1.0, 2.0, 4.0)
 )
 SAE = Replacement(
     "SAE <b>a</b>", "saes/a", "SAE", "topk", "blocks.1.hook_resid_post", "blocks.1.hook_resid_post", 64, "a model",
     True, (),
-    (ReplacementPoint(ACTIVE, 0.0, 7.5, 0.125, 0.1), ReplacementPoint(LARGEST, 2.0, 2.0, 0.375, 0.2)),
+    (ReplacementPoint(ACTIVE, 0.0, 7.5, 0.125, 0.1), ReplacementPoint(LARGEST, 1.0, 1.0, 0.775, 0.6),
+     ReplacementPoint(LARGEST, 2.0, 2.0, 0.375, 0.2)),
 )  # fmt: skip
 
 
@@ -73,15 +74,19 @@ def test_what_was_measured(mine: Path) -> None:
     page = page_of(mine)
     assert not any(markup in page for markup in (MARKUP, "<b>a"))
     said = text_of(page)
-    best = min((p for p in OF_BASELINES if p.number == 2), key=lambda p: p.error)
-    assert f"At L0 1.8 the decomposition's KL is {0.02 / best.error:.1f} times that of the best baseline" in said
+    # A quarter of the rows has 1 part on, the others 2.
+    best = 0.25 * 0.25 / len(BASELINES) * (1 + 3 / 2**8)
+    assert (
+        f"At L0 1.75 the decomposition's KL is {0.02 / best:.2f} times that of the best baseline ({BASELINES[-1]}, "
+        "1.75 parts chosen by activation)" in said
+    )
     for row in (
         "λ as masks 1.75 0.0200 0.0300 0.0100 0.500 0.750",
         "λ above 0 on 1.75 0.0150 0.0250 0.00800 0.400 0.600",
-        f"{best.parts} 2 {best.error:.2e}".replace("e-0", "e−"),
+        f"{BASELINES[-1]} 1.75 {best:#.3g} 0.100 0.0250 1.25 2.50",
         "1 0.0600 0.250",
         "SAE <b>a</b> 7.50 0.125 0.100 – – –",
-        "SAE <b>a</b>, 2 largest 2 0.375 0.200 – – –",
+        "SAE <b>a</b>, 1.75 largest 1.75 0.475 0.300 – – –",
         "64 latents, trained on a model with a BOS token before each row",
     ):
         assert row in said, row
@@ -91,19 +96,21 @@ def test_what_was_measured(mine: Path) -> None:
 def test_a_choice_by_gradient(mine: Path) -> None:
     """It is named wherever it counts. A file from before there was a choice has one by activation."""
     chosen = tuple(replace(p, chosen=BY_GRADIENT) for p in OF_BASELINES)
-    own = Point(OWN, BY_GRADIENT, 2.0, 2.0, 0.0125, 0.02, 0.005, (0.25, 0.5))
-    by_gradient = comparison(points=(*OF_RUN[:-1], own, *chosen), choice="gradient")
+    own = (
+        Point(OWN, BY_GRADIENT, 1.0, 1.0, 0.0425, 0.08, 0.025, (0.65, 1.1)),
+        Point(OWN, BY_GRADIENT, 2.0, 2.0, 0.0125, 0.02, 0.005, (0.25, 0.5)),
+    )
+    by_gradient = comparison(points=(*OF_RUN[:-1], *own, *chosen), choice="gradient")
     file = comparison_file(mine / LLAMA, STEPS)
     file.parent.mkdir(exist_ok=True)
     keep(file, Kept(by_gradient, "rows"))
     assert find_comparison(mine / LLAMA, STEPS) == Kept(by_gradient, "rows")
     said = text_of(page_of(mine))
-    best = min((p for p in chosen if p.number == 2), key=lambda p: p.error)
     for words in (
         "parts of baselines chosen by gradient",
-        f"({best.parts}, 2 parts chosen by gradient)",
-        f"With 2 of its components, chosen in the same way, it is {0.0125 / best.error:.1f} times",
-        "decomposition, 2 by gradient 2 0.0125 0.0200 0.00500 0.250 0.500",
+        f"({BASELINES[-1]}, 1.75 parts chosen by gradient)",
+        f"With 1.75 of its components, chosen in the same way, it is {0.02 / by_gradient.best.error:.2f} times",
+        "decomposition, 1.75 by gradient 1.75 0.0200 0.0350 0.0100 0.350 0.650",
         "decomposition, by gradient",
         "KL with k parts on, chosen by gradient",
         "2 0.0125 ",
@@ -112,7 +119,7 @@ def test_a_choice_by_gradient(mine: Path) -> None:
     left, right = comparison_figure(by_gradient).axes
     assert "gradient" in left.get_title(loc="left")
     assert "decomposition, by gradient" in left.get_legend_handles_labels()[1]
-    assert "decomposition, k 2" in right.get_legend_handles_labels()[1]
+    assert "decomposition, 1.75 parts" in right.get_legend_handles_labels()[1]
     keep(file, Kept(comparison(), "rows"))
     raw = json.loads(file.read_text())
     del raw["choice"]
@@ -141,6 +148,27 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
     return lambda raw: raw.pop(key)
 
 
+def of_fewer(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an L0 of 1.75 takes of baselines beside k = 2."""
+    return [p for p in raw["points"] if p["parts"] != OWN and p["number"] == 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (lambda raw: [p.update(attacked=[]) for p in of_fewer(raw)], "not every point at L0 1.75 was attacked 2 times"),
+        (
+            lambda raw: [raw["points"].remove(p) for p in of_fewer(raw)],
+            "lacks points with 1 and with 2 parts on, which L0 1.75 takes",
+        ),
+    ],
+    ids=["every k", "matched only"],
+)
+def test_a_file_from_before_the_exact_match(mine: Path, before: Callable[[dict[str, Any]], Any], said: str) -> None:
+    """It had a baseline at the L0 rounded up."""
+    test_a_damaged_file(mine, before, f"{said}; `pd eval {mine / LLAMA} --baselines --step {STEPS}` makes it again")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -150,7 +178,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         (lambda raw: raw["points"].clear(), "no comparison at the decomposition's own L0"),
         (lambda raw: raw["points"].pop(0), "no comparison at the decomposition's own L0"),
         (lambda raw: raw["points"][0].update(error="much"), "points.0.error"),
-        (lambda raw: raw["points"][0].update(attacked=[1.0]), "not every point was attacked 2 times"),
+        (lambda raw: raw["points"][0].update(attacked=[1.0]), "not every point at L0 1.75 was attacked 2 times"),
         (lambda raw: raw["points"][0].update(error=float("nan")), "not finite"),
     ],
 )
