@@ -17,7 +17,7 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, frozen_axes
 
-POSITIONS_PER_DIMENSION = 32
+POSITIONS_PER_DIMENSION = 16
 """Of the batches that second moments are summed over (T6)."""
 NOTHING = 1e-6
 """Columns of ``W Uᵀ`` that are shorter than this share of the longest are roundings: W has a lower rank."""

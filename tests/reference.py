@@ -1070,7 +1070,7 @@ def weighted_singular_vectors(W: Array, S: Array, drawn: Array) -> dict[str, Arr
 
 def initial_batches(shapes: Iterable[tuple[int, int]], positions: int) -> int:
     """T6: batches of `positions` each that are counted, for all sites' (d_in, d_out)."""
-    return math.ceil(32 * max(min(shape) for shape in shapes) / positions)
+    return math.ceil(16 * max(min(shape) for shape in shapes) / positions)
 
 
 def term_name(loss: dict) -> str:

@@ -678,7 +678,7 @@ def test_initial_components_from_few_positions(shape: tuple[int, int]) -> None:
 
 def test_initial_batches() -> None:
     shapes = [(100, 3), (5, 7)]
-    assert [ref.initial_batches(shapes, n) for n in (1, 80, 159, 160, 161, 10**6)] == [160, 2, 2, 1, 1, 1]
+    assert [ref.initial_batches(shapes, n) for n in (1, 40, 79, 80, 81, 10**6)] == [80, 2, 2, 1, 1, 1]
 
 
 # ---- Llama ----

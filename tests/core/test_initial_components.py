@@ -206,9 +206,9 @@ def test_how_many_batches() -> None:
     sites = Sites((Site("a", 0, "a", "x", 100, 3, 4), Site("b", 1, "b", "h", 5, 7, 2)))
     for of, most in ((sites, 5), (CASES["every kind"].problem.target.sites, 8)):
         shapes = [(site.d_in, site.d_out) for site in of.all]
-        for positions in (1, 7, 32 * most - 1, 32 * most, 32 * most + 1, 10**6):
+        for positions in (1, 7, 16 * most - 1, 16 * most, 16 * most + 1, 10**6):
             assert n_batches(of, positions) == ref.initial_batches(shapes, positions), (most, positions)
-    assert [n_batches(sites, n) for n in (159, 160)] == [2, 1]
+    assert [n_batches(sites, n) for n in (79, 80)] == [2, 1]
 
 
 def test_experts_are_refused() -> None:

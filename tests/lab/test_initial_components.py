@@ -32,11 +32,11 @@ def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_of_the_first_batches(run: Path) -> None:
-    """Of four of them, as many as have 32 positions for each of 16 dimensions; then they are trained."""
+    """Of two of them, as many as have 16 positions for each of 16 dimensions; then they are trained."""
     setup = set_up(saved_config(run), Console(quiet=True))
     sites = setup.problem.target.sites
-    assert 32 * ARCHITECTURE.d_model == 4 * BATCH * SEQ_LEN
-    first = np.concatenate([np.asarray(setup.train(n)) for n in range(4)])
+    assert 16 * ARCHITECTURE.d_model == 2 * BATCH * SEQ_LEN
+    first = np.concatenate([np.asarray(setup.train(n)) for n in range(2)])
     target = core.ref_target(setup.problem.target, setup.weights, first)
     reads = ref.clean_pass(target, [site.name for site in sites.all]).reads
     begun, ended = (saved_arrays(run, step) for step in (0, saved_steps(run)[-1]))
