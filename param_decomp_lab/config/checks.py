@@ -224,7 +224,9 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
         yield f"target.run_path: {method.target.run_path} is replaced by the wrapper's target ({ours})"
     if wrapper.init_from is not None and method.pd.faithfulness_warmup_steps:
         yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
-    if wrapper.init_components == "weighted_singular_vectors" and method.pd.faithfulness_warmup_steps:
+    if wrapper.init_from is not None and wrapper.init_components != "random":
+        yield "init_components: has no effect with init_from, whose components this run begins with"
+    if wrapper.begins_with_singular_vectors and method.pd.faithfulness_warmup_steps:
         yield (
             "pd.faithfulness_warmup_steps: weighted singular vectors add up to their matrix already, unless C is below "
             "its rank, and a warm-up only moves them; 0 leaves them as they are"

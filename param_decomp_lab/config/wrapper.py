@@ -106,6 +106,11 @@ class Wrapper(Strict):
     init_from: Text | None = None
 
     @property
+    def begins_with_singular_vectors(self) -> bool:
+        """T6; not where the components are another run's."""
+        return self.init_from is None and self.init_components == "weighted_singular_vectors"
+
+    @property
     def parent(self) -> tuple[Path, int | None] | None:
         """Run folder and step of `init_from`; step None means the newest checkpoint. None without `init_from`."""
         if self.init_from is None:
@@ -124,8 +129,6 @@ class Wrapper(Strict):
         if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
             raise rule_error(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
-        if self.init_from is not None and self.init_components != "random":
-            raise rule_error(("init_components", "is for a run that begins anew; remove it or init_from"))
         return self
 
     def resolved(self) -> "Wrapper":

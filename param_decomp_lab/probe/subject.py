@@ -72,7 +72,7 @@ def run_subject(config: RunConfig) -> Subject:
     target = known_target(config)
     spec = target.problem.decomposition
     phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
-    if config.wrapper.init_components == "weighted_singular_vectors":
+    if config.wrapper.begins_with_singular_vectors:
         phases["second moments"] = partial(_measuring_moments, config, target)
         phases["singular vectors"] = partial(_making_components, config, target)
     if spec.warmup.steps:

@@ -41,7 +41,7 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
             )
     sites = build_sites(method.pd, architecture.matrices())
     experts = [site.name for site in sites.all if site.expert is not None]
-    if experts and config.wrapper.init_components == "weighted_singular_vectors":
+    if experts and config.wrapper.begins_with_singular_vectors:
         raise UserError(
             f"init_components: is weighted_singular_vectors, which experts' matrices ({experts[0]}) cannot begin with; "
             "remove it"

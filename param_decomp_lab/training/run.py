@@ -339,7 +339,7 @@ class _Run:
 
     def _from_data(self, state: State) -> State:
         """The state with components that are weighted singular vectors, if it is to begin with them (T6)."""
-        if self.config.wrapper.init_components == "random":
+        if not self.config.wrapper.begins_with_singular_vectors:
             return state
         for drawn in jax.tree.leaves(state.components):
             drawn.delete()

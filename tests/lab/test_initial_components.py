@@ -77,10 +77,18 @@ def test_eight_devices(tiny: Tiny, run: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(eight[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_refused(tiny: Tiny, run: Path, tmp_path: Path) -> None:
-    outcome = pd_here(*tiny.train(tmp_path, 3, *SETTINGS, f"init_from={run}"))
-    assert outcome.status == 2
-    assert "init_components: is for a run that begins anew; remove it or init_from" in outcome.err
+@pytest.mark.slow
+def test_a_parent_comes_first(tiny: Tiny, run: Path, tmp_path: Path) -> None:
+    outcome = pd_here(*tiny.train(tmp_path, 3, *SETTINGS, f"init_from={run}", "pd.steps=1"))
+    assert outcome.status == 0, outcome
+    assert "init_components: has no effect with init_from" in " ".join(outcome.out.split())
+    begun, theirs = saved_arrays(tmp_path / "p-00000003", 0), saved_arrays(run, saved_steps(run)[-1])
+    for name, x in begun.items():
+        if "/components/" in name:
+            np.testing.assert_array_equal(x, theirs[name])
+
+
+def test_refused(tiny: Tiny, run: Path) -> None:
     resumed = pd_here("train", "--resume", str(run), "--set", "init_components=random")
     assert resumed.status == 2
     assert 'init_components: "weighted_singular_vectors" -> "random"' in resumed.err
