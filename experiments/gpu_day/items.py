@@ -104,7 +104,7 @@ _SMOLLM2 = (
     "runtime.autocast_bf16=true",
     "memory={preset: balanced}",
 )
-"""The demo's method at 64 times its batch: settings were tuned for 256 tokens a step, on a CPU."""
+"""At 64 times its batch: the settings were tuned for 256 tokens a step, on a CPU."""
 _SMOLLM2_STEP = "SmolLM2-135M, balanced, 64 × 256"
 
 # Plans are `pd probe`'s (`plan.py`), for an H100 what fits there, else for an H200. 0.92 of a card of 80 GB are 72.8
@@ -118,7 +118,7 @@ ITEMS: tuple[Item, ...] = (
     _layer_18("layer 18, plain, 2 × 512", ("plan", "step"), "plain", 2, 64.5),
     _layer_18("layer 18, lean, 12 × 512", ("plan", "step"), "lean", 12, 67.8),
     Step(
-        name=_SMOLLM2_STEP, parts=("plan", "step"), expected_s=60.0, config="configs/demo-smollm2.yaml",
+        name=_SMOLLM2_STEP, parts=("plan", "step"), expected_s=60.0, config="configs/demo-smollm2-transformer.yaml",
         sets=("eval=null", *_SMOLLM2), rounds=20,
     ),
     Links(name="links", parts=("links",), expected_s=200.0, sizes=tuple(4**n << 16 for n in range(7))),
@@ -132,7 +132,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     Decomposition(
         name="SmolLM2-135M decomposed", parts=("decompose",), expected_s=300.0, needs=_SMOLLM2_STEP,
-        config="configs/demo-smollm2.yaml", sets=_SMOLLM2, seq_len=256,
+        config="configs/demo-smollm2-transformer.yaml", sets=_SMOLLM2, seq_len=256,
     ),
     _layer_18("layer 18, plain, 8 × 512", ("plan", "step"), "plain", 8, 109.9),
     _layer_18("layer 18, balanced, 32 × 512", ("plan", "step"), "balanced", 32, 103.3),

@@ -152,7 +152,7 @@ def test_the_demo_in_two_steps(model: Path, tmp_path: Path) -> None:
     assert "Cross-entropy of the target itself" in printed
     first, *_, last = read_metrics(tmp_path / "p-00000001")
     assert first["eval/ce_kl/ce_target"] < 5  # nats; a uniform guess over the vocabulary has 10.8
-    # After the warm-up on faithfulness; two steps at the full learning rate are no decomposition.
+    # Of weighted singular vectors; two steps at the full learning rate are no decomposition.
     assert first["eval/ce_kl/kl_unmasked"] < 0.001
     assert 0.1 < first["eval/ce_kl/kl_zero_masked"] == last["eval/ce_kl/kl_zero_masked"]
     assert "layers.28.mlp.gate_proj" in (tmp_path / "p-00000001" / "report.html").read_text()
