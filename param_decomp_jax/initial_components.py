@@ -117,7 +117,7 @@ def _product(a: Array, b: Array) -> Array:
 
 def _second_moment(x: Float[Array, "*n d"]) -> Float[Array, "d d"]:
     rows = wide(x).reshape(-1, x.shape[-1])
-    return constrain(jnp.matmul(rows.T, rows, precision="highest"), "split")
+    return constrain(_product(rows.T, rows), "split")
 
 
 @dataclass

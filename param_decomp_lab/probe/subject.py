@@ -22,6 +22,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.display.descriptions import describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
+from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget
 from param_decomp_lab.setup.programs import (
     Program,
@@ -73,10 +74,10 @@ def run_subject(config: RunConfig) -> Subject:
     spec = target.problem.decomposition
     phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
     if config.wrapper.begins_with_singular_vectors:
-        phases["second moments"] = partial(_measuring_moments, config, target)
-        phases["singular vectors"] = partial(_making_components, config, target)
+        phases["second moments"] = partial(_preparing, config, target, second_moments_program)
+        phases["singular vectors"] = partial(_preparing, config, target, initial_components_program)
     if spec.warmup.steps:
-        phases["faithfulness warm-up"] = partial(_warming_up, config, target)
+        phases["faithfulness warm-up"] = partial(_preparing, config, target, warmup_program)
     if isinstance(spec.ci, ComponentReadout):
         phases["calibration"] = partial(_calibrating, config, target)
     phases[STEP] = partial(_stepping, config, target)
@@ -149,22 +150,11 @@ def _making(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
     return Phase(init_program(outline), device_bytes(outline.weights), {})
 
 
-def _measuring_moments(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+def _preparing(config: RunConfig, target: KnownTarget, program: Callable[[Outline], Program], mesh: Mesh) -> Phase:
+    """Before the components are what training starts from: the rest of the state waits meanwhile."""
     outline = outline_on(config, target, mesh)
     state = outline.state
-    return Phase(second_moments_program(outline), device_bytes(state) - device_bytes(state.components), {})
-
-
-def _making_components(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
-    state = outline.state
-    return Phase(initial_components_program(outline), device_bytes(state) - device_bytes(state.components), {})
-
-
-def _warming_up(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
-    state = outline.state
-    return Phase(warmup_program(outline), device_bytes(state) - device_bytes(state.components), {})
+    return Phase(program(outline), device_bytes(state) - device_bytes(state.components), {})
 
 
 def _calibrating(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
