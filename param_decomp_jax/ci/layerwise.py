@@ -11,18 +11,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.scalar_mlp import apply_scalar_mlps
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.grouped import Groups, product_wide
 from param_decomp_jax.memory import MemoryPolicy
 from param_decomp_jax.mesh import replace_fields
 from param_decomp_jax.numerics import matmul_wide
 from param_decomp_jax.sites import Sites, Stack
-
-BLOCK = 1 << 19
-"""Largest number of hidden activations of scalar MLPs that are computed at once. Where there are more, components are
-computed block by block, and each block again in the backward pass: a block fits the cache, and memory does not grow
-with C. On a CPU a whole step of TMS 5-2 takes 12 ms of core time so and 20 ms otherwise, of TMS 40-10 113 ms and
-197 ms."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +84,8 @@ class ScalarMLP(_Layerwise):
             scalars = product_wide(x, V, groups).astype(x.dtype)[..., None]  # [..., k, C, 1]
             per_component = jax.vmap(lambda mlp, s: apply_mlp(mlp, s, groups), in_axes=(1, -2), out_axes=-2)
             return per_component(head, scalars)[..., 0]
-        scalars = jnp.moveaxis(matmul_wide(x, V).astype(x.dtype), -1, 0)[..., None]  # [C, ..., 1]
-        C, n_hidden = scalars.shape[0], max(layer.b.shape[-1] for layer in head)
-        fitting = BLOCK // (scalars[0].size * n_hidden)
-        block = max(d for d in range(1, C + 1) if C % d == 0 and d <= max(1, fitting))
-        per_component = jax.vmap(apply_mlp)
-        if block == C:
-            z = per_component(head, scalars)
-        else:
-            blocks = jax.tree.map(lambda a: a.reshape(C // block, block, *a.shape[1:]), (head, scalars))
-            apply_block = jax.checkpoint(lambda block: per_component(*block))
-            z = jax.lax.map(apply_block, blocks).reshape(scalars.shape)
-        return jnp.moveaxis(z[..., 0], 0, -1)
+        scalars = jnp.moveaxis(matmul_wide(x, V), -1, 0)
+        return jnp.moveaxis(apply_scalar_mlps(head, scalars), 0, -1)
 
     def axes(self) -> Any:
         """Every component has its own."""

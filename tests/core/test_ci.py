@@ -20,9 +20,9 @@ from param_decomp_jax.ci import (
     SiteGroup,
     TransitionAttention,
     init_ci,
-    layerwise,
     per_component,
     run_ci_function,
+    scalar_mlp,
 )  # fmt: skip
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import KeptInputs
@@ -203,12 +203,13 @@ def test_axes_describe_every_array(config: CIConfig) -> None:
         assert all(x.shape[n] == stack.C for x, n in zip(heads, axis, strict=True) if n is not None)
 
 
-@pytest.mark.parametrize("fitting", slow_but([2], [1, 2, 3]))
-def test_scalar_mlps_in_blocks(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of as many components as fit and divide C, one at least."""
-    config, lead = CONFIGS["mlp"], LEADS["sequence"]
+@pytest.mark.parametrize("case", slow_but([((3,), 2)], [((3,), 1), ((3,), 2), ((3,), 3), ((), 2), ((3, 4), 2)]))
+def test_scalar_mlps_in_blocks(case: tuple[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of as many components as fit and divide C, one at least; with any number of hidden layers."""
+    hidden, fitting = case
+    config, lead = LayerwiseMLP("mlp", hidden), LEADS["sequence"]
     args = (ci_of(config), components(), inputs_of(lead), cotangents_of(lead))
-    monkeypatch.setattr(layerwise, "BLOCK", fitting * 2 * 5 * 3 + 1)
+    monkeypatch.setattr(scalar_mlp, "BLOCK", fitting * 2 * 5 * max((1, *hidden)) + 1)
     core.clear_cache()
     text = core.lower(*args).as_text()
     assert text.count("stablehlo.while") > 0
