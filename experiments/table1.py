@@ -43,7 +43,9 @@ Seed 0 of TMS 5-2+ID ends in a local optimum, every time that it is run. In this
 opposite directions, but for a part along feature 4's, and one component of `linear1` serves both: U points along
 (−0.91, 0.42), with 1.13 times that for feature 3 and −1.16 times for feature 2. Four components are alive in place of
 five, and this one is on for features 0 and 1 as well. The faithfulness warm-up does not decide it: without one
-(`--set pd.faithfulness_warmup_steps=0`) the same seed ends with ML2R 0.595."""
+(`--set pd.faithfulness_warmup_steps=0`) the same seed ends with ML2R 0.595; nor does p, which from 2 to 1 gives 0.607.
+The components that it draws do: with C 40 in place of 20 at every site, and nothing else changed, the same seed
+ends with ML2R 1.00, MMCS 1.000 and no error. (The table keeps the configuration as published.)"""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def _resid(features: int, columns: int, layers: int) -> dict[str, str]:
 EXPERIMENTS = (
     Experiment("tms_5-2", "TMS 5-2", (0, 1, 2, 3, 4), _tms(5), (1.000, 0.000), (0.993, 0.002)),
     Experiment("tms_5-2-id", "TMS 5-2+ID", (0, 1, 2, 3, 4), _tms(5, 2), (1.000, 0.000), (0.992, 0.010)),
-    Experiment("tms_40-10", "TMS 40-10", (0,), _tms(40), (1.000, 0.000), (1.010, 0.007)),
-    Experiment("tms_40-10-id", "TMS 40-10+ID", (0,), _tms(40, 10), (1.000, 0.000), (1.031, 0.001), slack=0.035),
+    Experiment("tms_40-10", "TMS 40-10", (0, 1, 2), _tms(40), (1.000, 0.000), (1.010, 0.007)),
+    Experiment("tms_40-10-id", "TMS 40-10+ID", (0, 1), _tms(40, 10), (1.000, 0.000), (1.031, 0.001), slack=0.035),
     Experiment("resid_mlp1", "ResidMLP-1", (0,), _resid(100, 50, 1), tolerance={"layers.0.mlp_out": 2}),
     Experiment("resid_mlp2", "ResidMLP-2", (), _resid(100, 25, 2)),
     Experiment("resid_mlp3", "ResidMLP-3", (), _resid(102, 17, 3)),

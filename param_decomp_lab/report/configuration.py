@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from param_decomp_lab.config.site_patterns import matches_module
@@ -53,6 +53,13 @@ def attack_steps(config: Mapping[str, Any], name: str) -> int | None:
         if name in (entry.get("name"), entry.get("type")) and isinstance(entry.get("n_steps"), int):
             return int(entry["n_steps"])
     return None
+
+
+def smallest_p(config: Mapping[str, Any]) -> float:
+    """Of the L_p importance minimality; infinity without one."""
+    minimality = [e for e in _list(config, "pd", "loss_metrics") if e.get("type") == "ImportanceMinimalityLoss"]
+    given = [e.get(key) for e in minimality if e.get("penalty", "lp") == "lp" for key in ("pnorm", "p_anneal_final_p")]
+    return min((float(p) for p in given if isinstance(p, int | float)), default=inf)
 
 
 def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:

@@ -19,7 +19,8 @@ class Recorder:
     """Holds the metrics of dispatched steps on the device and fetches them late, in one go (one host sync per log).
 
     Every step's losses are checked (N3); those of log steps are written: every ``log_every`` steps and the last one.
-    ``first``: the step the run starts at. ``write``: called with each finished row and its figures.
+    ``first``: the step the run starts at. ``write``: called with each finished row and its figures. ``watch``: called
+    with every step's number and metrics, before its row is written.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class Recorder:
         tokens_per_step: int,
         n_devices: int,
         write: Callable[[dict[str, Any], dict[str, Path]], None],
+        watch: Callable[[int, dict[str, float]], None],
     ) -> None:
         self._total, self._log_every = decomposition.steps, log_every
         self._tokens_per_step, self._n_devices, self._hand_over = tokens_per_step, n_devices, write
+        self._watch = watch
         self._pending: list[tuple[int, int, MetricRows]] = []
         self._row: dict[str, Any] = {}
         self._figures: dict[str, Path] = {}
@@ -70,6 +73,7 @@ class Recorder:
         for step, values in zip(steps, rows.tolist(), strict=True):
             metrics = dict(zip(names, values, strict=True))
             _refuse_non_finite(step, metrics)
+            self._watch(step, metrics)
             if self._logged(step):
                 self._row |= {"step": step, **self._training_metrics(step, metrics), **performance}
                 self._write()

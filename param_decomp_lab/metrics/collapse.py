@@ -1,0 +1,139 @@
+"""Signs of a late collapse of the importances, in the norms of the CI function's gradients.
+
+With a p below 1 and a tiny eps a few importances near 0 have gradients that are larger by orders of magnitude than all
+others. First more and more single steps stand out (`GradientTail`; docs/measurements/collapse.md), in the published run
+all did in the end (`GradientGrowth`).
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CI_GRADIENTS = "train/grad_norms/summary/ci_fns"
+LIMIT = 10.0
+"""The published run grew 350-fold before it was lost; healthy ones here at most 8-fold
+(docs/measurements/collapse.md)."""
+WINDOW = 0.02
+SETTLED = 0.05
+"""Fractions of training: over which medians are taken, and before which nothing is compared."""
+LEAST_ROWS = 10
+"""Of a window."""
+
+
+ADVICE = (
+    "Runs with p below 1 have lost their importances after this: keep a checkpoint from before; a smaller learning "
+    "rate or penalty: smooth_l0 avoids it"
+)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Medians of the gradients' norm: ``now``, at ``step``, and the ``lowest`` of an earlier window, at ``since``."""
+
+    step: int
+    now: float
+    since: int
+    lowest: float
+
+    @property
+    def factor(self) -> float:
+        return self.now / self.lowest
+
+    def __str__(self) -> str:
+        return (
+            f"at step {self.step} the CI function's gradients are {self.factor:.0f} times what they were at step "
+            f"{self.since} ({self.lowest:.2g}, now {self.now:.2g}, medians over {100 * WINDOW:.0f} % of the steps). "
+            + ADVICE
+        )
+
+
+class GradientGrowth:
+    """Watches the norm of the CI function's gradients as rows are logged, of which a whole run has ``n_rows``.
+
+    A single spike is not growth: what is compared are medians over a window of rows.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self._unsettled = round(SETTLED * n_rows)
+        self._size = max(LEAST_ROWS, round(WINDOW * n_rows))
+        self._window: deque[float] = deque(maxlen=self._size)
+        self._medians: deque[tuple[float, int]] = deque(maxlen=self._size)
+        """Of the windows that have rows in common with the present one."""
+        self._lowest: tuple[float, int] | None = None
+        self._said = False
+        self.largest: Growth | None = None
+
+    def add(self, step: int, norm: float) -> Growth | None:
+        """What to warn of: once, at the first row at which the median is `LIMIT` times that of an earlier window."""
+        if self._unsettled > 0:
+            self._unsettled -= 1
+            return None
+        self._window.append(norm)
+        if len(self._window) < self._size:
+            return None
+        median = statistics.median(self._window)
+        if len(self._medians) == self._size:
+            self._lowest = min(self._medians[0], self._lowest or self._medians[0])
+        self._medians.append((median, step))
+        if self._lowest is None or self._lowest[0] <= 0:
+            return None
+        growth = Growth(step, median, self._lowest[1], self._lowest[0])
+        self.largest = max(growth, self.largest or growth, key=lambda growth: growth.factor)
+        if self._said or growth.factor <= LIMIT:
+            return None
+        self._said = True
+        return growth
+
+
+def growth_of(norms: Sequence[tuple[int, float]]) -> Growth | None:
+    """`GradientGrowth` of the rows of a run that are all there: steps and norms."""
+    watch = GradientGrowth(len(norms))
+    return next(filter(None, (watch.add(step, norm) for step, norm in norms)), None)
+
+
+TAIL_LIMIT = 4.2
+"""In the runs that collapse in docs/measurements/collapse.md the tail passes it 8,000 steps of 80,000 before, or more.
+In those beside them that do not, it stays below."""
+LEAST_STEPS = 1000
+"""Of a window whose 95th percentile is taken."""
+N_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How far the 95th percentile of the gradients' norms is above their median in the steps from ``first`` to
+    ``last``: the median of three windows."""
+
+    first: int
+    last: int
+    ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"in steps {self.first} to {self.last} one in twenty of the CI function's gradients was over "
+            f"{self.ratio:.1f} times their median (at most about 3 in a run that goes well). {ADVICE}"
+        )
+
+
+class GradientTail:
+    """Watches the norm of the CI function's gradients in every one of ``total`` steps, window by window."""
+
+    def __init__(self, total: int) -> None:
+        self._size = max(LEAST_STEPS, round(WINDOW * total))
+        self._norms: list[float] = []
+        self._ratios: deque[float] = deque(maxlen=N_WINDOWS)
+
+    def add(self, step: int, norm: float) -> Tail | None:
+        """What is known with this step: news at the end of every window from the third on."""
+        self._norms.append(norm)
+        if len(self._norms) < self._size:
+            return None
+        median, percentile = np.quantile(self._norms, [0.5, 0.95]).tolist()
+        self._norms.clear()
+        self._ratios.append(percentile / median if median > 0 else 0.0)
+        if len(self._ratios) < N_WINDOWS:
+            return None
+        return Tail(step - N_WINDOWS * self._size + 1, step, statistics.median(self._ratios))
