@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from param_decomp_lab.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
-from param_decomp_lab.metrics.collapse import CI_GRADIENTS, TAIL_LIMIT, GradientGrowth, GradientTail, Growth, Tail
+from param_decomp_lab.metrics.collapse import CI_GRADIENTS, TAIL_LIMIT, GradientTail, Growth, Tail, growths
 from param_decomp_lab.metrics.sinks import read_metrics
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
 
@@ -55,18 +55,17 @@ COLORS = {"lp": VERMILION, "eps": QUIET, "smooth": BLUE}
 @dataclass(frozen=True)
 class Run:
     """What one run shows. By step of the evaluations: mean L0 of the sites, error with CI masks, errors of the pattern.
-    ``tails``: from the third window on. ``growth``: the largest, None if the run is too short."""
+    ``tails``: from the third window on."""
 
     name: str
     seed: int
     evaluated: dict[int, tuple[float, float, int]]
     tails: tuple[Tail, ...]
-    growth: Growth | None
 
     @property
     def warned(self) -> int | None:
         """The step at which `pd train` warns."""
-        return next((tail.last for tail in self.tails if tail.ratio > TAIL_LIMIT), None)
+        return next((tail.last for tail in self.tails if tail.is_large), None)
 
     @property
     def lost(self) -> int | None:
@@ -99,11 +98,8 @@ def run(name: str, seed: int, out: Path) -> Run:
     rows = read_metrics(folder)
     watch = GradientTail(STEPS)
     tails = tuple(filter(None, (watch.add(row["step"], row[CI_GRADIENTS]) for row in rows if CI_GRADIENTS in row)))
-    return Run(name, seed, dict(map(_evaluation, _evaluated(rows))), tails, largest_growth(rows[::200]))
-
-
-def _evaluated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if "eval/loss/CIMaskedReconLoss" in row]
+    evaluated = dict(_evaluation(row) for row in rows if "eval/loss/CIMaskedReconLoss" in row)
+    return Run(name, seed, evaluated, tails)
 
 
 def _evaluation(row: dict[str, Any]) -> tuple[int, tuple[float, float, int]]:
@@ -117,10 +113,7 @@ def _evaluation(row: dict[str, Any]) -> tuple[int, tuple[float, float, int]]:
 def largest_growth(rows: list[dict[str, Any]]) -> Growth | None:
     """None for a run of too few rows."""
     logged = [(row["step"], row[CI_GRADIENTS]) for row in rows if CI_GRADIENTS in row]
-    watch = GradientGrowth(len(logged))
-    for step, norm in logged:
-        watch.add(step, norm)
-    return watch.largest
+    return max(growths(logged), key=lambda growth: growth.factor, default=None)
 
 
 def growth_table(folders: list[Path]) -> str:
@@ -134,7 +127,7 @@ def growth_table(folders: list[Path]) -> str:
 
 
 def figure(runs: list[Run]) -> Figure:
-    """Three panels over the steps, a line a run."""
+    """Four panels over the steps, a line a run."""
     drawn = Figure(figsize=(9, 6.6), facecolor="white")
     panels = drawn.subplots(4, 1, sharex=True, gridspec_kw={"hspace": 0.18})
     titles = ("mean L0 of a site", "squared error, CI masks", "errors of the pattern",
@@ -191,10 +184,12 @@ def main() -> None:
     if options.growth:
         print(growth_table(options.growth))
         return
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    runs = [run(name, seed, options.out_dir.resolve()) for name in options.only.split(",") for seed in seeds]
+    names, seeds = options.only.split(","), [int(seed) for seed in options.seeds.split(",")]
+    if not PENALTIES.keys() >= set(names):
+        parser.error(f"--only {options.only}: the penalties are {', '.join(PENALTIES)}")
+    runs = [run(name, seed, options.out_dir.resolve()) for name in names for seed in seeds]
     print(table(runs))
-    if options.only == ",".join(PENALTIES):
+    if set(names) == PENALTIES.keys():
         figure([of for of in runs if of.seed == seeds[0]]).savefig(FIGURE, dpi=150, bbox_inches="tight")
 
 

@@ -9,20 +9,19 @@ quiet. The first round is not counted.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from experiments.turns import Worker, say
 
 ROOT = Path(__file__).parents[1]
 
 
-def worker(config: Path, overrides: list[str], steps: int) -> None:
+def work(config: Path, overrides: list[str], steps: int) -> None:
     """Compiles; then, for every line it is given, takes ``steps`` steps and says how long one took."""
     import jax
     import numpy as np
@@ -41,7 +40,7 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
         state = jax.jit(init, out_shardings=state_shardings(setup.mesh, spec, jax.eval_shape(init)))()
         start = time.perf_counter()
         step = compile_steps(setup, 1)
-        _say({"compile_s": time.perf_counter() - start})
+        say({"compile_s": time.perf_counter() - start})
         number = 0
         for _ in sys.stdin:
             start = time.perf_counter()
@@ -49,41 +48,18 @@ def worker(config: Path, overrides: list[str], steps: int) -> None:
                 state, rows = step(state, setup.weights, setup.train.inputs(number, 1, 1), np.int32(1))
                 number += 1
             jax.block_until_ready(rows)
-            _say({"step_s": (time.perf_counter() - start) / steps, "loss": float(jax.tree.leaves(rows)[0][0].sum())})
+            say({"step_s": (time.perf_counter() - start) / steps, "loss": float(jax.tree.leaves(rows)[0][0].sum())})
 
 
-def _say(message: dict[str, float]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def start(checkout: Path, config: Path, overrides: list[str], steps: int) -> Any:
+def start(checkout: Path, config: Path, overrides: list[str], steps: int) -> Worker:
     """A worker of ``checkout``, once it has compiled. It runs that checkout's own copy of this file, whose options and
     messages must be these."""
     script = checkout.resolve() / "experiments" / Path(__file__).name
     command = [sys.executable, str(script), "--worker", str(config), "--steps", str(steps)]
     command += [f"--set={override}" for override in overrides]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    compiled = _heard(process)
-    print(f"{checkout} {' '.join(overrides)}: compiled in {compiled['compile_s']:.0f} s", file=sys.stderr)
-    return process
-
-
-def ask(process: Any) -> dict[str, float]:
-    """One round of a worker."""
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return _heard(process)
-
-
-def _heard(process: Any) -> dict[str, float]:
-    line = process.stdout.readline()
-    if not line:
-        sys.exit("a worker has ended; what it said is above")
-    message: dict[str, float] = json.loads(line)
-    return message
+    worker = Worker(command, {**os.environ, "PYTHONPATH": str(checkout)})
+    print(f"{checkout} {' '.join(overrides)}: compiled in {worker.ready['compile_s']:.0f} s", file=sys.stderr)
+    return worker
 
 
 def main() -> None:
@@ -98,13 +74,13 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.config, options.set, options.steps)
+        work(options.config, options.set, options.steps)
         return
     sides = {"first": (options.before or ROOT, options.set), "second": (ROOT, [*options.set, *options.against])}
     workers = [start(code, options.config.resolve(), given, options.steps) for code, given in sides.values()]
-    rounds = [[ask(process)["step_s"] for process in workers] for _ in range(options.rounds + 1)][1:]
-    for process in workers:
-        process.stdin.close()
+    rounds = [[worker.turn()["step_s"] for worker in workers] for _ in range(options.rounds + 1)][1:]
+    for worker in workers:
+        worker.end()
     for name, times, (code, given) in zip(sides, zip(*rounds, strict=True), sides.values(), strict=True):
         what = " ".join([code.resolve().name, *given])
         print(f"{name:6} {1e3 * statistics.median(times):8.2f} ms (least {1e3 * min(times):.2f})  {what}")

@@ -18,12 +18,10 @@ The target's weights are random, so nothing has to be trained first: no number o
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +35,7 @@ import jax
 import numpy as np
 
 from experiments.scalar_mlp_bound import Counts, Rates, counts, rate_measurement
+from experiments.turns import Message, Worker, say
 from param_decomp_jax.inspection import loss_and_gradients, step_draws, unstack_sites
 from param_decomp_jax.sites import Sites
 from param_decomp_jax.state import init_state
@@ -56,7 +55,6 @@ TOYS = [ROOT / "configs" / "toys" / f"{name}.yaml" for name in ("tms_5-2", "tms_
 TOLERANCE = 1e-4
 """Of the two sides' total losses, relative, and of each gradient, as ‖a − b‖ / ‖a‖."""
 
-Message = dict[str, float]
 Turn = Callable[[int], Message]
 """Takes so many steps."""
 
@@ -229,37 +227,17 @@ def agreement(path: Path) -> Turn:
 WORKERS: dict[str, Callable[[Path], Turn]] = {"ours": ours, "torch": theirs, "rates": rates, "agreement": agreement}
 
 
-class Worker:
+def start(role: str, path: Path) -> Worker:
     """A process of its own, which compiles and then waits for its turns."""
-
-    def __init__(self, role: str, path: Path) -> None:
-        command = [sys.executable, "-m", "experiments.torch_step", "--worker", role, str(path)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._heard()
-
-    def turn(self, steps: int = 1) -> Message:
-        assert self.process.stdin is not None
-        print(steps, file=self.process.stdin, flush=True)
-        return self._heard()
-
-    def end(self) -> None:
-        self.process.communicate()
-
-    def _heard(self) -> Message:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit("a worker has ended; what it said is above")
-        message: Message = json.loads(line)
-        return message
+    return Worker([sys.executable, "-m", "experiments.torch_step", "--worker", role, str(path)])
 
 
 def work(role: str, path: Path) -> None:
     """What a worker does: for every number that it is given, a turn of so many steps."""
     turn = WORKERS[role](path)
-    print(json.dumps({}), flush=True)
+    say({})
     for line in sys.stdin:
-        print(json.dumps(turn(int(line))), flush=True)
+        say(turn(int(line)))
 
 
 # ---- the measurement ----
@@ -294,12 +272,12 @@ def measure(path: Path, rounds: int, steps: int | None) -> Figures:
     """UserError where the sides do not compute the same."""
     of = toy(path)
     steps = steps or of.config.wrapper.steps_per_dispatch
-    check = Worker("agreement", path)
-    apart = check.turn()
+    check = start("agreement", path)
+    apart = check.turn(1)
     check.end()
     if not all(difference <= TOLERANCE for difference in apart.values()):
         raise UserError(f"{path}: the two sides do not compute the same: relative differences are {apart}")
-    workers = [Worker(role, path) for role in ("ours", "torch", "rates")]
+    workers = [start(role, path) for role in ("ours", "torch", "rates")]
     by_round = [[worker.turn(steps) for worker in workers] for _ in range(rounds + 1)][1:]
     for worker in workers:
         worker.end()

@@ -290,6 +290,6 @@ def _importance_warnings(key: str, loss: ImportanceMinimalityLoss) -> Iterator[s
             yield f"{key}.p_anneal_final_p: has no effect with penalty: smooth_l0"
     elif final is not None and loss.p_anneal_start_frac == 1:
         yield f"{key}.p_anneal_final_p: has no effect, for p_anneal_start_frac is 1 (its default)"
-    elif min(loss.pnorm, final or loss.pnorm) < 1 and loss.eps < 1e-6:
+    elif loss.least_p < 1 and loss.eps < 1e-6:
         remedy = "eps 1e-6 makes that rarer, and penalty: smooth_l0 has not done it"
         yield f"{key}.eps: with {loss.eps} and p below 1 long runs have collapsed late; {remedy}"

@@ -1,5 +1,6 @@
 """The LOSS, SCHEDULE and ROUTING tables of the torch schema. Each class is named after its `type`."""
 
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -120,11 +121,21 @@ class ImportanceMinimalityLoss(Loss):
     gamma: ScheduleConfig | None = None
     frequency: FrequencyConfig | None = None
 
+    @property
+    def _anneals(self) -> bool:
+        return self.p_anneal_final_p is not None and self.p_anneal_start_frac < 1
+
+    @property
+    def least_p(self) -> float:
+        """The least that p is during training (L4); infinity where no p has an effect."""
+        if self.penalty != "lp":
+            return inf
+        return min(self.pnorm, self.p_anneal_final_p or self.pnorm) if self._anneals else self.pnorm
+
     @model_validator(mode="after")
     def _consistent(self) -> "ImportanceMinimalityLoss":
         mistakes = []
-        anneals = self.p_anneal_final_p is not None and self.p_anneal_start_frac < 1
-        if anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
+        if self._anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
             mistakes.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
         if self.frequency is not None and self.beta != 0:
@@ -132,8 +143,7 @@ class ImportanceMinimalityLoss(Loss):
         if self.penalty == "lp":
             if self.gamma is not None:
                 mistakes.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
-            final = self.p_anneal_final_p if anneals else None
-            if self.eps == 0 and min(self.pnorm, final or self.pnorm) < 1:
+            if self.eps == 0 and self.least_p < 1:
                 mistakes.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
         elif self.gamma is None:
             mistakes.append(("gamma", "is required with penalty: smooth_l0"))

@@ -7,10 +7,14 @@ all did in the end (`GradientGrowth`).
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Any
 
 import numpy as np
+
+from param_decomp_lab.config.loss_schema import ImportanceMinimalityLoss
 
 CI_GRADIENTS = "train/grad_norms/summary/ci_fns"
 LIMIT = 10.0
@@ -21,7 +25,6 @@ SETTLED = 0.05
 """Fractions of training: over which medians are taken, and before which nothing is compared."""
 LEAST_ROWS = 10
 """Of a window."""
-
 
 ADVICE = (
     "Runs with p below 1 have lost their importances after this: keep a checkpoint from before; a smaller learning "
@@ -41,6 +44,10 @@ class Growth:
     @property
     def factor(self) -> float:
         return self.now / self.lowest
+
+    @property
+    def is_large(self) -> bool:
+        return self.factor > LIMIT
 
     def __str__(self) -> str:
         return (
@@ -63,11 +70,9 @@ class GradientGrowth:
         self._medians: deque[tuple[float, int]] = deque(maxlen=self._size)
         """Of the windows that have rows in common with the present one."""
         self._lowest: tuple[float, int] | None = None
-        self._said = False
-        self.largest: Growth | None = None
 
     def add(self, step: int, norm: float) -> Growth | None:
-        """What to warn of: once, at the first row at which the median is `LIMIT` times that of an earlier window."""
+        """Of the window that ends with this row; None before there is an earlier one to compare with."""
         if self._unsettled > 0:
             self._unsettled -= 1
             return None
@@ -80,18 +85,13 @@ class GradientGrowth:
         self._medians.append((median, step))
         if self._lowest is None or self._lowest[0] <= 0:
             return None
-        growth = Growth(step, median, self._lowest[1], self._lowest[0])
-        self.largest = max(growth, self.largest or growth, key=lambda growth: growth.factor)
-        if self._said or growth.factor <= LIMIT:
-            return None
-        self._said = True
-        return growth
+        return Growth(step, median, self._lowest[1], self._lowest[0])
 
 
-def growth_of(norms: Sequence[tuple[int, float]]) -> Growth | None:
+def growths(norms: Sequence[tuple[int, float]]) -> Iterator[Growth]:
     """`GradientGrowth` of the rows of a run that are all there: steps and norms."""
     watch = GradientGrowth(len(norms))
-    return next(filter(None, (watch.add(step, norm) for step, norm in norms)), None)
+    return filter(None, (watch.add(step, norm) for step, norm in norms))
 
 
 TAIL_LIMIT = 4.2
@@ -110,6 +110,10 @@ class Tail:
     first: int
     last: int
     ratio: float
+
+    @property
+    def is_large(self) -> bool:
+        return self.ratio > TAIL_LIMIT
 
     def __str__(self) -> str:
         return (
@@ -137,3 +141,35 @@ class GradientTail:
         if len(self._ratios) < N_WINDOWS:
             return None
         return Tail(step - N_WINDOWS * self._size + 1, step, statistics.median(self._ratios))
+
+
+def may_collapse(losses: Iterable[object]) -> bool:
+    """Whether these terms of a configuration have an L_p importance minimality whose p is below 1 at any time."""
+    return any(isinstance(loss, ImportanceMinimalityLoss) and loss.least_p < 1 for loss in losses)
+
+
+class CollapseWatch:
+    """What `pd train` looks at, and gives to ``warn``: either sign, once, and only where a collapse is to be feared.
+
+    ``losses``: the terms of the configuration.
+    """
+
+    def __init__(self, losses: Iterable[object], total: int, log_every: int, warn: Callable[[str], None]) -> None:
+        self._is_on, self._warn = may_collapse(losses), warn
+        self._growth, self._tail = GradientGrowth(ceil(total / log_every)), GradientTail(total)
+        self._known: set[type] = set()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row of `metrics.jsonl`."""
+        if self._is_on and CI_GRADIENTS in row:
+            self._look_at(self._growth.add(row["step"], row[CI_GRADIENTS]))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step, logged or not."""
+        if self._is_on:
+            self._look_at(self._tail.add(step, metrics[CI_GRADIENTS.removeprefix("train/")]))
+
+    def _look_at(self, sign: Growth | Tail | None) -> None:
+        if sign is not None and sign.is_large and type(sign) not in self._known:
+            self._known.add(type(sign))
+            self._warn(str(sign))

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,22 @@ class MetricsFile:
 
     Rows that cannot be written (the disk is full) wait here, and are tried again with the next one: a disk that has
     room again in time costs nothing. No row is ever half in the file. ``last``: the step of the last row that was there
-    and stays, -1 without one.
+    and stays, -1 without one. ``earlier``: called with each row that stays.
     """
 
-    def __init__(self, run_folder: Path, step: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        step: int,
+        console: Console | None = None,
+        earlier: Callable[[Row], None] = lambda row: None,
+    ) -> None:
         self.path = run_folder / METRICS_FILE
         self._console = console or Console(quiet=True)
         kept = [row for row in read_metrics(run_folder) if row["step"] < step]
         self.last = int(kept[-1]["step"]) if kept else -1
+        for row in kept:
+            earlier(row)
         write_whole(self.path, "".join(_line(row) for row in kept))
         self._file = self.path.open("ab", buffering=0)
         self._whole = self.path.stat().st_size

@@ -55,11 +55,15 @@ def attack_steps(config: Mapping[str, Any], name: str) -> int | None:
     return None
 
 
-def smallest_p(config: Mapping[str, Any]) -> float:
-    """Of the L_p importance minimality; infinity without one."""
-    minimality = [e for e in _list(config, "pd", "loss_metrics") if e.get("type") == "ImportanceMinimalityLoss"]
-    given = [e.get(key) for e in minimality if e.get("penalty", "lp") == "lp" for key in ("pnorm", "p_anneal_final_p")]
-    return min((float(p) for p in given if isinstance(p, int | float)), default=inf)
+def least_p(config: Mapping[str, Any]) -> float:
+    """`ImportanceMinimalityLoss.least_p` of a configuration that may be an old one; infinity without such a term."""
+    given: list[Any] = []
+    for entry in _list(config, "pd", "loss_metrics"):
+        if entry.get("type") == "ImportanceMinimalityLoss" and entry.get("penalty", "lp") == "lp":
+            given.append(entry.get("pnorm"))
+            if entry.get("p_anneal_start_frac", 1) != 1:
+                given.append(entry.get("p_anneal_final_p"))
+    return min((float(p) for p in given if _is_number(p)), default=inf)
 
 
 def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:

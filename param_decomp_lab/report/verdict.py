@@ -6,8 +6,8 @@ from math import isfinite
 from typing import Any
 
 from param_decomp_lab.display.numbers import number, percent
-from param_decomp_lab.metrics.collapse import CI_GRADIENTS, growth_of
-from param_decomp_lab.report.configuration import attack_steps, smallest_p
+from param_decomp_lab.metrics.collapse import CI_GRADIENTS, LIMIT, growths
+from param_decomp_lab.report.configuration import attack_steps, least_p
 from param_decomp_lab.report.evaluation import L0, attacks, kl, relative
 from param_decomp_lab.report.metrics import Series
 
@@ -78,10 +78,11 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
             last = series[key].last
             cards.append(Card(label, f"{last:.4f}", "1 is a perfect recovery", rule, good=abs(last - 1) <= tolerance))
     norms = series.get(CI_GRADIENTS)
-    growth = growth_of(norms.finite) if norms and smallest_p(config) < 1 else None
+    seen = growths(norms.finite) if norms and least_p(config) < 1 else ()
+    growth = next((growth for growth in seen if growth.is_large), None)
     if growth is not None:
         detail = f"at step {growth.step:,}, since step {growth.since:,}"
-        rule = "below 10 times: importances may collapse"
+        rule = f"below {LIMIT:.0f} times: importances may collapse"
         cards.append(Card("CI gradients", f"× {number(growth.factor)}", detail, rule, good=False))
     return cards
 

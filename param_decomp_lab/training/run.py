@@ -6,10 +6,10 @@ resumed from the checkpoint of step i therefore starts with step i's evaluation 
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from rich.text import Text
 
 from param_decomp_jax.ci import ComponentReadout
 from param_decomp_jax.initial_components import n_batches
-from param_decomp_jax.losses import ImportanceMinimality, Lp
-from param_decomp_jax.state import Decomposition, State
+from param_decomp_jax.state import State
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
@@ -31,7 +30,7 @@ from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.eval.examples import find_examples, write_examples
-from param_decomp_lab.metrics.collapse import CI_GRADIENTS, TAIL_LIMIT, GradientGrowth, GradientTail
+from param_decomp_lab.metrics.collapse import CollapseWatch
 from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
 from param_decomp_lab.metrics.wandb_sink import Login, Wandb
 from param_decomp_lab.processes.group import ALONE, Processes
@@ -164,12 +163,6 @@ def _refuse_different(config: RunConfig, processes: Processes) -> None:
             )
 
 
-def may_collapse(spec: Decomposition) -> bool:
-    """Whether the importance minimality is an L_p with a p below 1, now or in the end."""
-    penalties = [term.penalty for term in spec.terms if isinstance(term, ImportanceMinimality)]
-    return any(isinstance(penalty, Lp) and min(penalty.p.start, penalty.p.final) < 1 for penalty in penalties)
-
-
 class _Run:
     def __init__(
         self,
@@ -245,16 +238,17 @@ class _Run:
     def _sinks(self, first: int) -> Iterator[None]:
         """Opens `metrics.jsonl` and wandb at step ``first`` in process 0; closes them at the end of the block."""
         self._check_folder()
-        self.metrics = MetricsFile(self.folder, first, self.console) if self.processes.first else None
+        losses = self.config.method.pd.loss_metrics
+        self.collapse = CollapseWatch(losses, self.spec.steps, self.log_every, self._warn)
+        self.metrics = None
+        if self.processes.first:
+            self.metrics = MetricsFile(self.folder, first, self.console, self.collapse.row)
         expected = (first - 1) // self.log_every * self.log_every
         if self.metrics is not None and first > 0 and self.metrics.last < expected:
             lost = f"{METRICS_FILE} lacks the rows of steps {self.metrics.last + 1} to {expected}, written before"
             again = f"to get them back, rename {self.checkpoints.path(first)} and resume from an earlier checkpoint"
             self.console.print(Text(f"{lost}; {again}", "yellow"), highlight=False, soft_wrap=True)
         self.wandb = Wandb(self.config, self.folder, self.console) if self.processes.first else None
-        self.growth = GradientGrowth(ceil(self.spec.steps / self.log_every))
-        for row in read_metrics(self.folder) if self.metrics is not None else []:
-            self._warn_of_growth(row)
         outcome = "failed"
         try:
             yield
@@ -416,8 +410,7 @@ class _Run:
                 # Compile now, while stopping loses nothing: compiling cannot be interrupted and may take minutes.
                 self.evaluation.compile(state, weights)
         tokens, devices = prod(self.setup.leading), self.setup.mesh.size
-        self.tail, self.tail_is_known = GradientTail(total), False
-        self.recorder = Recorder(self.spec, self.log_every, first, tokens, devices, self._write, self._warn_of_tail)
+        self.recorder = Recorder(self.spec, self.log_every, first, tokens, devices, self._write, self.collapse.step)
         if not self.is_saved:
             self.stop.must_save()
         step = first
@@ -497,20 +490,12 @@ class _Run:
             self.metrics.write(row)
         if self.wandb is not None:
             self.wandb.check()
-        self._warn_of_growth(row)
+        self.collapse.row(row)
         if "train/loss/total" in row:
             self.bar.show(f"{row['train/perf/tok_per_s']:,.0f} tok/s  {brief(row)}")
 
-    def _warn_of_growth(self, row: Mapping[str, Any]) -> None:
-        growth = self.growth.add(row["step"], row[CI_GRADIENTS]) if CI_GRADIENTS in row else None
-        if growth is not None and may_collapse(self.spec):
-            print_warnings([str(growth)], self.console)
-
-    def _warn_of_tail(self, step: int, metrics: Mapping[str, float]) -> None:
-        tail = self.tail.add(step, metrics[CI_GRADIENTS.removeprefix("train/")])
-        if tail is not None and tail.ratio > TAIL_LIMIT and not self.tail_is_known and may_collapse(self.spec):
-            self.tail_is_known = True
-            print_warnings([str(tail)], self.console)
+    def _warn(self, what: str) -> None:
+        print_warnings([what], self.console)
 
     # --- the end ---
 

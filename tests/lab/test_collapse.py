@@ -6,21 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
-from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_lab.config.loss_schema import ImportanceMinimalityLoss
 from param_decomp_lab.metrics.collapse import (
     CI_GRADIENTS,
+    LEAST_STEPS,
     LIMIT,
     TAIL_LIMIT,
+    CollapseWatch,
     GradientTail,
     Growth,
     Tail,
-    growth_of,
+    growths,
+    may_collapse,
 )
+from param_decomp_lab.report.configuration import least_p
 from param_decomp_lab.report.metrics import Series
 from param_decomp_lab.report.verdict import verdict
-from param_decomp_lab.training.run import may_collapse
-from tests.core import tiny
 
 N = 400
 RNG = np.random.default_rng(0)
@@ -28,7 +29,8 @@ NOISE = np.exp(0.3 * RNG.normal(size=N))
 
 
 def found(norms: Sequence[float]) -> Growth | None:
-    return growth_of([(1000 * n, norm) for n, norm in enumerate(norms)])
+    seen = growths([(1000 * n, norm) for n, norm in enumerate(norms)])
+    return next((growth for growth in seen if growth.is_large), None)
 
 
 def published() -> np.ndarray:
@@ -114,23 +116,44 @@ def test_the_report_says_so() -> None:
     def config(**minimality: Any) -> dict[str, Any]:
         return {"torch": {"pd": {"loss_metrics": [{"type": "ImportanceMinimalityLoss", "pnorm": 2.0, **minimality}]}}}
 
-    (card,) = verdict(grown, config(p_anneal_final_p=0.4), None)
+    (card,) = verdict(grown, config(p_anneal_start_frac=0.0, p_anneal_final_p=0.4), None)
     assert (card.label, card.good) == ("CI gradients", False)
     assert card.value.startswith("× 1")
-    assert verdict(steady, config(p_anneal_final_p=0.4), None) == []
-    for harmless in (config(), config(p_anneal_final_p=0.4, penalty="smooth_l0"), {}):
+    assert verdict(steady, config(p_anneal_start_frac=0.0, p_anneal_final_p=0.4), None) == []
+    for harmless in (config(), config(p_anneal_start_frac=0.0, p_anneal_final_p=0.4, penalty="smooth_l0"), {}):
         assert verdict(grown, harmless, None) == []
 
 
 @pytest.mark.parametrize(
-    ("penalty", "may"),
+    ("minimality", "may"),
     [
-        (Lp(Anneal(2.0, 0.4, 0.0, 1.0), 1e-12), True),
-        (Lp(Anneal(0.9, 0.9), 1e-6), True),
-        (Lp(Anneal(2.0, 1.0, 0.0, 1.0), 1e-12), False),
-        (SmoothL0(Schedule(0.1)), False),
+        ({"p_anneal_start_frac": 0.0, "p_anneal_final_p": 0.4}, True),
+        ({"pnorm": 0.9, "eps": 1e-6}, True),
+        ({"p_anneal_start_frac": 0.0, "p_anneal_final_p": 1.0}, False),
+        ({"p_anneal_final_p": 0.4}, False),  # never annealed
+        (
+            {"p_anneal_start_frac": 0.0, "p_anneal_final_p": 0.4, "penalty": "smooth_l0", "gamma": {"start_val": 0.1}},
+            False,
+        ),
     ],
 )
-def test_which_penalties_may_collapse(penalty: Lp | SmoothL0, may: bool) -> None:
-    spec = tiny.problem((ImportanceMinimality("m", 1.0, penalty),), tiny.target()).decomposition
-    assert may_collapse(spec) is may
+def test_which_penalties_may_collapse(minimality: dict[str, Any], may: bool) -> None:
+    """For the run and for its report."""
+    term = {"type": "ImportanceMinimalityLoss", "coeff": 1.0, "pnorm": 2.0, "beta": 0.0, **minimality}
+    others = [{"type": "FaithfulnessLoss", "coeff": 1.0}]
+    assert may_collapse([ImportanceMinimalityLoss.model_validate(term)]) is may
+    assert (least_p({"torch": {"pd": {"loss_metrics": [*others, term]}}}) < 1) is may
+
+
+def test_either_sign_is_given_once() -> None:
+    """To a run that may collapse. Its rows before a restart count, its steps begin anew."""
+    said: list[str] = []
+    losses = [ImportanceMinimalityLoss(type="ImportanceMinimalityLoss", coeff=1.0, pnorm=0.4, beta=0.0)]
+    for terms in (losses, []):
+        watch = CollapseWatch(terms, 4 * N, 4, said.append)
+        for n, norm in enumerate(published()):
+            watch.row({"step": 4 * n, CI_GRADIENTS: norm})
+            watch.row({"step": 4 * n})
+        for step in range(10 * LEAST_STEPS):
+            watch.step(step, {"grad_norms/summary/ci_fns": 100.0 if step % 10 == 0 else 1.0})
+    assert [text.split()[1] for text in said] == ["step", "steps"]

@@ -11,7 +11,6 @@ from rich.console import Console
 from param_decomp_lab.config import load_config
 from param_decomp_lab.metrics import collapse
 from param_decomp_lab.setup import set_up
-from param_decomp_lab.training import run as training_run
 from tests.lab.tiny_run import Tree, pd_here, rows, saved_steps
 from tests.lab.toy_run import CONFIG, SMALL, save_toy, settings
 
@@ -52,9 +51,9 @@ def test_no_number_depends_on_steps_per_dispatch(run: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_resumed_run_repeats_the_undisturbed_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T5: what a run leaves that was killed in step 11. The gradients before count for a warning of their growth."""
-    for name, value in (("LIMIT", 1e-3), ("LEAST_ROWS", 5)):
+    for name, value in (("LIMIT", 1e-3), ("LEAST_ROWS", 5), ("TAIL_LIMIT", 1e-3), ("LEAST_STEPS", 1), ("N_WINDOWS", 1)):
         monkeypatch.setattr(collapse, name, value)
-    monkeypatch.setattr(training_run, "may_collapse", lambda spec: True)
+    monkeypatch.setattr(collapse, "may_collapse", lambda losses: True)
     killed = tmp_path / run.name
     shutil.copytree(run, killed)
     shutil.rmtree(killed / "ckpts" / "12")
@@ -62,6 +61,7 @@ def test_resumed_run_repeats_the_undisturbed_one(run: Path, tmp_path: Path, monk
     assert outcome.status == 0, outcome
     assert "at step 10 of 12" in outcome.out
     assert outcome.out.count("the CI function's gradients are") == 1
+    assert outcome.out.count("one in twenty of the CI function's gradients") == 1
     assert rows(killed) == rows(run)
 
 
