@@ -31,7 +31,7 @@ import yaml
 from param_decomp_lab.display.numbers import duration
 from param_decomp_lab.eval.run_evaluation import evaluate_run
 from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.run_folder.folder import CONFIG_FILE, HISTORY_FILE
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "toys"
@@ -44,8 +44,27 @@ opposite directions, but for a part along feature 4's, and one component of `lin
 (−0.91, 0.42), with 1.13 times that for feature 3 and −1.16 times for feature 2. Four components are alive in place of
 five, and this one is on for features 0 and 1 as well. The faithfulness warm-up does not decide it: without one
 (`--set pd.faithfulness_warmup_steps=0`) the same seed ends with ML2R 0.595; nor does p, which from 2 to 1 gives 0.607.
-The components that it draws do: with C 40 in place of 20 at every site, and nothing else changed, the same seed
-ends with ML2R 1.00, MMCS 1.000 and no error. (The table keeps the configuration as published.)"""
+The components that it draws do. With C 40 in place of 20 at every site, and nothing else changed
+(`configs/toys/tms_5-2-id_C40.yaml`), all five seeds end with MMCS 1.000 and no error. (TMS 5-2+ID itself keeps the
+published C, for which the published values are.)
+
+ML2R of seeds 2 and 4 with C 40 is 0.80 all the same, and shows no fault of theirs. It takes, for every feature, the
+component that points most nearly along it, and one of the 35 dead ones points along a feature by accident: with a
+cosine of 0.99991, where the component that has learned it has 0.99977, and with 4e-6 of its length (seed 2). The five
+that are alive have lengths of 0.99 to 1.01."""
+
+RESID = """\
+ResidMLP-2 and -3 are published twice: with a scalar MLP for each component (50,000 and 200,000 steps; two cores manage
+the first few thousand, or few hundred, in an evening), and with one MLP a site (25,000 steps), here *shared*. The six
+shared runs had one H200 between them (26 November 2026; `pd train` with seeds 0 to 2; Python 3.12, JAX 0.11.2, products
+of float32 in TF32, no checkpoints on the way). So a step took as long as on a card shared by six; the times are those
+from a run's beginning to its end. After some 17,500 steps of ResidMLP-2 the time was up for ResidMLP-3, and the other
+three were resumed alone.
+
+In ResidMLP-2 the errors of `layers.1.mlp_in` are between 113 and 150 on every seed from step 3,000 on, while those of
+`layers.0.mlp_in` fall to 7 to 20. A likely reason: what this matrix reads is not one feature any more when one feature
+is on, since `layers.0.mlp_out` has written along others as well. In ResidMLP-3 most of them still
+fell when it was stopped (those of seed 0's `layers.0.mlp_in` were 586, 556, 533, 500 and 491, 3,000 steps apart)."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +110,29 @@ def _resid(features: int, columns: int, layers: int) -> dict[str, str]:
 EXPERIMENTS = (
     Experiment("tms_5-2", "TMS 5-2", (0, 1, 2, 3, 4), _tms(5), (1.000, 0.000), (0.993, 0.002)),
     Experiment("tms_5-2-id", "TMS 5-2+ID", (0, 1, 2, 3, 4), _tms(5, 2), (1.000, 0.000), (0.992, 0.010)),
+    Experiment("tms_5-2-id_C40", "TMS 5-2+ID, C 40", (0, 1, 2, 3, 4), _tms(5, 2), (1.000, 0.000), (0.992, 0.010)),
     Experiment("tms_40-10", "TMS 40-10", (0, 1, 2), _tms(40), (1.000, 0.000), (1.010, 0.007)),
-    Experiment("tms_40-10-id", "TMS 40-10+ID", (0, 1), _tms(40, 10), (1.000, 0.000), (1.031, 0.001), slack=0.035),
+    Experiment("tms_40-10-id", "TMS 40-10+ID", (0, 1, 2), _tms(40, 10), (1.000, 0.000), (1.031, 0.001), slack=0.035),
     Experiment("resid_mlp1", "ResidMLP-1", (0,), _resid(100, 50, 1), tolerance={"layers.0.mlp_out": 2}),
     Experiment("resid_mlp2", "ResidMLP-2", (), _resid(100, 25, 2)),
     Experiment("resid_mlp3", "ResidMLP-3", (), _resid(102, 17, 3)),
+    Experiment("resid_mlp2_shared", "ResidMLP-2, shared", (), _resid(100, 25, 2)),
+    Experiment("resid_mlp3_shared", "ResidMLP-3, shared", (), _resid(102, 17, 3)),
 )
 
 
 @dataclass(frozen=True)
 class Result:
     """One run as it stands. ``step``: of its last evaluation, None before the first one. ``seconds``: wall time;
-    ``step_seconds``: median wall time of a training step, None before the first logged one."""
+    ``step_seconds``: median wall time of a training step, None before the first logged one. ``device``: what it ran on
+    last, as JAX names it."""
 
     seed: int
     step: int | None
     row: dict[str, Any]
     seconds: float
     step_seconds: float | None = None
+    device: str = "cpu"
 
     def error(self, site: str) -> int | None:
         value = self.row.get(f"eval/identity_ci_error/{site}")
@@ -176,7 +200,16 @@ def read_result(out: Path, name: str, seed: int) -> Result | None:
     evaluated += [json.loads(left.read_text())] if left.is_file() else []
     row = max(evaluated, key=lambda row: row["step"], default={})
     times = [row["train/perf/step_time_s"] for row in rows if "train/perf/step_time_s" in row]
-    return Result(seed, row.get("step"), row, seconds(folder), statistics.median(times) if times else None)
+    step_seconds = statistics.median(times) if times else None
+    return Result(seed, row.get("step"), row, seconds(folder), step_seconds, last_device(folder))
+
+
+def last_device(folder: Path) -> str:
+    history = folder / HISTORY_FILE
+    if not history.is_file():
+        return Result.device
+    last = json.loads(history.read_text().splitlines()[-1])
+    return ", ".join(dict.fromkeys(last["devices"]))
 
 
 def finished(result: Result | None, experiment: Experiment) -> bool:
@@ -220,9 +253,10 @@ def table(found: Results) -> str:
         "",
         "Written by `python experiments/table1.py`: the targets of `configs/toys/targets`, decomposed as "
         "`configs/toys` says, one run per seed.",
-        f"Machine: {os.cpu_count()} x {platform.machine()} cores, Python {platform.python_version()}, on CPU. Times "
-        "are wall time of the whole command (compilation, evaluations and figures included; the target's training "
-        "only where it was missing), with whatever else the machine was doing; of a step, the median of those logged.",
+        f"Machine: {os.cpu_count()} x {platform.machine()} cores, Python {platform.python_version()}, on CPU unless a "
+        "GPU is named. Times are wall time of the whole command (compilation, evaluations and figures included; the "
+        "target's training only where it was missing), with whatever else the machine was doing; of a step, the median "
+        "of those logged.",
         "",
         "## TMS",
         "",
@@ -255,6 +289,8 @@ def table(found: Results) -> str:
         "Wanted: MMCS ≥ 0.998, |ML2R − 1| ≤ 0.02 (40-10+ID: 0.035), identity errors 0; ResidMLP-1's `mlp_out` ≤ 2.",
         "",
         LOCAL_OPTIMUM,
+        "",
+        RESID,
     ]
     return "\n".join(lines) + "\n"
 
@@ -267,7 +303,8 @@ def _line(experiment: Experiment, result: Result) -> str:
     cells += ["" if value is None else f"{value:.4f}" for value in similarity]
     cells.append(", ".join(f"{site}: {what}, {result.error(site)}" for site, what in experiment.expected.items()))
     cells += [("yes" if as_wanted(experiment, result) else "**no**") if complete else "", duration(result.seconds)]
-    cells.append("" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f} ms")
+    step_time = "" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f} ms"
+    cells.append(", ".join(filter(None, (step_time, "" if result.device == Result.device else result.device))))
     return f"| {' | '.join(cells)} |"
 
 
@@ -309,7 +346,8 @@ def main() -> None:
     parser.add_argument("--only", help=f"comma-separated, of {', '.join(names)}")
     parser.add_argument(
         "--seeds",
-        help="comma-separated; default: five for the 5-2 models, one for the others",
+        help="comma-separated; default: five of the 5-2 models, three of the 40-10 ones, one of ResidMLP-1; of the "
+        "larger ResidMLPs, which run with --only alone, seed 0",
     )
     parser.add_argument("--until", type=int, help="stop each run after this step and save it")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "table1")

@@ -5,6 +5,7 @@
     python -m experiments.gpu_day --toy                        # the same at toy size on a CPU; some minutes
     python -m experiments.gpu_day --part step --part phases    # of these parts what is missing
     python -m experiments.gpu_day --page-only                  # the page from the JSON, without a GPU
+    python -m experiments.gpu_day --plans-only                 # adds the plans of pd probe, without a GPU
 
 In this order, the most valuable first:
 
@@ -16,9 +17,11 @@ In this order, the most valuable first:
 6.  decompose: the MLP of a layer of SmolLM2-135M, for the time that is left, up to 30 minutes, with its report;
 7.  larger batches, other policies, if any time is left: cards of more than 80 GB have them in a second call.
 
-Steps 1 to 5 should take some 12 of the 40 minutes (a guess so far); the decomposition gets the rest: as many steps are
-planned as end in that time, from the step time measured before. `--seconds 600 --decompose-seconds 1800` spreads it all
-over calls of ten minutes.
+Steps 1 to 5 should take some 17 of the 40 minutes (each of the layer-18 steps took 90 to 110 s on an H200, 55 to 75 s
+of that its compilation); the decomposition gets the rest: as many steps are planned as end in that time, from the step
+time measured before. `--seconds 600 --decompose-seconds 1800` spreads it all over calls of ten minutes. With a card for
+seven minutes, `--part step --seconds 400 --beside 0` measures three policies; `--plans-only` then adds the plans of
+`pd probe` elsewhere, with the same version of JAX.
 
 Every item is measured in a process of its own, since a process has one peak, and is in the JSON before the next one
 begins. One that was killed is begun again, the decomposition is resumed from its last checkpoint. Status 0: everything

@@ -37,7 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--beside", type=int, default=3, help="processes that compile as pd probe does meanwhile; 0: none (default: 3)"
     )
     parser.add_argument("--toy", action="store_true", help="all of it at toy size, on a CPU")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing; write the page of what is in --json")
+    nothing = parser.add_mutually_exclusive_group()
+    nothing.add_argument(
+        "--page-only", action="store_true", help="measure nothing; write the page of what is in --json"
+    )
+    nothing.add_argument(
+        "--plans-only", action="store_true",
+        help="measure nothing; add pd probe's plans of the steps in --json, on any machine, and write the page",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
         sys.exit(_run(options))
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from experiments.gpu_day.beside import Asked
-    from experiments.gpu_day.day import run_day
+    from experiments.gpu_day.day import run_day, run_plans
     from experiments.gpu_day.page import page
     from experiments.gpu_day.results import Results
 
@@ -57,17 +64,20 @@ def _run(options: argparse.Namespace) -> int:
     page_file = (options.page or json_file.with_suffix(".md")).absolute()
     if page_file == json_file:
         raise UserError(f"--json {options.json}: is where the page would be written; choose another name, or --page")
-    if options.page_only:
+    if options.page_only or options.plans_only:
         found = Results(json_file).all
         if "machine" not in found:
             raise UserError(f"{json_file}: holds no results; measure first")
+        if options.plans_only and (options.toy or found["machine"].get("toy")):
+            raise UserError("--plans-only: --toy measures on a CPU, for which there are no plans")
         try:
             text = page(found)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{json_file}: was not written by this version of the command ({error!r})") from error
-        page_file.write_text(text)
-        print(page_file)
-        return 0
+        if options.page_only:
+            page_file.write_text(text)
+            print(page_file)
+            return 0
     for name in ("seconds", "decompose_seconds"):
         value = getattr(options, name)
         if value is not None and not 30 <= value < 1e6:
@@ -77,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     for name in ("smollm2", "text"):
         if getattr(options, name) is not None and options.toy:
             raise UserError(f"--{name}: --toy decomposes a target of its own, on text of its own")
-    return run_day(
+    return (run_plans if options.plans_only else run_day)(
         Asked(
             parts=options.part or PARTS,
             json=json_file,

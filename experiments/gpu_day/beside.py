@@ -61,11 +61,16 @@ class Beside:
         steps = [item for item in items if isinstance(item, Step) and not item.needs]
         if any(not self._results.has("counted", item) for item in steps):
             self._submit(self._count, steps)
-        card = None if self._asked.toy or not self._asked.beside else table_name(device)
+        if self._asked.beside:
+            self.begin_plans(steps, device)
+        return inputs
+
+    def begin_plans(self, steps: Sequence[Step], device: str) -> None:
+        """The plans that are missing yet, where the card is one that `pd probe` knows."""
+        card = None if self._asked.toy else table_name(device)
         for item in steps if card is not None else []:
             if not self._results.has("planned", item):
                 self._submit(self._plan, item, card)
-        return inputs
 
     def wait(self) -> None:
         """Until all has come to an end, or no time is left. Raises what should not have happened."""
@@ -101,3 +106,5 @@ class Beside:
     def _plan(self, item: Step, card: str) -> None:
         found = self._children.do("plan", min(600.0, self._left_s), item.name, ON_CPU, "--card", card)
         self._results.add("planned", item.name, {**found, "asked": item.asked})
+        told = f"{found['plan']['peak'] / 2**30:.3f} GiB" if "plan" in found else found["failed"]
+        say(self._left_s, f"    {item.name}: pd probe plans {told}")

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from experiments.gpu_day.beside import Asked, Beside, say
-from experiments.gpu_day.cards import Card, cards_here
+from experiments.gpu_day.cards import Card, cards_here, table_name
 from experiments.gpu_day.children import ON_CPU, PATIENCE_S, Children
 from experiments.gpu_day.decomposition import (
     Inputs,
@@ -33,6 +33,7 @@ from experiments.gpu_day.results import Results
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe import MEM_FRACTION
+from param_decomp_lab.probe.compiler import installed
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.run_folder.folder import commit_of_the_code
 from param_decomp_lab.untrusted.json_text import read_json
@@ -322,6 +323,41 @@ def run_day(asked: Asked) -> int:
         left = [item.name for item in day.items if not day.results.is_done(item) and not day._reason_against(item)]
         print(f"left: {', '.join(left)}. The same command goes on.", flush=True)
     return 0 if done else STOPPED
+
+
+def run_plans(asked: Asked) -> int:
+    """Adds, on a machine without the card, the plans of `pd probe` that the measured steps lack.
+
+    Exit status: 0, or 75 where one is missing yet. UserError for figures of a card or a JAX that it cannot plan for.
+    """
+    results = Results(asked.json)
+    machine = results.all["machine"]
+    if table_name(machine["device"]) is None:
+        raise UserError(f"{asked.json}: holds figures of {machine['device']}, which `pd probe` does not know")
+    here, there = installed("jax"), machine["packages"]["jax"]
+    if here != there:
+        raise UserError(f"{asked.json}: was measured with JAX {there}, and here is {here}; plans are of one version")
+    steps = [item for item in ITEMS if isinstance(item, Step) and not item.needs and "step_s" in results.of(item)]
+    asked.work.mkdir(parents=True, exist_ok=True)
+    with _only_one(asked.work), _stopping():
+        children = Children(asked.work, asked.toy)
+        beside = Beside(asked, results, children, time.monotonic() + asked.seconds)
+        try:
+            beside.begin_plans(steps, machine["device"])
+            beside.wait()
+        except KeyboardInterrupt:
+            children.close()
+            print("stopped", flush=True)
+        except BaseException:
+            children.close()
+            raise
+        finally:
+            beside.close()
+    asked.page.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(asked.page, page(results.copy()))
+    left = [item.name for item in steps if "plan" not in results.all["planned"].get(item.name, {})]
+    print("\n".join([*(f"no plan: {name}" for name in left), str(asked.page)]), flush=True)
+    return STOPPED if left else 0
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def live_of_steps(item: Mapping[str, Any]) -> int | None:
 
 def margin(found: Mapping[str, Any]) -> Margin:
     """From all that was measured."""
-    over: list[tuple[float, str]] = []
+    over: list[tuple[int, str]] = []
     tight: dict[bool, list[float]] = {True: [], False: []}
     for name, item in found["measured"].items():
         live = live_of_steps(item)
@@ -40,14 +40,14 @@ def margin(found: Mapping[str, Any]) -> Margin:
             if "step_s" in item or "out of memory" in item.get("failed", ""):
                 tight["step_s" in item].append(extra)
         elif live is not None and planned is not None:
-            over.append(((live - planned) / GIB, name))
+            over.append((live - planned, name))
     if not over:
         return Margin(None, ("No step has both a live peak and a plan of `pd probe`: nothing follows.",))
-    worst, where = max(over)
-    reasons = [
-        f"Of {len(over)} configurations, the live peak was {min(over)[0]:+.3f} to {worst:+.3f} GiB from what "
-        f"`pd probe` plans; most for {where}."
-    ]
+    most, where = max(over)
+    worst = most / GIB
+    by = " to ".join(dict.fromkeys(difference(one) for one, _ in (min(over), max(over))))
+    of = "one configuration" if len(over) == 1 else f"{len(over)} configurations"
+    reasons = [f"In {of} the live peak differed from the plan of `pd probe` by {by}, most for {where}."]
     if tight[False]:
         reasons.append(
             f"In memory of {max(tight[False]):g} GiB over its own plan a step did not run: {MARGIN_GIB:g} stays."
@@ -59,6 +59,11 @@ def margin(found: Mapping[str, Any]) -> Margin:
         return Margin(_up(max(worst, least)), (*reasons, *_beside(found)))
     reasons.append(f"No step was tried in memory of little more than its plan: {UNTESTED_GIB:g} GiB for fragmentation.")
     return Margin(_up(max(0.0, worst) + UNTESTED_GIB), (*reasons, *_beside(found)))
+
+
+def difference(of: int) -> str:
+    """Of two figures in bytes; in KiB where three digits of a GiB would not show it."""
+    return f"{of / GIB:+.3f} GiB" if abs(of) > GIB // 1000 else f"{round(of / 1024) or 0:+,d} KiB"
 
 
 def _beside(found: Mapping[str, Any]) -> list[str]:
@@ -76,5 +81,5 @@ def _beside(found: Mapping[str, Any]) -> list[str]:
 
 
 def _up(gib: float) -> float:
-    """To the next half GiB."""
-    return max(STEP_GIB, math.ceil(round(gib / STEP_GIB, 6)) * STEP_GIB)
+    """To the next half GiB; up to 2.5 MiB more are none."""
+    return max(STEP_GIB, math.ceil(round(gib / STEP_GIB, 2)) * STEP_GIB)

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.gpu_day.cards import rates_of
 from experiments.gpu_day.links import Fit, as_table
-from experiments.gpu_day.margin import GIB, live_of_steps, margin
+from experiments.gpu_day.margin import GIB, difference, live_of_steps, margin
 from param_decomp_lab.probe import MARGIN_GIB
 
 Tree = Mapping[str, Any]
@@ -258,7 +258,7 @@ def _gib(n_bytes: int | None) -> str:
 
 
 def _difference(one: int | None, other: int | None) -> str:
-    return "–" if one is None or other is None else f"{(one - other) / GIB:+.3f}"
+    return "–" if one is None or other is None else difference(one - other)
 
 
 def _share(flops: float | None, seconds: float, rate: float | None) -> str:

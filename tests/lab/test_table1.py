@@ -50,6 +50,13 @@ def test_rows_of_made_up_runs(tmp_path: Path) -> None:
     assert "2,500 of 10,000" in lines[2]
 
 
+def test_the_device_that_a_run_ran_on_last_is_named(tmp_path: Path) -> None:
+    made_up(tmp_path, "resid_mlp2_shared", 0, 25000)
+    history = table1.run_folder(tmp_path, "resid_mlp2_shared", 0) / "history.jsonl"
+    history.write_text('{"devices": ["cpu"]}\n{"devices": ["NVIDIA H200", "NVIDIA H200"]}\n')
+    assert "| 8.5 ms, NVIDIA H200 |" in table1.table(table1.update_results(tmp_path / "kept.json", tmp_path))
+
+
 def test_figures_outlive_the_run_folders(tmp_path: Path) -> None:
     """A run that was begun again does not take the place of the finished one; one that has gone as far does."""
     kept, page = tmp_path / "page.json", tmp_path / "page.md"
