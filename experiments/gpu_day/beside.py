@@ -61,14 +61,14 @@ class Beside:
         steps = [item for item in items if isinstance(item, Step) and not item.needs]
         if any(not self._results.has("counted", item) for item in steps):
             self._submit(self._count, steps)
-        if self._asked.beside:
-            self.begin_plans(steps, device)
+        card = None if self._asked.toy or not self._asked.beside else table_name(device)
+        if card is not None:
+            self.begin_plans(steps, card)
         return inputs
 
-    def begin_plans(self, steps: Sequence[Step], device: str) -> None:
-        """The plans that are missing yet, where the card is one that `pd probe` knows."""
-        card = None if self._asked.toy else table_name(device)
-        for item in steps if card is not None else []:
+    def begin_plans(self, steps: Sequence[Step], card: str) -> None:
+        """Those that are missing yet. ``card``: by its name in ``cards.csv``."""
+        for item in steps:
             if not self._results.has("planned", item):
                 self._submit(self._plan, item, card)
 

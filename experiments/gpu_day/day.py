@@ -332,7 +332,8 @@ def run_plans(asked: Asked) -> int:
     """
     results = Results(asked.json)
     machine = results.all["machine"]
-    if table_name(machine["device"]) is None:
+    card = table_name(machine["device"])
+    if card is None:
         raise UserError(f"{asked.json}: holds figures of {machine['device']}, which `pd probe` does not know")
     here, there = installed("jax"), machine["packages"]["jax"]
     if here != there:
@@ -343,15 +344,12 @@ def run_plans(asked: Asked) -> int:
         children = Children(asked.work, asked.toy)
         beside = Beside(asked, results, children, time.monotonic() + asked.seconds)
         try:
-            beside.begin_plans(steps, machine["device"])
+            beside.begin_plans(steps, card)
             beside.wait()
         except KeyboardInterrupt:
-            children.close()
             print("stopped", flush=True)
-        except BaseException:
-            children.close()
-            raise
         finally:
+            children.close()
             beside.close()
     asked.page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(asked.page, page(results.copy()))

@@ -43,9 +43,9 @@ def margin(found: Mapping[str, Any]) -> Margin:
             over.append((live - planned, name))
     if not over:
         return Margin(None, ("No step has both a live peak and a plan of `pd probe`: nothing follows.",))
-    most, where = max(over)
-    worst = most / GIB
-    by = " to ".join(dict.fromkeys(difference(one) for one, _ in (min(over), max(over))))
+    (smallest, _), (largest, where) = min(over), max(over)
+    worst = largest / GIB
+    by = " to ".join(dict.fromkeys((difference(smallest), difference(largest))))
     of = "one configuration" if len(over) == 1 else f"{len(over)} configurations"
     reasons = [f"In {of} the live peak differed from the plan of `pd probe` by {by}, most for {where}."]
     if tight[False]:

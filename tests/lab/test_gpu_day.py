@@ -23,6 +23,7 @@ from experiments.gpu_day.decomposition import Inputs, NotPrepared, cadence, chec
 from experiments.gpu_day.items import ITEMS, PARTS, Decomposition, Links, Step, named
 from experiments.gpu_day.links import KINDS
 from experiments.gpu_day.margin import margin
+from experiments.gpu_day.page import page
 from experiments.gpu_day.results import Results
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
@@ -31,6 +32,7 @@ from tests.lab.tiny_run import ROOT
 GIB = 2**30
 H100 = Card("NVIDIA H100 80GB HBM3", 79 * GIB, 0, "580")
 POOL = int(0.92 * 79 * GIB)
+MEASURED = ROOT / "docs" / "measurements" / "gpu.json"
 
 
 def test_items() -> None:
@@ -332,6 +334,10 @@ def test_results_of_another_kind_are_refused(tmp_path: Path) -> None:
             Results(file)
 
 
+def test_the_page_in_the_documentation_is_of_its_results() -> None:
+    assert MEASURED.with_suffix(".md").read_text() == page(Results(MEASURED).all)
+
+
 def test_a_result_of_other_settings_is_not_taken(tmp_path: Path) -> None:
     item, other = (Step(name="x", parts=(), expected_s=1, config="c", sets=(s,)) for s in ("a", "b"))
     results = Results(tmp_path / "gpu.json")
@@ -425,6 +431,7 @@ def until(condition: Any, limit_s: float = 20.0) -> None:
         (["--json", "found.md", "--toy"], "is where the page would be written"),
         (["--page-only", "--json", "nothing.json"], "holds no results; measure first"),
         (["--plans-only", "--json", "nothing.json"], "holds no results; measure first"),
+        (["--plans-only", "--toy", "--json", str(MEASURED)], "--toy measures on a CPU, for which there are no plans"),
         (["--toy", "--smollm2", "x"], "--toy decomposes a target of its own"),
     ],
 )
