@@ -37,24 +37,25 @@ ROW_BYTES = 1 << 20
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Rows of `metrics.jsonl`, none where there is no such file. A last line that was cut off by a kill is left out.
+    """Rows of `metrics.jsonl`, none where there is no such file. What follows the last line end is left out unless it
+    is a whole row: the run is writing it, or was killed meanwhile.
 
-    Errors: ``UserError`` for no regular file, one that is not UTF-8, and a broken line anywhere else, with its number.
+    Errors: ``UserError`` for no regular file, and for a line that is not a row or not UTF-8, with its number.
     """
     path = run_folder / METRICS_FILE
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    broken: UserError | None = None
     for number, line in enumerate(read_lines(path, "the metrics", ROW_BYTES), start=1):
-        if broken is not None:  # and this line shows that it was not the last
-            raise broken
         try:
             rows.append(parse_row(line.decode()))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: cannot read the metrics: not UTF-8 text ({error.reason})") from error
         except ValueError as error:
-            broken = UserError(f"{path}:{number}: {error}")
+            if not line.endswith(b"\n"):
+                break
+            why: object = error
+            if isinstance(error, UnicodeDecodeError):
+                why = f"cannot read the metrics: not UTF-8 text ({error.reason})"
+            raise UserError(f"{path}:{number}: {why}") from error
     return rows
 
 

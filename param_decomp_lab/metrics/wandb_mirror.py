@@ -103,15 +103,15 @@ def _put_aside(made: Path) -> None:
 def read_rows(file: Path, ending: Ending) -> Iterator[dict[str, Any]]:
     """Rows as they are written, until the run has ended. A line that is cut off by then is left out. Raises ValueError,
     with its number, for one that is no row."""
-    rest, number = "", 0
-    with file.open(encoding="utf-8") as lines:
+    rest, number = b"", 0
+    with file.open("rb") as lines:
         while True:
             ended = ending.outcome is not None  # before the look: what was written before the end is still read
-            *whole, rest = (rest + lines.read()).split("\n")
+            *whole, rest = (rest + lines.read()).split(b"\n")
             for line in whole:
                 number += 1
                 try:
-                    yield parse_row(line)
+                    yield parse_row(line.decode())
                 except ValueError as error:
                     raise ValueError(f"{file}:{number}: {error}") from error
             if ended:

@@ -168,7 +168,7 @@ def _last_values(file: Path) -> tuple[dict[str, float], int | None, int]:
     last: dict[str, float] = {}
     done: int | None = None
     trained: list[int] = []
-    for row in _rows_at_the_end(file):
+    for row in rows_at_the_end(file):
         step = row["step"]
         values = {key: series.last for key, series in series_by_key([row]).items()}
         last |= values
@@ -179,7 +179,8 @@ def _last_values(file: Path) -> tuple[dict[str, float], int | None, int]:
     return last, done, span
 
 
-def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
+def rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows near the end of a `metrics.jsonl`, none without one; lines that are not rows are passed over."""
     if not file.is_file():
         return
     with file.open("rb") as lines:
@@ -190,6 +191,8 @@ def _rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             with suppress(ValueError):
                 yield parse_row(line)
+            if not line.endswith(b"\n"):  # the run is writing it: what comes next is its rest
+                return
 
 
 def _headline(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:

@@ -31,6 +31,9 @@ def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
 def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
     """The lines of a regular file with their line ends, one after the other; the last may have none.
 
+    A line without its end is always the last: whoever is writing the file may write the rest of that line next, and
+    that rest must not come as a line of its own.
+
     Raises UserError as `read_bytes` does; ``limit`` is that of a line, in bytes.
     """
     with _opened(path, what) as file:
@@ -41,6 +44,8 @@ def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
             if len(line) > limit:
                 raise UserError(f"{path}:{number}: cannot read {what}: a line of more than {limit:,} bytes")
             yield line
+            if not line.endswith(b"\n"):
+                return
 
 
 @contextmanager

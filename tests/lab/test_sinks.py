@@ -3,10 +3,14 @@
 import io
 import os
 import resource
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +18,7 @@ from rich.console import Console
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
 from param_decomp_lab.metrics.wandb_mirror import read_rows
+from param_decomp_lab.report.listing import rows_at_the_end
 from param_decomp_lab.run_folder.identity import Displaced
 
 
@@ -52,6 +57,59 @@ def test_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_text('{"step": 0}\nnot json\n{"step": 2}\n')
     with pytest.raises(UserError, match=rf"{METRICS_FILE}:2: not a JSON object"):
         read_metrics(tmp_path)
+
+
+def test_a_broken_line_with_its_end_is_an_error_even_at_the_end(tmp_path: Path) -> None:
+    """What follows the last line end may be whole, where an editor has taken the line end away."""
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 0}\n{"step": 1}')
+    assert steps(tmp_path) == [0, 1]
+    path.write_bytes(b'{"step": 0}\n{"x": "\xc3')  # half of a character
+    assert steps(tmp_path) == [0]
+    path.write_text('{"step": 0}\n{"step": \n')
+    with pytest.raises(UserError, match=rf"{METRICS_FILE}:2: not a JSON object"):
+        read_metrics(tmp_path)
+
+
+GROW = """
+import json, os, sys
+folder = sys.argv[1]
+text = "".join(json.dumps({"step": n, "train/loss/total": n / 3}) + "\\n" for n in range(40)).encode()
+while os.getppid() == int(sys.argv[2]):
+    file = os.open(f"{folder}/next", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.replace(f"{folder}/next", f"{folder}/metrics.jsonl")
+    for n in range(len(text)):
+        os.write(file, text[n : n + 1])
+    os.close(file)
+"""
+"""Writes rows byte by byte, again and again, until its parent has gone."""
+
+
+@pytest.fixture
+def growing(tmp_path: Path) -> Iterator[Path]:
+    writer = subprocess.Popen([sys.executable, "-c", GROW, str(tmp_path), str(os.getpid())])
+    while not (tmp_path / METRICS_FILE).exists():
+        time.sleep(0.01)
+    yield tmp_path / METRICS_FILE
+    writer.kill()
+    writer.wait()
+
+
+def test_rows_are_read_while_they_are_written(growing: Path) -> None:
+    """Whole rows only, all from the first on: by the report, by `pd runs`, and by what is sent to wandb."""
+    ended = SimpleNamespace(outcome="finished")
+    readers: dict[int, Callable[[], Iterable[dict[str, Any]]]] = {
+        8_000: lambda: read_metrics(growing.parent),
+        1_500: lambda: rows_at_the_end(growing),
+        500: lambda: read_rows(growing, ended),
+    }
+    numbers = set[int]()
+    for reads, read in readers.items():
+        for _ in range(reads):
+            rows = list(read())
+            assert rows == [{"step": n, "train/loss/total": n / 3} for n in range(len(rows))]
+            numbers.add(len(rows))
+    assert len(numbers) > 10
 
 
 @contextmanager
