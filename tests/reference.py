@@ -449,40 +449,6 @@ def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: flo
     return logits.reshape(*lead, logits.shape[-1])
 
 
-def block_sites(groups: Sequence[dict], sites: Sequence[str]) -> list[list[str]]:
-    """C4 `global_reverse_residual`: the sites of each of `block_groups`, in canonical order."""
-    blocks = [[s for s in sites if any(fnmatch(s, p) for p in group["patterns"])] for group in groups]
-    assert sorted(s for block in blocks for s in block) == sorted(sites), "every site is in exactly one block"
-    return blocks
-
-
-def reverse_residual_ci(ci_config: dict, params: dict, inputs: dict[str, Num], n_components: dict[str, int]) -> dict:
-    """C4 `global_reverse_residual`: logits `[..., C_s]` per site. params, in network order:
-    {blocks [{input {w, b}, reader [{w, b}, ...]}], transitions [{q, k, v, o, mlp}]}; transition i leads from block
-    i + 1 to block i and has those of its entries that the configuration asks for."""
-    blocks, attn = block_sites(ci_config["block_groups"], list(inputs)), ci_config["transition_attn_config"]
-    residual: Num = np.zeros(())
-    logits: dict[str, Num] = {}
-    for b in reversed(range(len(blocks))):
-        own = params["blocks"][b]
-        read = concatenate([rms_norm(inputs[s], FP32_EPS) for s in blocks[b]], axis=-1)
-        residual = residual + affine(own["input"], read)
-        joint, ends = mlp(own["reader"], residual), np.cumsum([0] + [n_components[s] for s in blocks[b]])
-        logits |= {s: joint[..., lo:hi] for s, lo, hi in zip(blocks[b], ends[:-1], ends[1:], strict=True)}
-        if b == 0:
-            break
-        between, shape = params["transitions"][b - 1], residual.shape
-        if attn is not None:
-            h = residual if len(shape) == 3 else residual.reshape(shape[0], 1, shape[1])
-            n, freq = rms_norm(h, FP32_EPS), rope_frequencies(shape[-1] // attn["n_heads"], attn["rope_base"])
-            q, k, v = n @ between["q"], n @ between["k"], n @ between["v"]
-            h = h + attention(q, k, v, attn["n_heads"], freq, False) @ between["o"]
-            residual = h.reshape(*shape)
-        if ci_config["transition_hidden_dim"] is not None:
-            residual = residual + mlp(between["mlp"], rms_norm(residual, FP32_EPS))
-    return {s: logits[s] for s in inputs}
-
-
 def chunks_of_layers(layers: Mapping[str, int], layers_per_chunk: int) -> list[list[str]]:
     """C6: the groups of sites, from every site's layer in canonical order."""
     with_sites = sorted(set(layers.values()))
@@ -561,9 +527,6 @@ def function_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], compo
             attn = ci_config["simple_transformer_ci_cfg"]["attn_config"]
             base = attn.get("rope_base", 10000.0)
             joint = transformer_ci(params, inputs.values(), attn["n_heads"], base)
-        case "global_reverse_residual":
-            n_components = {s: components[s]["V"].shape[1] for s in inputs}
-            return reverse_residual_ci(ci_config, params, inputs, n_components)
         case "chunkwise_transformer":
             n_components = {s: components[s]["V"].shape[1] for s in inputs}
             return chunkwise_ci(ci_config, params, inputs, n_components)

@@ -210,14 +210,6 @@ def ci_parameters(fn_type: str, widths: dict[str, int], C: dict[str, int]) -> Tr
                 "blocks": [{**square, "mlp": layers([D_MODEL, 12, D_MODEL])} for _ in range(2)],
                 "head": layers([D_MODEL, total_C])[0],
             }
-        case "global_reverse_residual":
-            square = {k: normal(D_MODEL, D_MODEL) / 3 for k in "qkvo"}
-            return {
-                "blocks": [
-                    {"input": layers([widths[s], D_MODEL])[0], "reader": layers([D_MODEL, 6, C[s]])} for s in widths
-                ],
-                "transitions": [{**square, "mlp": layers([D_MODEL, 5, D_MODEL])} for _ in list(widths)[1:]],
-            }
         case "chunkwise_transformer":
             return [ci_parameters("global_shared_transformer", {s: widths[s]}, {s: C[s]}) for s in widths]
     raise ValueError(fn_type)
@@ -228,15 +220,8 @@ BY_GROUP = {
     "simple_transformer_ci_cfg": TRANSFORMER["simple_transformer_ci_cfg"],
     "groups": [["a"], ["b"]],
 }
-REVERSE = {
-    "fn_type": "global_reverse_residual",
-    "block_groups": [{"name": "first", "patterns": ["a"]}, {"name": "last", "patterns": ["[bc]"]}],
-    "transition_attn_config": {"n_heads": 2, "rope_base": 100.0},
-    "transition_hidden_dim": 5,
-}
 CI_CONFIGS = [{"fn_type": t} for t in ("mlp", "vector_mlp", "shared_mlp", "global_shared_mlp")] + [
     TRANSFORMER,
-    REVERSE,
     BY_GROUP,
 ]
 
@@ -309,30 +294,6 @@ def test_initial_readout() -> None:
     np.testing.assert_array_equal(ref.component_readout(own, h), 0.0)
     for nothing in (np.zeros((3, 4)), np.zeros((0, 4))):
         np.testing.assert_array_equal(ref.initial_readout(nothing)["a_plus"], 1.0)
-
-
-def test_blocks_are_read_from_the_last_to_the_first() -> None:
-    """C4: the last block knows its own inputs alone, at its own positions; the first those of all, at all positions."""
-    widths, C = {"a": 4, "b": 3}, {"a": 5, "b": 2}
-    params, inputs = ci_parameters("global_reverse_residual", widths, C), {s: normal(2, 3, widths[s]) for s in widths}
-
-    def changed(**new: np.ndarray) -> dict:
-        before, after = (ref.reverse_residual_ci(REVERSE, params, given, C) for given in (inputs, {**inputs, **new}))
-        return {s: np.abs(after[s] - before[s]).max(axis=(0, -1)) > 0 for s in C}
-
-    other = inputs["b"].copy()
-    other[:, 2] += 1.0
-    assert not changed(a=normal(2, 3, 4))["b"].any()
-    assert changed(b=other)["b"].tolist() == [False, False, True]
-    assert changed(b=other)["a"].all()
-    bare = {**REVERSE, "transition_attn_config": None, "transition_hidden_dim": None}
-    read = [
-        ref.affine(params["blocks"][i]["input"], ref.rms_norm(inputs[s], ref.FP32_EPS)) for i, s in ((0, "a"), (1, "b"))
-    ]
-    want = ref.mlp(params["blocks"][0]["reader"], read[1] + read[0])
-    np.testing.assert_allclose(ref.reverse_residual_ci(bare, params, inputs, C)["a"], want, rtol=1e-12)
-    with pytest.raises(AssertionError, match="exactly one block"):
-        ref.block_sites(REVERSE["block_groups"], ["a", "d"])
 
 
 def test_groups_have_transformers_of_their_own() -> None:
@@ -875,8 +836,6 @@ def assert_step_gradients(config: dict, tol: float = 1e-6) -> ref.StepResult:
 def test_step_gradients_by_ci_function(ci_config: dict) -> None:
     stochastic = {"type": "StochasticReconLoss", "coeff": 1.0}
     losses = [CHUNKWISE, PERSISTENT, MINIMALITY, FAITHFUL, stochastic]
-    if "block_groups" in ci_config:
-        ci_config = ci_config | {"block_groups": [{"name": site, "patterns": [site]} for site in SITES]}
     if "groups" in ci_config:
         ci_config = ci_config | {"groups": [[site] for site in SITES]}
     assert_step_gradients(make_config(losses, ci_config=ci_config))
@@ -1389,7 +1348,7 @@ def test_masks_that_change_nothing(case: Case) -> None:
                 np.testing.assert_allclose(acts[s], clean.outputs[s], atol=1e-10)
 
 
-@pytest.mark.parametrize("config", [c for c in CI_CONFIGS if c is not REVERSE], ids=lambda c: c["fn_type"])
+@pytest.mark.parametrize("config", CI_CONFIGS, ids=lambda c: c["fn_type"])
 def test_importances_of_experts(config: dict) -> None:
     """X4, X5: zeros in where a site does not exist, zeros out there."""
     config = config | ({"groups": [[site] for site in MOE.sites]} if "groups" in config else {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxtyping import PRNGKeyArray
 
-from param_decomp_jax.ci.chunkwise import ChunkwiseTransformer, init_chunkwise, stacks_read
+from param_decomp_jax.ci.chunkwise import ChunkwiseTransformer, InputPatterns, UnfitGroups, init_chunkwise, stacks_read
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
@@ -23,26 +23,18 @@ from param_decomp_jax.ci.outputs import (
     run_ci_function,
 )
 from param_decomp_jax.ci.readout import with_readout
-from param_decomp_jax.ci.reverse_residual import (
-    GlobalReverseResidual,
-    SiteGroup,
-    TransitionAttention,
-    UnfitGroups,
-    blocks_of_layers,
-    init_reverse_residual,
-)
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.sites import Sites
 
 __all__ = [
     "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "ComponentReadout", "FunctionConfig", "GlobalMLP",
-    "GlobalReverseResidual", "GlobalTransformer", "ImportanceReader", "LayerwiseMLP", "LazyLogits", "Logits",
-    "SiteGroup", "Squashing", "StackFeatures", "Summarise", "TransitionAttention", "UnfitGroups", "blocks_of_layers",
-    "init_ci", "longest_row", "per_component", "run_ci_function", "squashings", "stacks_read", "without_readout",
+    "GlobalTransformer", "ImportanceReader", "InputPatterns", "LayerwiseMLP", "LazyLogits", "Logits", "Squashing",
+    "StackFeatures", "Summarise", "UnfitGroups", "init_ci", "longest_row",
+    "per_component", "run_ci_function", "squashings", "stacks_read", "without_readout",
 ]  # fmt: skip
 
-FunctionConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | GlobalReverseResidual | ChunkwiseTransformer
+FunctionConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | ChunkwiseTransformer
 
 
 @dataclass(frozen=True)
@@ -65,8 +57,6 @@ def longest_row(config: CIConfig) -> int | None:
     match without_readout(config):
         case GlobalTransformer(max_len=longest) | ChunkwiseTransformer(GlobalTransformer(max_len=longest)):
             return longest
-        case GlobalReverseResidual(attention=attention):
-            return None if attention is None else attention.max_len
         case LayerwiseMLP() | GlobalMLP():
             return None
 
@@ -80,8 +70,6 @@ def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
             return init_global_mlp(config, key, sites)
         case GlobalTransformer():
             return init_transformer(config, key, sites)
-        case GlobalReverseResidual():
-            return init_reverse_residual(config, key, sites)
         case ChunkwiseTransformer():
             return init_chunkwise(config, key, sites)
         case ComponentReadout(function):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +15,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.ci.affine import HIDDEN_GAIN, Affine, GlobalCI, JointAffine, draw_rows, init_heads
 from param_decomp_jax.ci.inputs import CIInputs, LayerRange
 from param_decomp_jax.ci.outputs import StackFeatures
-from param_decomp_jax.ci.reverse_residual import SiteGroup, UnfitGroups
 from param_decomp_jax.ci.transformer import EPS, Block, GlobalTransformer, init_blocks, through_blocks
 from param_decomp_jax.draws import draw_per_site
 from param_decomp_jax.memory import MemoryPolicy
@@ -25,13 +25,28 @@ from param_decomp_jax.sites import Segment, Sites, Stack
 
 
 @dataclass(frozen=True)
+class InputPatterns:
+    """Sites whose name one of ``patterns`` (fnmatch) matches, alone or behind one of ``prefixes``."""
+
+    patterns: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
+
+    def has(self, site: str) -> bool:
+        return any(fnmatchcase(prefix + site, p) for p in self.patterns for prefix in ("", *self.prefixes))
+
+
+class UnfitGroups(ValueError):
+    """Input patterns that do not fit the groups of sites; the message names the pattern or the site."""
+
+
+@dataclass(frozen=True)
 class ChunkwiseTransformer:
     """``transformer``: that of every group. ``layers_per_chunk``: layers with sites whose sites form a group.
     ``inputs``: the sites whose inputs are read; None: all."""
 
     transformer: GlobalTransformer
     layers_per_chunk: int = 1
-    inputs: SiteGroup | None = None
+    inputs: InputPatterns | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ def stacks_read(config: ChunkwiseTransformer, sites: Sites) -> frozenset[str]:
     if config.inputs is None:
         return frozenset(stack.name for stack in sites.stacks)
     for pattern in config.inputs.patterns:
-        alone = SiteGroup(config.inputs.name, (pattern,), config.inputs.prefixes)
+        alone = InputPatterns((pattern,), config.inputs.prefixes)
         if not any(alone.has(site.name) for site in sites.all):
             raise UnfitGroups(f"'{pattern}' matches no site")
     read = set[str]()

@@ -10,8 +10,6 @@ from param_decomp_lab.config.loss_schema import (
     RepeatAcrossBatchScope,
 )
 from param_decomp_lab.config.method_schema import (
-    AnyCI,
-    AttentionConfig,
     ChunkwiseCI,
     GlobalCI,
     HubSpec,
@@ -192,20 +190,11 @@ def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mist
             yield Mistake("data.dataset_name", f"is arrow; {rule}")
         if data.dataset_name == "text" and (data.is_tokenized or data.column_name != "text"):
             yield Mistake("data.dataset_name", "is text, whose only column is text; its column_name is to be text")
-    for key, attention in _attention(ci).items():
-        if data.max_seq_len > attention.max_len:
-            longest = f"pd.ci_config.{key}.max_len ({attention.max_len})"
-            yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {longest}")
-
-
-def _attention(ci: AnyCI) -> dict[str, AttentionConfig]:
-    """The attention of an importance function, by the key of its configuration."""
-    found = {}
     if isinstance(ci, GlobalCI | ChunkwiseCI) and ci.simple_transformer_ci_cfg is not None:
-        found["simple_transformer_ci_cfg.attn_config"] = ci.simple_transformer_ci_cfg.attn_config
-    if isinstance(ci, GlobalCI) and ci.transition_attn_config is not None:
-        found["transition_attn_config"] = ci.transition_attn_config
-    return found
+        longest = ci.simple_transformer_ci_cfg.attn_config.max_len
+        if data.max_seq_len > longest:
+            key = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
+            yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
 
 
 def warnings(wrapper: Wrapper, method: MethodFile) -> tuple[str, ...]:

@@ -217,25 +217,11 @@ def _ci_function(config: AnyCI) -> ci.FunctionConfig:
         case GlobalCI(fn_type="global_shared_transformer", simple_transformer_ci_cfg=transformer):
             assert transformer is not None
             return _transformer(transformer)
-        case GlobalCI(fn_type="global_reverse_residual", transition_attn_config=between):
-            groups, width, hidden = config.block_groups, config.d_resid_ci_fn, config.reader_hidden_dims
-            assert groups is not None
-            assert width is not None
-            assert hidden is not None
-            return ci.GlobalReverseResidual(
-                d_resid=width,
-                groups=tuple(ci.SiteGroup(group.name, group.patterns, PREFIXES) for group in groups),
-                reader_hidden=hidden,
-                attention=None
-                if between is None
-                else ci.TransitionAttention(between.n_heads, between.max_len, between.rope_base),
-                transition_hidden=config.transition_hidden_dim,
-            )
         case ChunkwiseCI(input_patterns=patterns):
             return ci.ChunkwiseTransformer(
                 _transformer(config.simple_transformer_ci_cfg),
                 config.layers_per_chunk,
-                None if patterns is None else ci.SiteGroup("inputs", patterns, PREFIXES),
+                None if patterns is None else ci.InputPatterns(patterns, PREFIXES),
             )
         case _:
             raise AssertionError(f"not a CI function: {config}")

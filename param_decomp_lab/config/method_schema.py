@@ -1,6 +1,6 @@
 """The torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic import Strict as Strictness
@@ -75,59 +75,51 @@ class TransformerCIConfig(Strict):
         return self.mlp_hidden_dim or (4 * self.d_model,)
 
 
-class SiteGroup(Strict):
-    name: Text
-    patterns: Annotated[ListOf[Text], Field(min_length=1)]
-
-
 class GlobalCI(Strict):
-    """Each ``fn_type`` has keys of its own (`_KEYS_OF`), and refuses those of the others."""
+    """Each ``fn_type`` has one key of its own (`_KEY_OF`), and refuses that of the other."""
 
     mode: Literal["global"]
-    fn_type: Literal["global_shared_mlp", "global_shared_transformer", "global_reverse_residual"]
+    fn_type: Literal["global_shared_mlp", "global_shared_transformer"]
     hidden_dims: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig | None = None
-    d_resid_ci_fn: Width | None = None
-    block_groups: Annotated[ListOf[SiteGroup], Field(min_length=1)] | None = None
-    reader_hidden_dims: ListOf[Width] | None = None
-    transition_attn_config: AttentionConfig | None = None
-    transition_hidden_dim: Width | None = None
     component_readout: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_was_removed(cls, raw: Any) -> Any:
+        """Files of the torch schema write null for the keys of `global_reverse_residual`."""
+        if not isinstance(raw, dict):
+            return raw
+        if raw.get("fn_type") == "global_reverse_residual":
+            raise rule_error(("fn_type", REVERSE_RESIDUAL_IS_GONE))
+        return {key: x for key, x in raw.items() if not (key in _KEYS_THAT_ARE_GONE and x is None)}
+
+    @classmethod
+    def _refusal(cls, key: str) -> str:
+        if key in _KEYS_THAT_ARE_GONE:
+            return "was for fn_type: global_reverse_residual, which was removed; remove it"
+        return super()._refusal(key)
+
     @model_validator(mode="after")
-    def _own_keys(self) -> "GlobalCI":
-        required, optional = _KEYS_OF[self.fn_type]
-        for key in required:
-            if getattr(self, key) is None:
+    def _own_key(self) -> "GlobalCI":
+        for fn_type, key in _KEY_OF.items():
+            given = getattr(self, key) is not None
+            if fn_type == self.fn_type and not given:
                 raise rule_error((key, f"is required with fn_type: {self.fn_type}"))
-        for key in {key for keys in _KEYS_OF.values() for part in keys for key in part} - {*required, *optional}:
-            if getattr(self, key) is not None:
+            if fn_type != self.fn_type and given:
                 raise rule_error((key, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
         return self
 
-    @model_validator(mode="after")
-    def _groups_and_heads(self) -> "GlobalCI":
-        names = [group.name for group in self.block_groups or ()]
-        for n, name in enumerate(names):
-            if name in names[:n]:
-                raise rule_error(("block_groups", f"has two groups called '{name}'; give each its own name"))
-        if self.transition_attn_config is not None and self.d_resid_ci_fn is not None:
-            heads = self.transition_attn_config.n_heads
-            if self.d_resid_ci_fn % heads or self.d_resid_ci_fn // heads % 2:
-                rule = f"must be a multiple of twice transition_attn_config.n_heads ({heads}), for the rotary embedding"
-                raise rule_error(("d_resid_ci_fn", f"is {self.d_resid_ci_fn}; it {rule}"))
-        return self
 
-
-_KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "global_shared_mlp": (("hidden_dims",), ()),
-    "global_shared_transformer": (("simple_transformer_ci_cfg",), ()),
-    "global_reverse_residual": (
-        ("d_resid_ci_fn", "block_groups", "reader_hidden_dims"),
-        ("transition_attn_config", "transition_hidden_dim"),
-    ),
-}
-"""Of each global importance function: the keys that it requires, and those that it takes."""
+_KEY_OF = {"global_shared_mlp": "hidden_dims", "global_shared_transformer": "simple_transformer_ci_cfg"}
+_KEYS_THAT_ARE_GONE = frozenset(
+    ("d_resid_ci_fn", "block_groups", "reader_hidden_dims", "transition_attn_config", "transition_hidden_dim")
+)
+REVERSE_RESIDUAL_IS_GONE = (
+    "global_reverse_residual was removed: the PyTorch project deleted its own in April 2026, and the function here was "
+    "another one, without norms before readers and transitions. Take global_shared_transformer, or mode: chunkwise "
+    "with fn_type: chunkwise_transformer; commit e2e245b opens runs that were made with it"
+)
 
 
 class ChunkwiseCI(Strict):

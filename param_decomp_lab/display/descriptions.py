@@ -21,7 +21,6 @@ from param_decomp_jax.ci import (
     CIConfig,
     ComponentReadout,
     GlobalMLP,
-    GlobalReverseResidual,
     GlobalTransformer,
     LayerwiseMLP,
 )
@@ -153,12 +152,6 @@ def describe_ci(ci: CIConfig) -> str:
             layers = "a layer" if n == 1 else f"{n} layers"
             reads = "" if inputs is None else f", reads the inputs of {_listed(inputs.patterns)}"
             return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}"
-        case GlobalReverseResidual():
-            between = [] if ci.attention is None else [f"attention of {ci.attention.n_heads} heads"]
-            between += [] if ci.transition_hidden is None else [f"MLP [{ci.transition_hidden:,}]"]
-            groups = f"{len(ci.groups)} group{'s'[: len(ci.groups) > 1]} of sites ({ci.groups[-1].name} first)"
-            width = f"residual of width {ci.d_resid:,}, readers {list(ci.reader_hidden)}"
-            return f"global_reverse_residual, {groups}, {width}, between them {' and '.join(between) or 'nothing'}"
         case ComponentReadout(function):
             return f"{describe_ci(function)}, with a component readout"
         case _:

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
-    GlobalReverseResidual,
     LayerwiseMLP,
     UnfitGroups,
-    blocks_of_layers,
     stacks_read,
     without_readout,
 )
@@ -53,11 +51,6 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
             f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, of which rows are looked up (F7); take vector_mlp, "
             "shared_mlp or a global one"
         )
-    if isinstance(function, GlobalReverseResidual):
-        try:
-            blocks_of_layers(function.groups, sites)
-        except UnfitGroups as error:
-            raise UserError(f"pd.ci_config.block_groups: {error}") from error
     if isinstance(function, ChunkwiseTransformer):
         try:
             stacks_read(function, sites)

@@ -25,9 +25,8 @@ from tests.core import test_devices as devices
 from tests.core import test_embedding_site as embedding
 from tests.core import test_experts as experts
 from tests.core import tiny, toys
-from tests.core.test_chunkwise import FLAT
+from tests.core.test_chunkwise import FLAT, LASTING, TERMS, TOY, TOY_SITES
 from tests.core.test_policies import POLICIES, under
-from tests.core.test_reverse_residual import LASTING, TERMS, TOY, TOY_SITES
 
 CONFIGS = {name: ComponentReadout(config) for name, config in functions.CONFIGS.items()}  # type: ignore[arg-type]
 UNLIKE = {"plain": PLAIN} | {

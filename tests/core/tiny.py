@@ -30,7 +30,6 @@ from param_decomp_jax.ci import (
     CIConfig,
     ComponentReadout,
     GlobalMLP,
-    GlobalReverseResidual,
     GlobalTransformer,
     ImportanceReader,
     LayerwiseMLP,
@@ -42,7 +41,6 @@ from param_decomp_jax.ci.chunkwise import ChunkwiseCI
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.readout import ReadoutCI
-from param_decomp_jax.ci.reverse_residual import ReverseResidualCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.clean_pass import CleanPass
@@ -281,8 +279,6 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
                 }
                 for n, own in enumerate(of_groups)
             ]
-        case ReverseResidualCI():
-            return ref_reverse_residual(ci, rows, affine)
         case ReadoutCI():
             inside = replace_fields(ci.function, heads={name: own.head for name, own in ci.heads.items()})
             vectors = {s.name: jax.tree.map(lambda x, r=r: array(x[r]), ci.heads[t.name].readout) for s, (t, r) in rows}
@@ -296,28 +292,6 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
 def site_groups(config: ChunkwiseTransformer, sites: Sites) -> list[list[str]]:
     """C6, by the reference."""
     return ref.chunks_of_layers({site.name: site.layer for site in sites.all}, config.layers_per_chunk)
-
-
-def ref_reverse_residual(ci: ReverseResidualCI, rows: list[Any], affine: Callable[..., Tree]) -> Tree:
-    """``rows``: of every site in canonical order, with its stack and its layer there."""
-    places = dict(ci.places)
-
-    def block(n: int) -> Tree:
-        own = [(stack.name, row) for _, (stack, row) in rows if places[stack.name][row] == n]
-        of_layer = [array(ci.blocks[n].project.rows[name][places[name][:row].count(n)]) for name, row in own]
-        heads = [affine(ci.heads[name], row) for name, row in own]
-        head = {k: np.concatenate([head[k] for head in heads], axis=-1) for k in "wb"}
-        into = {"w": np.concatenate(of_layer), "b": array(ci.blocks[n].project.b)}
-        return {"input": into, "reader": [*map(affine, ci.blocks[n].hidden), head]}
-
-    def transition(of: Any) -> Tree:
-        attention = {} if of.attention is None else dict(zip("qkvo", map(array, of.attention), strict=True))
-        return attention | ({} if of.mlp is None else {"mlp": list(map(affine, of.mlp))})
-
-    return {
-        "blocks": [block(n) for n in range(len(ci.blocks))],
-        "transitions": list(map(transition, ci.transitions)),
-    }
 
 
 def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None) -> Tree:
@@ -522,13 +496,6 @@ def schema_ci(config: CIConfig, sites: Sites) -> Tree:
                 "fn_type": "chunkwise_transformer",
                 "groups": site_groups(config, sites),
                 "input_patterns": inputs and inputs.patterns,
-            }
-        case GlobalReverseResidual(attention=between):
-            return {
-                "fn_type": "global_reverse_residual",
-                "block_groups": [dataclasses.asdict(group) for group in config.groups],
-                "transition_attn_config": between and dataclasses.asdict(between),
-                "transition_hidden_dim": config.transition_hidden,
             }
 
 

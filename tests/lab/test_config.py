@@ -356,10 +356,9 @@ CI, TRANSFORMER = "pd.ci_config", "pd.ci_config.simple_transformer_ci_cfg"
 GROUP = {"name": "all", "patterns": ["*"]}
 
 
-def reverse_residual(**changes: Any) -> str:
-    """An assignment of a valid `global_reverse_residual`, but for these changes."""
+def reverse_residual() -> str:
     keys = {"d_resid_ci_fn": 8, "block_groups": [GROUP], "reader_hidden_dims": [4]}
-    return f"{CI}={json.dumps({'mode': 'global', 'fn_type': 'global_reverse_residual', **keys, **changes})}"
+    return f"{CI}={json.dumps({'mode': 'global', 'fn_type': 'global_reverse_residual', **keys})}"
 
 
 REFUSED = [
@@ -408,16 +407,15 @@ REFUSED = [
     (f"{CI}={{mode: global, fn_type: global_shared_mlp}}", f"{CI}.hidden_dims: is required"),
     (f"{CI}.hidden_dims=[8]", f"{CI}.hidden_dims: has no effect with fn_type: global_shared_transformer"),
     (f"{TRANSFORMER}=null", f"{TRANSFORMER}: is required with fn_type"),
-    (f"{CI}.transition_hidden_dim=8", f"{CI}.transition_hidden_dim: has no effect with fn_type: global_shared_transf"),
-    (reverse_residual(reader_hidden_dims=None), f"{CI}.reader_hidden_dims: is required with fn_type: global_rev"),
-    (reverse_residual(hidden_dims=[4]), f"{CI}.hidden_dims: has no effect with fn_type: global_reverse_residual"),
-    (reverse_residual(block_groups=[]), f"{CI}.block_groups: needs at least 1"),
-    (reverse_residual(block_groups=[{"name": "a", "patterns": []}]), f"{CI}.block_groups.0.patterns: needs at least 1"),
-    (reverse_residual(block_groups=[GROUP, GROUP]), f"{CI}.block_groups: has two groups called 'all'"),
     (
-        reverse_residual(transition_attn_config={"n_heads": 3}),
-        f"{CI}.d_resid_ci_fn: is 8; it must be a multiple of twice transition_attn_config.n_heads (3), for the rotary",
+        f"{CI}.transition_hidden_dim=8",
+        f"{CI}.transition_hidden_dim: was for fn_type: global_reverse_residual, which was removed",
     ),
+    (
+        f"{CI}.fn_type=global_reverse_residual",
+        f"{CI}.fn_type: global_reverse_residual was removed: the PyTorch project",
+    ),
+    (reverse_residual(), f"{CI}.fn_type: global_reverse_residual was removed: the PyTorch project deleted its own"),
     (f"{TRANSFORMER}.d_model=4095", f"{TRANSFORMER}.d_model: is 4095, no multiple of attn_config.n_heads (8)"),
     (f"{TRANSFORMER}.d_model=24", f"{TRANSFORMER}.d_model: gives heads of width 3; rotary"),
     (f"{TRANSFORMER}.mlp_hidden_dim=[]", f"{TRANSFORMER}.mlp_hidden_dim: needs at least 1"),
@@ -1096,17 +1094,6 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
         assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
 
 
-def test_blocks_reach_the_core() -> None:
-    made = decomposition(example(reverse_residual(transition_attn_config={"n_heads": 2}))).ci
-    assert made == ci.GlobalReverseResidual(
-        8, (ci.SiteGroup("all", ("*",), PREFIXES),), (4,), ci.TransitionAttention(2, 2048, 10000.0), None
-    )
-    assert ci.longest_row(made) == 2048
-    assert ci.longest_row(replace(made, attention=None)) is None
-    with pytest.raises(UserError, match=r"is 512, longer than pd\.ci_config\.transition_attn_config\.max_len \(500\)"):
-        example(reverse_residual(transition_attn_config={"n_heads": 2, "max_len": 500}))
-
-
 def chunkwise(**changes: Any) -> str:
     """An assignment of a valid `chunkwise_transformer`, but for these changes."""
     keys = {"simple_transformer_ci_cfg": {"d_model": 8, "n_blocks": 2, "attn_config": {"n_heads": 2}}}
@@ -1116,7 +1103,7 @@ def chunkwise(**changes: Any) -> str:
 def test_chunks_reach_the_core() -> None:
     transformer = ci.GlobalTransformer(8, 2, (32,), 2)
     assert decomposition(example(chunkwise())).ci == ci.ChunkwiseTransformer(transformer)
-    read = ci.SiteGroup("inputs", ("*.q_proj",), PREFIXES)
+    read = ci.InputPatterns(("*.q_proj",), PREFIXES)
     made = decomposition(example(chunkwise(layers_per_chunk=3, input_patterns=["*.q_proj"]))).ci
     assert made == ci.ChunkwiseTransformer(transformer, 3, read)
     assert ci.longest_row(made) == 2048

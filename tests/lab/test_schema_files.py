@@ -229,11 +229,6 @@ REFUSED = {
         "pd.tied_weights=[[layers.1.mlp.up_proj.pre_identity, layers.1.self_attn.q_proj]]",
         "tied sites are each other's transpose",
     ),
-    "sites in none of the groups": (
-        "resid_mlp_leaks",
-        "pd.ci_config.block_groups.1.patterns=[layers.1.mlp_in]",
-        "pd.ci_config.block_groups: layers.1.mlp_out is in none of the groups; every site must be in exactly one",
-    ),
     "inputs that nothing has": (
         "llama_chunkwise", "pd.ci_config.input_patterns=['*.q_proj']", "pd.ci_config.input_patterns: '*.q_proj' matches"
     ),
