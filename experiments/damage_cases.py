@@ -226,6 +226,23 @@ def _bits(rig: Rig) -> Seen:
     return _resumed(rig, "damaged checkpoint")
 
 
+def _zeros(rig: Rig) -> Seen:
+    """As after a disk that lost its blocks: every file has its size."""
+    for item in ("learned", "training"):
+        file = rig.largest(STEPS, f"{item}/ocdbt.process_0/d")
+        file.write_bytes(bytes(file.stat().st_size))
+    ended = rig.resume()
+    noise = [line for line in ended.text.splitlines() if "Traceback" in line or "TensorStore" in line]
+    assert noise == [], noise
+    return Seen(
+        "pd train --resume RUN",
+        ended.status,
+        rig.shown(ended.line("damaged checkpoint")),
+        rig.left(),
+        rig.outcome(ended),
+    )
+
+
 def _other_values(rig: Rig) -> Seen:
     """As after a node that died: the list of files was not written any more, and an item is that of another step."""
     for step in (STEPS, STEPS - EVERY):
@@ -439,6 +456,7 @@ CASES: dict[str, Case] = {
     "truncated": Case("a file of the newest checkpoint cut in half", _truncated, 0, "were saved", _AGAIN),
     "missing": Case("an array file of the newest checkpoint removed", _missing, 0, "No such file", _AGAIN),
     "bits": Case("bits of an array file turned over", _bits, 0, "was renamed to damaged-60", _AGAIN),
+    "zeros": Case("blocks of an array file zeroed", _zeros, 0, "was renamed to damaged-60", _AGAIN),
     "other-values": Case(
         "the arrays of another step under the newest one's name, and no list of files", _other_values, 0,
         "does not hold what was saved", _AGAIN,

@@ -42,10 +42,13 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.run_folder.folder import CHECKPOINTS, checkpoint_steps
 from param_decomp_lab.run_folder.identity import Displaced, FolderIdentity
 from param_decomp_lab.run_folder.unwritable import why_not_written
+from param_decomp_lab.untrusted.printable import shortened
 
 LEARNED = ("components", "ci")
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the names of folders that orbax has not finished."""
+_ORBAX = str(Path(ocp.__file__).parents[1])
+"""The folder of its code."""
 RETRY_AFTER_S = 2.0
 """Wait before a checkpoint that seems damaged is read again."""
 
@@ -220,9 +223,10 @@ class Checkpoints:
         except (MemoryError, JaxRuntimeError):
             raise
         except Exception as error:
-            if "permission denied" in str(error).lower().replace("_", " "):
-                raise UserError(f"{checkpoint / item} may not be read: {error}") from error
-            raise Damaged(f"{checkpoint / item} cannot be read: {error}") from error
+            cause = first_cause(error)
+            if "permission denied" in cause.lower().replace("_", " "):
+                raise UserError(f"{checkpoint / item} may not be read: {cause}") from error
+            raise Damaged(f"{checkpoint / item} cannot be read: {cause}") from error
         finally:
             handler.close()
         for name, array in read.items():
@@ -299,23 +303,33 @@ class Checkpoints:
 
 def _leave_errors_to_exceptions() -> None:
     """Silences orbax. It narrates every save, and logs what its threads raise, with tracebacks, though it raises the
-    first of these errors in the end; asyncio logs the others, which nobody asks for; and its storage library fails to
-    reach event loops that orbax has closed, and says so."""
+    first of these errors in the end; asyncio logs the others, and Python those of coroutines that nobody waits for any
+    more; and its storage library fails to reach event loops that orbax has closed, and says so."""
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    if not isinstance(sys.unraisablehook, _HideClosedLoops):
-        sys.unraisablehook = _HideClosedLoops(sys.unraisablehook)
+    if not isinstance(sys.unraisablehook, _HideOrbax):
+        sys.unraisablehook = _HideOrbax(sys.unraisablehook)
 
 
 @dataclass(frozen=True)
-class _HideClosedLoops:
-    """A `sys.unraisablehook` that leaves out closed event loops, and passes on everything else."""
+class _HideOrbax:
+    """A `sys.unraisablehook` that leaves out closed event loops and orbax's coroutines, and passes on all else."""
 
     report: Callable[[Any], object]
 
     def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and code.co_filename.startswith(_ORBAX)
+        if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
             self.report(unraisable)
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of the message of the error that this one was raised from; TensorStore's messages have many."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return shortened(lines[0] if lines else type(error).__name__, 500)
 
 
 def copy_restored(restored: jax.Array) -> jax.Array:

@@ -1,7 +1,9 @@
 """Checkpoints: which stay, what is in them, damage, that restored buffers are reused, other devices than saved them."""
 
+import gc
 import json
 import os
+import re
 import resource
 import shutil
 import sys
@@ -21,7 +23,7 @@ from rich.console import Console
 from param_decomp_jax.losses import Faithfulness
 from param_decomp_jax.memory import STATE_PARTS
 from param_decomp_jax.state import State, init_state
-from param_decomp_lab.checkpoints.damage import Damaged
+from param_decomp_lab.checkpoints.damage import Damaged, find_file_damage
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory
@@ -311,6 +313,7 @@ def test_the_newest_good_one_is_used(three_saved: Path, tmp_path: Path, small: S
     assert list(wrong) == [5]
     assert str(tmp_path / "ckpts" / "5") in wrong[5]
     assert says in wrong[5]
+    assert "\n" not in wrong[5]
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(moved(small, 4)), strict=True):
         np.testing.assert_array_equal(got, want)
     assert saved_steps(tmp_path) == [3, 4, 5]  # so far nothing is moved
@@ -321,6 +324,48 @@ def test_the_newest_good_one_is_used(three_saved: Path, tmp_path: Path, small: S
     checkpoints.save(5, moved(small, 5), "of: 5")
     assert int(checkpoints.restore(5, jax.eval_shape(lambda: small)).step) == int(small.step) + 5
     checkpoints.close()
+
+
+def test_every_file_of_the_list_is_looked_at(three_saved: Path, tmp_path: Path) -> None:
+    """Those of both items, and beside them; of one byte less, of none, and gone."""
+    checkpoint = Path(shutil.copytree(three_saved / "ckpts" / "5", tmp_path / "5"))
+    listed = json.loads((checkpoint / "files.json").read_text())
+    assert {name.split("/")[0] for name in listed} > {"learned", "training"}
+    for name in listed:
+        content = (checkpoint / name).read_bytes()
+        for cut in (content[:-1], b""):
+            (checkpoint / name).write_bytes(cut)
+            assert find_file_damage(checkpoint, ["learned", "training"]).startswith(f"{name} has {len(cut):,} bytes")
+        (checkpoint / name).unlink()
+        assert find_file_damage(checkpoint, ["learned", "training"]) == f"{name}: No such file or directory"
+        (checkpoint / name).write_bytes(content)
+    assert find_file_damage(checkpoint, ["learned", "training"]) == ""
+
+
+def test_blocks_of_zeros_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause that TensorStore gives, and nothing of what orbax's coroutines leave behind."""
+    noise = np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32)  # too large to lie in the index
+    state: Any = {
+        "components": dict(zip("VU", map(jax.numpy.asarray, noise), strict=True)),
+        "step": jax.numpy.asarray(0),
+    }
+    for step in (1, 2):
+        saved_to = Checkpoints(tmp_path)
+        saved_to.save(step, state, "")
+        saved_to.close()
+    for arrays in (tmp_path / "ckpts" / "2" / "learned" / "ocdbt.process_0" / "d").iterdir():
+        arrays.write_bytes(bytes(arrays.stat().st_size))
+    passed_on: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda of: passed_on.append(repr(of.object)))
+    found = Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: state), fits)
+    gc.collect()
+    assert found is not None
+    assert found[0] == 1
+    said = found[2][2]
+    assert said.startswith(f"{tmp_path / 'ckpts' / '2' / 'learned'} cannot be read: ")
+    assert re.search(r"Error reading .*ZSTD", said), said
+    assert "\n" not in said
+    assert [of for of in passed_on if "coroutine" in of] == []
 
 
 def test_what_only_a_fingerprint_shows(tmp_path: Path, small: State) -> None:
