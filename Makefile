@@ -18,7 +18,7 @@ PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-
 NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_policies.py::test_the_leanest_step_is_the_reference \
 	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy tests/core/test_traffic.py::test_groups_as_xla_writes_them
 
-.PHONY: help install python demo demo-smollm2 test test-slow test-full test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean
+.PHONY: help install python demo demo-smollm2 test test-slow test-full test-machines test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -40,6 +40,12 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev
 	@echo "the slow tests: $(if $(PART),part $(PART),all)"
 	$(PYTEST) -m slow $(if $(PART),--part $(PART))
+## make test-machines the fast tests as on other machines (tests/machines.py), an hour; with MACHINE=sse4_2 as on one of them
+test-machines: $(VENV)/installed-dev
+	@failed=; for machine in $(or $(MACHINE),$$($(BIN)/python -m tests.machines)); do \
+	    echo "the fast tests, roundings of $$machine"; \
+	    PD_TEST_MACHINE=$$machine $(PYTEST) -m "$(FAST)" || failed="$$failed $$machine"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 ## make test-full    every test there is: acceptance runs as well, and those on Slurm (an hour and more)
 test-full: $(VENV)/installed-dev
 	$(PYTEST) -m "not slurm" --hypothesis-profile "new examples"

@@ -6,6 +6,8 @@ import mmap
 import os
 from pathlib import Path
 
+from tests.machines import chosen
+
 # Before jax starts its backend. The last two flags: compilation dominates, and tiny programs need no optimising
 # (a training step compiles in 5 s of CPU time instead of 20). NPROC: threads of the CPU client, enough for 8 devices
 # to meet in a collective.
@@ -33,9 +35,10 @@ def known(flag: str) -> bool:
     return False
 
 
-flags = (*FLAGS, *(flag for flag in GONE_IN_SOME if known(flag)))
+machine = chosen(os.environ.get("PD_TEST_MACHINE", ""))
+flags = (*FLAGS, *(flag for flag in (*GONE_IN_SOME, *machine.flags) if known(flag)))
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags)).strip()
-os.environ["NPROC"] = "16"
+os.environ["NPROC"] = str(machine.threads)
 os.environ["JAX_PLATFORMS"] = "cpu"
 # No test asks a hub, but those that have one of their own (`tests/lab/hub_server.py`).
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,6 +61,13 @@ from tests.parts import Part, in_part  # noqa: E402
 settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True)
 settings.load_profile("same examples")
+
+
+def pytest_configure() -> None:
+    if machine.noise:
+        from tests.rounding_noise import install
+
+        install(machine.noise)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
