@@ -161,12 +161,13 @@ def integrated_gradients(
 
 
 def largest(values: Masks, k: int) -> Masks:
-    """B2: 1 for the k largest values of each site at each position, those that are equal to the last of them too; 0
+    """B2: 1 for the k largest values of each site at each position, of equal ones for those with the lower numbers; 0
     for the others. Values that are not above 0 are never chosen."""
 
     def of_stack(x: Array) -> Array:
-        least = jax.lax.top_k(x, min(k, x.shape[-1]))[0][..., -1:]
-        return ((x >= least) & (x > 0)).astype(jnp.float32)
+        found, which = jax.lax.top_k(x, min(k, x.shape[-1]))
+        none = jnp.zeros(x.shape, jnp.float32)
+        return jnp.put_along_axis(none, which, (found > 0).astype(jnp.float32), axis=-1, inplace=False)
 
     return {name: of_stack(x) for name, x in values.items()}
 

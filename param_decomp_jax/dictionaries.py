@@ -91,7 +91,7 @@ class Dictionary:
 
 
 def fewer(tensors: Tensors, f: Float[Array, "*n C"], k: int) -> Float[Array, "*n C"]:
-    """f with the k largest ``f_j ‖W_dec,j‖`` at each position; the others are 0."""
+    """f with the k largest ``f_j ‖W_dec,j‖`` at each position (B6); the others are 0."""
     sizes = f * jnp.linalg.norm(tensors["W_dec"], axis=-1)
     return f * largest({"f": sizes[None]}, k)["f"][0].astype(f.dtype)
 

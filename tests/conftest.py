@@ -35,7 +35,7 @@ def known(flag: str) -> bool:
     return False
 
 
-machine = chosen(os.environ.get("PD_TEST_MACHINE", ""))
+machine = chosen()
 flags = (*FLAGS, *(flag for flag in (*GONE_IN_SOME, *machine.flags) if known(flag)))
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags)).strip()
 os.environ["NPROC"] = str(machine.threads)

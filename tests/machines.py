@@ -8,6 +8,7 @@ rounding decides, and fails on somebody's machine.
     python -m tests.machines 17    # the name of one of them, by turns: CI gives the number of commits
 """
 
+import os
 import sys
 from typing import NamedTuple
 
@@ -41,11 +42,12 @@ MACHINES = {
 """By name, for the environment's ``PD_TEST_MACHINE``."""
 
 
-def chosen(name: str) -> Machine:
-    """The machine of that name; the default one without a name."""
-    if name and name not in MACHINES:
+def chosen() -> Machine:
+    """The machine that the environment names; the default one without a name."""
+    name = os.environ.get("PD_TEST_MACHINE") or DEFAULT
+    if name not in MACHINES:
         raise SystemExit(f"PD_TEST_MACHINE: {name} is not one of {', '.join(MACHINES)}")
-    return MACHINES[name or DEFAULT]
+    return MACHINES[name]
 
 
 if __name__ == "__main__":

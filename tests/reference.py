@@ -1917,10 +1917,8 @@ def dictionary_output(config: dict, tensors: dict[str, Array], x: Array, f: Arra
 
 
 def fewer_latents(config: dict, tensors: dict[str, Array], f: Array, k: int) -> Array:
-    """B6: f with the k largest f_j ||W_dec,j|| at each position."""
+    """B6: f with the k largest f_j ||W_dec,j|| at each position, of equal ones those with the lower numbers."""
     lengths = np.linalg.norm(tensors["W_dec"], axis=-1)
     if config.get("rescale_acts_by_decoder_norm", False):
         lengths = np.ones_like(lengths)
-    sizes = f * lengths
-    least = np.sort(sizes, axis=-1)[..., -k][..., None]
-    return np.where(sizes >= least, f, 0)
+    return np.where(top_k(f * lengths, k), f, 0)

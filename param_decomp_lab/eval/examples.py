@@ -52,7 +52,7 @@ def find_examples(
     """Logits of each site's few components of largest mean λ. Every process of a run takes part."""
     sites = problem.target.sites
     n_components = n_shown(len(sites.all))
-    chosen = {name: np.argsort(-mean)[:n_components] for name, mean in statistics.means.items()}
+    chosen = {name: np.argsort(-mean, kind="stable")[:n_components] for name, mean in statistics.means.items()}
     by_stack = {s.name: s.lay_out(np.stack([chosen[sites.all[n].name] for n in s.sites])) for s in sites.stacks}
 
     def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:

@@ -186,7 +186,7 @@ def _draw_dots(figure: Figure, best: BestVersions) -> None:
         axes.set_xlim(-1, len(features))
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
         axes.locator_params(axis="y", nbins=5)
-        for j in np.argsort(-off)[:3]:
+        for j in np.argsort(-off, kind="stable")[:3]:
             if off[j] > 0.01:
                 axes.annotate(
                     str(j),

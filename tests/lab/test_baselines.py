@@ -88,7 +88,7 @@ def test_every_curve(found: Comparison) -> None:
         fewer, more = (next(p for p in points if p.number == k) for k in numbers)
         matched = found.matched[name]
         assert matched.number == pytest.approx(found.own.l0)
-        assert matched.l0 == pytest.approx(found.own.l0, rel=1e-3)  # but for parts that are equal
+        assert matched.l0 == pytest.approx(found.own.l0, rel=1e-3)
         line = np.interp(found.own.l0, numbers, [fewer.attacked[-1], more.attacked[-1]])
         assert matched.attacked[-1] == pytest.approx(line)
     for point in (found.own, found.own_on_off, *found.matched.values()):
@@ -172,10 +172,17 @@ def test_on_eight_devices(
     for point, of_one in zip(points, of_one_device, strict=True):
         assert (point.parts, point.chosen, point.number) == (of_one.parts, of_one.chosen, of_one.number)
         assert point.l0 == pytest.approx(of_one.l0, rel=1e-4)
-        # Where two parts have nearly the same score, a rounding may choose the other one.
+        # Where two parts have nearly the same score, a rounding chooses between them: the error, which the score is of,
+        # hardly moves. At such a position the logarithm of the next token's probability moves by √(2 KL) or so.
+        is_choice = point.chosen not in (LAMBDA, ON_OFF)
         for found, expected in ((point.error, of_one.error), (point.random, of_one.random)):
-            assert found == pytest.approx(expected, rel=1e-2, abs=1e-5), (point.parts, point.chosen)
-        assert point.cross_entropy == pytest.approx(of_one.cross_entropy, rel=1e-2, abs=1e-4)
+            assert found == pytest.approx(expected, rel=1e-2 if is_choice else 1e-4, abs=1e-5), (
+                point.parts,
+                point.chosen,
+            )
+        in_few_positions = 0.05 * (2 * of_one.error) ** 0.5
+        tolerance = in_few_positions if is_choice else 1e-5
+        assert point.cross_entropy == pytest.approx(of_one.cross_entropy, rel=1e-4, abs=tolerance)
 
 
 def test_programs_are_waited_for() -> None:

@@ -58,9 +58,13 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     page = wait(shown, f"{here}/graph", prompt=TEXT, target="h")
     graph = run.graph(TEXT, target="h")
     data = data_of(page)
-    assert [node[6] for node in data["nodes"]] == [
-        node.id for node in sorted(graph.nodes, key=lambda n: (n.kind != "output", -n.influence))
-    ]
+    # The page's graph and ours are of different numbers of devices: alike but for roundings, and nodes of nearly equal
+    # influence may have changed places.
+    at = {node.id: node for node in graph.nodes}
+    shown_ids = [str(node[6]) for node in data["nodes"]]
+    assert sorted(shown_ids) == sorted(at)
+    places = [at[name].influence + 10 * (at[name].kind == "output") for name in shown_ids]
+    assert places == pytest.approx(sorted(places, reverse=True), rel=1e-4)
     assert page.count("<circle") == len(graph.nodes)
     assert len(data["edges"]) == len(graph.edges)
     best = graph.components[0]
@@ -75,7 +79,10 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     kept = shown.post(f"{here}/graph", data={"prompt": TEXT, "target": "h"})
     assert kept.status_code == 303
     [file] = (mine / LLAMA / "graphs").iterdir()
-    assert Graph.load(file).nodes == Graph.from_json(graph.to_json(), "").nodes
+    for node in Graph.load(file).nodes:
+        mine_of_it = at[node.id]
+        for name in ("value", "importance", "influence", "probability"):
+            assert getattr(node, name) == pytest.approx(getattr(mine_of_it, name), rel=1e-4, abs=1e-6), name
     assert kept.headers["location"] == f"{here}/graphs/{file.stem}"
     again = shown.get(kept.headers["location"])
     # The file has rounded numbers, which the page rounds once more.

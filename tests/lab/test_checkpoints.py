@@ -510,7 +510,14 @@ def test_other_errors_of_libraries_are_reported(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
     for _ in range(2):
         Checkpoints(tmp_path)
-    errors = [SimpleNamespace(exc_value=RuntimeError(text)) for text in ("Event loop is closed", "out of paper")]
-    for error in errors:
+
+    async def printing() -> None: ...
+
+    told: list[Any] = [
+        SimpleNamespace(exc_value=RuntimeError(text), object=of)
+        for text, of in (("Event loop is closed", None), ("out of paper", None), ("out of ink", printing()))
+    ]
+    for error in told:
         sys.unraisablehook(error)
-    assert reported == errors[1:]
+    assert reported == told[1:]
+    told[2].object.close()

@@ -18,6 +18,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import Evaluated, evaluate_run
 from param_decomp_lab.run_folder.folder import saved_config
+from tests.cases import same_roundings
 from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Outcome, Tiny, pd_here, rows
 
 
@@ -33,6 +34,7 @@ def evaluated_row(run: Path, step: int) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key.startswith("eval/")}
 
 
+@same_roundings
 def test_the_run_s_own_numbers(run: Path) -> None:
     """Of the newest checkpoint, to the last bit: same devices, same batches, same draws, fresh and other attacks."""
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

@@ -31,7 +31,7 @@ from param_decomp_lab.harvest.totals import Totals
 from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
 from param_decomp_lab.run_folder.lock import only_job
-from tests.cases import slow_but
+from tests.cases import same_roundings, slow_but
 from tests.lab.tiny_run import SEQ_LEN, pd_here
 
 TOKENS = 40 * SEQ_LEN
@@ -295,6 +295,7 @@ REQUEST = {"llama": HarvestRequest(tokens=TOKENS, seed=7), "toy": HarvestRequest
 WAYS = ["8 devices", "2 processes", "4 processes", "interrupted", "fewer processes then"]
 
 
+@same_roundings
 @pytest.mark.parametrize("how", slow_but(["8 devices"], WAYS))
 def test_the_same_bytes(
     undisturbed: tuple[Path, Any, dict[str, bytes]], how: str, monkeypatch: pytest.MonkeyPatch
