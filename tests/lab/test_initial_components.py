@@ -68,9 +68,21 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(run: Path, tmp_path:
 
 @pytest.mark.slow
 def test_eight_devices(tiny: Tiny, run: Path, tmp_path: Path) -> None:
-    """Every pair of a column of V and a row of U, whichever device it lies on."""
-    outcome = pd_here(*tiny.train(tmp_path, 2, *SETTINGS, "pd.steps=1", "mesh={replica: 2, fsdp: 2, tensor: 2}"))
+    """Every pair of a column of V and a row of U, whichever device it lies on; and the losses (D3), but for one that is
+    all rounding: with C at least the rank V U is W."""
+    outcome = pd_here(*tiny.train(tmp_path, 2, *SETTINGS, "mesh={replica: 2, fsdp: 2, tensor: 2}"))
     assert outcome.status == 0, outcome
+    for row, on_one in zip(rows(tmp_path / "p-00000002"), rows(run), strict=True):
+        for name, x in on_one.items():
+            if name.startswith("train/loss/"):
+                assert row[name] == pytest.approx(x, rel=1e-5), (name, row["step"])
+    whole = "pd.decomposition_targets=[{module_pattern: layers.*.mlp.*, C: 48}]"
+    found = []
+    for number, mesh in ((3, "{}"), (4, "{fsdp: 8}")):
+        outcome = pd_here(*tiny.train(tmp_path, number, *SETTINGS, whole, "pd.steps=1", f"mesh={mesh}"))
+        assert outcome.status == 0, outcome
+        found.append(rows(tmp_path / f"p-0000000{number}")[0]["train/loss/FaithfulnessLoss"])
+    assert max(found) < 1e-12
     one, eight = saved_arrays(run, 0), saved_arrays(tmp_path / "p-00000002", 0)
     for name, x in one.items():
         if "/components/" in name:
