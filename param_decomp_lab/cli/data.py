@@ -71,6 +71,9 @@ def tokenize(
         str | None,
         typer.Option(help="i/n: job i of n, from 0, that make one folder together.", show_default=False),
     ] = None,
+    skip_bad_records: Annotated[
+        bool, typer.Option("--skip-bad-records", help="Leave out records without text; count and name them.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the folder if it exists.")] = False,
 ) -> None:
     """Turn text into rows of token ids, split so that train and eval share nothing.
@@ -91,17 +94,20 @@ def tokenize(
 
         pd data tokenize --dataset roneneldan/TinyStories --eval-split validation --tokenizer gpt2 --out data/stories
 
+        pd data tokenize dumps/*.jsonl --skip-bad-records --tokenizer models/mine --out data/mine
+
         pd data tokenize ids/*.parquet --tokenized --seq-len 2048 --out data/mine
 
         pd data tokenize corpus --tokenizer models/mine --out data/mine --part 3/64
     """
     from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
-    from param_decomp_lab.data.meta import COLUMN
+    from param_decomp_lab.data.meta import COLUMN, META_FILE
     from param_decomp_lab.data.plan import Settings
-    from param_decomp_lab.data.records import Column
+    from param_decomp_lab.data.records import BadRecord, Column
     from param_decomp_lab.data.tokenize import make_plan, tokenize
     from param_decomp_lab.data.tokenize_processes import available_cores
     from param_decomp_lab.data.tokenizers import BYTES
+    from param_decomp_lab.untrusted.printable import first_few
 
     if stdlib + bool(inputs) + (dataset is not None) != 1:
         raise UserError("pass either text files, folders or globs, or --dataset NAME, or --stdlib")
@@ -119,6 +125,7 @@ def tokenize(
         tokens=None if tokens is None else whole_number(tokens, "--tokens"),
         column=Column(column or (COLUMN if tokenized else "text"), tokenized),
         row_starts=row_starts,
+        skip_bad_records=skip_bad_records,
     )
     units, sources = _units(inputs, dataset, (config, revision, data_files), split, eval_split, format)
     if tokenizer is not None or not tokenized:
@@ -126,7 +133,10 @@ def tokenize(
     plan = make_plan(units, settings, tokenizer, sources)
     console = PlainConsole()
     count = available_cores() if processes is None else processes
-    meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
+    try:
+        meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
+    except BadRecord as error:
+        raise UserError(f"{error}\nWith --skip-bad-records such records are left out, counted and named") from error
     if meta is None:
         console.print(f"part {part} is done; {out} appears when all parts are", soft_wrap=True)
         return
@@ -135,6 +145,12 @@ def tokenize(
         f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, {vocabulary}",
         soft_wrap=True,
     )
+    if meta.skipped_records:
+        kept = f"{meta.documents:,} documents were read, and {meta.skipped_records:,} records left out:"
+        lines = [kept, *first_few(meta.skipped, 5)]
+        if meta.skipped_records > 5:
+            lines.append(f"({META_FILE} names the first {len(meta.skipped)})")
+        console.print("\n  ".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
 def _units(

@@ -12,7 +12,7 @@ from typing import Any
 
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Role, Unit
-from param_decomp_lab.data.records import Column, column_documents, require_column
+from param_decomp_lab.data.records import BadRecord, Column, column_documents, require_column
 from param_decomp_lab.data.spans import ROWS_AT_ONCE
 from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
@@ -121,12 +121,13 @@ class HubSpan:
     def identity(self) -> str:
         return f"{self!r}{self.dataset.identity}"
 
-    def documents(self, column: Column) -> Iterator[Document]:
-        where = f"{self.dataset}, split {self.split}"
+    def documents(self, column: Column) -> Iterator[Document | BadRecord]:
+        where, first = f"{self.dataset}, split {self.split}", 1
         for table in self.dataset.tables(self):
             require_column(where, table.column_names, column)
             for values in table.column(column.name).chunks:
-                yield from column_documents(where, values, column)
+                yield from column_documents(where, first, values, column)
+                first += len(values)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeVar, get_type_hints
+from typing import Literal, NamedTuple, TypeVar, get_type_hints
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.files import LISTING_BYTES
@@ -29,11 +29,27 @@ class SplitMeta:
     unigram_entropy: float
 
 
+class Skipped(NamedTuple):
+    """Records that were left out: how many, and what is wrong with the ``first``, with their places."""
+
+    n: int
+    first: tuple[str, ...]
+
+    def joined(self, more: "Skipped") -> "Skipped":
+        return Skipped(self.n + more.n, (*self.first, *more.first)[:NAMED])
+
+
+NAMED = 100
+"""Records that were left out and are named."""
+NOTHING_SKIPPED = Skipped(0, ())
+
+
 @dataclass(frozen=True)
 class DataMeta:
     """``tokenizer``: ``bytes``, the name of the Hugging Face tokenizer file kept beside ``meta.json``, or ``none``.
     ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval.
-    ``plan``: of what the data were made (`Plan.hash`); older ones do not say."""
+    ``plan``: of what the data were made (`Plan.hash`); older ones do not say. ``skipped_records``: how many were left
+    out; ``skipped``: of the first what is wrong with them, and where."""
 
     tokenizer: str
     vocab_size: int
@@ -47,6 +63,8 @@ class DataMeta:
     eval: SplitMeta
     sha256: str
     plan: str = ""
+    skipped_records: int = 0
+    skipped: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         (folder / META_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -60,7 +78,8 @@ class DataMeta:
         try:
             raw = read_json(file, "the description of the data", dict, LISTING_BYTES)
             raw |= {split: _checked(SplitMeta(**raw[split])) for split in SPLITS}
-            return _checked(cls(**{**raw, "sources": tuple(raw["sources"])}))
+            lists = {key: tuple(raw.get(key, ())) for key in ("sources", "skipped")}
+            return _checked(cls(**{**raw, **lists}))
         except (UserError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}): tokenize the text again") from error
 

@@ -30,7 +30,8 @@ class Settings:
     """``eval_fraction``: share of the text that is held out, where no text of its own is. ``seed``: chooses which.
     ``tokens``, ``eval_tokens``: most tokens of the training and of the evaluation split; without the latter the text
     ends where the former are reached. ``row_starts``: of tokenized
-    input: the first ``seq_len`` ids of each row are a row, and no rows are joined.
+    input: the first ``seq_len`` ids of each row are a row, and no rows are joined. ``skip_bad_records``: counts and
+    names records that hold no document, in place of a refusal.
 
     Raises UserError for a number that is out of range.
     """
@@ -43,6 +44,7 @@ class Settings:
     eval_tokens: int | None = None
     column: Column = TEXT
     row_starts: bool = False
+    skip_bad_records: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -98,7 +100,10 @@ class Plan:
     @cached_property
     def options(self) -> dict[str, object]:
         """Everything but the text that the bytes depend on, for people to compare."""
-        return {"format": FORMAT, **asdict(self.settings), "tokenizer": self.tokenizer_hash}
+        settings = asdict(self.settings)
+        if not self.settings.skip_bad_records:
+            del settings["skip_bad_records"]  # as in what was begun before there was this setting
+        return {"format": FORMAT, **settings, "tokenizer": self.tokenizer_hash}
 
     @cached_property
     def inputs_hash(self) -> str:

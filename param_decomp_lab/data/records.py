@@ -26,54 +26,65 @@ class Column:
 TEXT = Column("text")
 
 
+class BadRecord(UserError):
+    """A record that holds no document; the others may. Says where it is and what is wrong."""
+
+
 def record_document(where: str, record: dict[str, Any], column: Column) -> Document:
-    """The document in a record. ``where``: its place, for errors. Raises UserError."""
+    """The document in a record. ``where``: its place, for errors. Raises BadRecord."""
     if column.name not in record:
-        require_column(where, list(record), column)
+        raise BadRecord(no_column(where, list(record), column))
     value = record[column.name]
     if column.tokenized:
         return Document(where, _token_ids(where, value, column.name))
     if not isinstance(value, str):
         kind = TITLES.get(type(value), "no text")
         hint = "; if it holds token ids, say so (--tokenized)" if isinstance(value, list) else ""
-        raise UserError(f"{where}: {printable(column.name, 80)} should be text, not {kind}{hint}")
+        raise BadRecord(f"{where}: {printable(column.name, 80)} should be text, not {kind}{hint}")
     return Document(where, value)
 
 
-def column_documents(where: str, values: pa.Array, column: Column) -> Iterator[Document]:
-    """The documents in a column of a table. ``where``: the table, for errors. Raises UserError."""
+def column_documents(where: str, first: int, values: pa.Array, column: Column) -> Iterator[Document | BadRecord]:
+    """The documents in a column of a table, and what is wrong with its other rows. ``where``: the table; ``first``: the
+    number of the first row in it, from 1. Raises UserError for a column of another type."""
     shown, kind = f"{where}: {printable(column.name, 80)}", values.type
     if isinstance(values, pa.DictionaryArray):
         values, kind = values.dictionary_decode(), kind.value_type
-    if values.null_count:
-        raise UserError(f"{shown} is missing in {values.null_count} of its rows; leave them out")
     of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not column.tokenized:
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             hint = "; if it holds token ids, say so (--tokenized)" if of_lists else ""
             raise UserError(f"{shown} has type {kind}; it should be text{hint}")
-        yield from (Document(where, text) for text in values.to_pylist())
+        for number, text in enumerate(values.to_pylist(), start=first):
+            yield BadRecord(f"{shown} is missing in row {number}") if text is None else Document(where, text)
         return
     if not of_lists or not pa.types.is_integer(kind.value_type):
         raise UserError(f"{shown} has type {kind}; it should be lists of token ids")
-    for row in values:
-        ids = row.values
-        if ids.null_count:
-            raise UserError(f"{shown} has token ids that are missing")
-        ids = ids.to_numpy(zero_copy_only=False)
-        if len(ids) and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
-            raise UserError(f"{shown} should be lists of token ids, from 0 to {LARGEST_ID}")
-        yield Document(where, ids.astype(np.int32))
+    for number, row in enumerate(values, start=first):
+        if not row.is_valid:
+            yield BadRecord(f"{shown} is missing in row {number}")
+        elif row.values.null_count:
+            yield BadRecord(f"{shown} has token ids that are missing, in row {number}")
+        else:
+            ids = row.values.to_numpy(zero_copy_only=False)
+            if len(ids) and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
+                yield BadRecord(f"{shown} should be lists of token ids, from 0 to {LARGEST_ID}, not as in row {number}")
+            else:
+                yield Document(f"{where}, row {number}", ids.astype(np.int32))
 
 
 def require_column(where: str, names: Sequence[str], column: Column) -> None:
     """Raises UserError where ``names`` lacks the column."""
     if column.name not in names:
-        found = printable(", ".join(first_few([str(name) for name in names])), 300)
-        raise UserError(f"{where}: has no column {printable(column.name, 80)} (it has: {found}); choose with --column")
+        raise UserError(no_column(where, names, column))
+
+
+def no_column(where: str, names: Sequence[str], column: Column) -> str:
+    found = printable(", ".join(first_few([str(name) for name in names])), 300)
+    return f"{where}: has no column {printable(column.name, 80)} (it has: {found}); choose with --column"
 
 
 def _token_ids(where: str, value: Any, name: str) -> Int32[np.ndarray, "n"]:
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= LARGEST_ID for token in value):
-        raise UserError(f"{where}: {printable(name, 80)} should be a list of token ids, from 0 to {LARGEST_ID}")
+        raise BadRecord(f"{where}: {printable(name, 80)} should be a list of token ids, from 0 to {LARGEST_ID}")
     return np.asarray(value, np.int32)

@@ -3,21 +3,21 @@
 Long text files and files of JSON lines are cut at lines, Parquet files at row groups; a compressed file is one span.
 """
 
-import codecs
 import io
 import os
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from param_decomp_lab.data.pieces import Document
-from param_decomp_lab.data.records import Column, column_documents, record_document, require_column
+from param_decomp_lab.data.records import BadRecord, Column, column_documents, record_document, require_column
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import TITLES, parse_json
 from param_decomp_lab.untrusted.printable import printable
@@ -46,8 +46,8 @@ class Span(Protocol):
     def identity(self) -> str:
         """Differs where the content does."""
 
-    def documents(self, column: Column) -> Iterator[Document]:
-        """Raises UserError for what cannot be read."""
+    def documents(self, column: Column) -> Iterator[Document | BadRecord]:
+        """And what is wrong with records that hold none. Raises UserError for what cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MemorySpan:
     def identity(self) -> str:
         return repr([(document.source, document.content) for document in self.held])
 
-    def documents(self, column: Column) -> Iterator[Document]:
+    def documents(self, column: Column) -> Iterator[Document | BadRecord]:
         return iter(self.held)
 
 
@@ -84,18 +84,17 @@ class FileSpan:
     def identity(self) -> str:
         return f"{self.file}\0{self.format} {self.start} {self.stop} {self.size} {self.changed}"
 
-    def documents(self, column: Column) -> Iterator[Document]:
+    def documents(self, column: Column) -> Iterator[Document | BadRecord]:
         match self.format:
             case "text":
                 yield Document(self.file, self._text(), begins=self.start == 0)
             case "json":
-                for where, record in self._json_records():
-                    yield record_document(where, record, column)
+                yield from self._json_documents(column)
             case "parquet":
                 yield from self._parquet_rows(column)
 
     def _text(self) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        decoder = getincrementaldecoder("utf-8")()
         with _opened(self.file) as file:
             at = _seek_line(file, self.start)
             while at < self.stop and (chunk := file.read(min(READ_BYTES, self.stop - at))):
@@ -107,31 +106,35 @@ class FileSpan:
                     yield decoder.decode(part[1:] if number == 0 else part)
             yield decoder.decode(b"", final=True)
 
-    def _json_records(self) -> Iterator[tuple[str, Any]]:
+    def _json_documents(self, column: Column) -> Iterator[Document | BadRecord]:
         with _opened(self.file) as file:
             at = _seek_line(file, self.start)
             number = 0
-            while at < self.stop and (line := file.readline(LONGEST_LINE + 1)):
+            # The first line is of the first span, even where that is shorter than a byte order mark.
+            while (at < self.stop or self.start == number == 0) and (line := file.readline(LONGEST_LINE + 1)):
                 number += 1
                 where = f"{self.file}, line {number}" if self.start == 0 else f"{self.file}, at byte {at}"
-                if len(line) > LONGEST_LINE:
-                    raise UserError(f"{where}: longer than {LONGEST_LINE:,} bytes, the most that a record may have")
-                if at == 0 and line.lstrip().startswith(b"["):
-                    yield from _json_list(self.file, line + file.read(LONGEST_LINE + 1 - len(line)))
-                    return
                 at += len(line)
-                if line.strip():
-                    yield where, parse_json(line.decode("utf-8"), where, dict)
+                if self.start == 0 and number == 1 and line.lstrip().startswith(b"["):
+                    yield from _json_list(self.file, line + file.read(LONGEST_LINE + 1 - len(line)), column)
+                    return
+                if len(line) > LONGEST_LINE:
+                    at += sum(map(len, _line_parts(file)))
+                    yield BadRecord(f"{where}: longer than {LONGEST_LINE:,} bytes, the most that a record may have")
+                elif line.strip():
+                    yield _json_document(where, line, column)
 
-    def _parquet_rows(self, column: Column) -> Iterator[Document]:
+    def _parquet_rows(self, column: Column) -> Iterator[Document | BadRecord]:
         with _explained(self.file):
             file = pq.ParquetFile(self.file, memory_map=True)
             require_column(self.file, file.schema_arrow.names, column)
+            first = 1 + sum(file.metadata.row_group(group).num_rows for group in range(self.start))
             batches = file.iter_batches(
                 ROWS_AT_ONCE, row_groups=list(range(self.start, self.stop)), columns=[column.name], use_threads=False
             )
             for batch in batches:
-                yield from column_documents(self.file, batch.column(0), column)
+                yield from column_documents(self.file, first, batch.column(0), column)
+                first += len(batch)
 
 
 @contextmanager
@@ -161,9 +164,11 @@ def _explained(file: str) -> Iterator[None]:
 
 
 def _seek_line(file: io.BufferedReader, start: int) -> int:
-    """Goes to the first line that begins at ``start`` or later, and gives its place."""
+    """Goes to the first line that begins at ``start`` or later, and gives its place. The first one begins after the
+    byte order mark that some programs put before UTF-8."""
     if start == 0:
-        return 0
+        marked = file.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
+        return len(file.read(len(BOM_UTF8))) if marked else 0
     file.seek(start - 1)
     return start - 1 + sum(map(len, _line_parts(file)))
 
@@ -176,13 +181,28 @@ def _line_parts(file: io.BufferedReader) -> Iterator[bytes]:
             return
 
 
-def _json_list(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
+def _json_document(where: str, line: bytes, column: Column) -> Document | BadRecord:
+    try:
+        return record_document(where, parse_json(line.decode("utf-8"), where, dict), column)
+    except UnicodeDecodeError as error:
+        return BadRecord(f"{where} is not UTF-8 text ({error})")
+    except BadRecord as error:
+        return error
+    except UserError as error:
+        return BadRecord(str(error))
+
+
+def _json_list(file: str, content: bytes, column: Column) -> Iterator[Document | BadRecord]:
     if len(content) > LONGEST_LINE:
         raise UserError(f"{file}: is one list of more than {LONGEST_LINE:,} bytes; write a record per line (.jsonl)")
     for number, record in enumerate(parse_json(content.decode("utf-8"), file, list)):
         if not isinstance(record, dict):
-            raise UserError(f"{file}: entry {number} should be an object, not {TITLES[type(record)]}")
-        yield f"{file}, entry {number}", record
+            yield BadRecord(f"{file}: entry {number} should be an object, not {TITLES[type(record)]}")
+            continue
+        try:
+            yield record_document(f"{file}, entry {number}", record, column)
+        except BadRecord as error:
+            yield error
 
 
 def format_of(file: str) -> Format:
@@ -213,7 +233,7 @@ def _spans_of(file: str, fmt: Format, size: int, changed: int, span_bytes: int) 
 
 def _is_json_list(file: str) -> bool:
     with _opened(file) as opened:
-        return opened.read(READ_BYTES).lstrip().startswith(b"[")
+        return opened.read(READ_BYTES).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _parquet_spans(file: str, changed: int, span_bytes: int) -> list[FileSpan]:

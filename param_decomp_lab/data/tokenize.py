@@ -14,7 +14,7 @@ from jaxtyping import Int32, Int64
 from rich.console import Console
 
 from param_decomp_lab.data.arrow_rows import SUFFIX, ArrowRows, ArrowShard, rows_per_batch
-from param_decomp_lab.data.meta import META_FILE, SPLITS, DataMeta, Split, SplitMeta
+from param_decomp_lab.data.meta import META_FILE, NOTHING_SKIPPED, SPLITS, DataMeta, Split, SplitMeta
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Plan, Role, Settings, Unit, cut_units, unit_bytes
 from param_decomp_lab.data.spans import Format, MemorySpan, file_spans, find_files
@@ -157,10 +157,11 @@ def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     separator = None if tokenizer is None else tokenizer.separator
     joined = {split: _Joined(plan, work, split, separator) for split in SPLITS}
-    documents = 0
+    documents, skipped = 0, NOTHING_SKIPPED
     for number in needed:
         record = work.record(number)
         documents += record.documents
+        skipped = skipped.joined(record.skipped)
         for split, written in record.written.items():
             joined[split].add(number, written)
     metas = {split: joined[split].close() for split in SPLITS}
@@ -178,6 +179,8 @@ def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
         eval=metas["eval"],
         sha256=hashlib.sha256(b"".join(joined[split].digest() for split in SPLITS)).hexdigest(),
         plan=plan.hash,
+        skipped_records=skipped.n,
+        skipped=skipped.first,
     )
     if tokenizer is not None:
         tokenizer.save(work.data)

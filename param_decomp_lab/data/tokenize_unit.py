@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from param_decomp_lab.data.meta import Split
+from param_decomp_lab.data.meta import NAMED, NOTHING_SKIPPED, Skipped, Split
 from param_decomp_lab.data.pieces import Cut, Document, Piece, choose_by_hash, choose_exactly, cut, split_pieces
 from param_decomp_lab.data.plan import Plan, Settings, Unit
+from param_decomp_lab.data.records import BadRecord
 from param_decomp_lab.data.token_writer import TokenWriter, Written
 from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.printable import shortened
 
 PIECES_AT_ONCE = 1024
 CHARS_AT_ONCE = 1 << 22
@@ -28,14 +29,20 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What a unit gave. ``written``: by split."""
+    """What a unit gave. ``written``: by split. ``skipped``: records that were left out, how many, and of the first what
+    is wrong with them."""
 
     documents: int
     written: dict[Split, Written]
+    skipped: Skipped = NOTHING_SKIPPED
 
     def save(self, file: Path) -> None:
         """Replaces ``file``, which is whole at any time."""
-        arrays: dict[str, Any] = {"documents": np.array(self.documents)}
+        arrays: dict[str, Any] = {
+            "documents": np.array(self.documents),
+            "skipped": np.array(self.skipped.n),
+            "skipped_first": np.array(self.skipped.first, np.str_),
+        }
         for split, written in self.written.items():
             ids = np.flatnonzero(written.counts)
             arrays |= {
@@ -65,7 +72,10 @@ class UnitRecord:
                 counts[ids] = arrays[f"{split}_counts"]
                 sha256 = arrays[f"{split}_sha256"].tobytes()
                 written[split] = Written(int(rows[0]), int(rows[1]), counts, arrays[f"{split}_tail"], sha256)
-            return cls(int(arrays["documents"]), written)
+            skipped = NOTHING_SKIPPED
+            if "skipped" in arrays:  # not in the records of older versions
+                skipped = Skipped(int(arrays["skipped"]), tuple(arrays["skipped_first"].tolist()))
+            return cls(int(arrays["documents"]), written, skipped)
 
 
 def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: Path, report: Report) -> UnitRecord:
@@ -97,7 +107,8 @@ def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: 
             report(sum(len(piece.content) for piece in batch), n_tokens)
             if plan.is_enough(number, {split: writer.whole_rows for split, writer in writers.items()}):
                 break
-        return UnitRecord(documents.n, {split: writer.close() for split, writer in writers.items()})
+        written = {split: writer.close() for split, writer in writers.items()}
+        return UnitRecord(documents.n, written, Skipped(documents.n_bad, tuple(documents.bad)))
     except BaseException:
         for writer in writers.values():
             writer.discard()
@@ -105,22 +116,36 @@ def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: 
 
 
 class _Documents:
-    """The documents of a unit, and how many there were."""
+    """The documents of a unit, and how many there were; ``n_bad`` records were left out, ``bad`` says why the first."""
 
     def __init__(self, unit: Unit, settings: Settings) -> None:
         self._unit, self._settings, self.n = unit, settings, 0
+        self.n_bad, self.bad = 0, list[str]()
 
     def __iter__(self) -> Iterator[Document]:
         for span in self._unit.spans:
-            for document in span.documents(self._settings.column):
-                self.n += document.begins
-                yield self._row(document) if self._settings.row_starts else document
+            for found in span.documents(self._settings.column):
+                document = self._row(found) if self._settings.row_starts else found
+                if isinstance(document, BadRecord):
+                    self._leave_out(document)
+                else:
+                    self.n += document.begins
+                    yield document
 
-    def _row(self, document: Document) -> Document:
+    def _leave_out(self, bad: BadRecord) -> None:
+        if not self._settings.skip_bad_records:
+            raise bad
+        self.n_bad += 1
+        if len(self.bad) < NAMED:
+            self.bad.append(shortened(str(bad), 300))
+
+    def _row(self, document: Document | BadRecord) -> Document | BadRecord:
+        if isinstance(document, BadRecord):
+            return document
         ids, seq_len = document.content, self._settings.seq_len
         assert isinstance(ids, np.ndarray)
         if len(ids) < seq_len:
-            raise UserError(
+            return BadRecord(
                 f"{document.source}: has a row of {len(ids)} token ids, and rows of {seq_len} are asked for"
             )
         return Document(document.source, ids[:seq_len])

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from hypothesis import strategies as st
 from param_decomp_lab.data import plan as plan_module
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.plan import Settings
-from param_decomp_lab.data.records import Column
+from param_decomp_lab.data.records import TEXT, BadRecord, Column
 from param_decomp_lab.data.spans import file_spans
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize, tokenize_files
 from param_decomp_lab.data.unfinished import Unfinished
 from param_decomp_lab.errors import CannotWrite, UserError
 from tests.cases import slow_but
+from tests.lab.tiny_run import pd_here
 
 SMALL = 1 << 14
 """Bytes of a unit in these tests."""
@@ -317,10 +319,83 @@ def test_what_cannot_be_read_is_said(tmp_path, name, content, message):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_byte_order_mark_is_left_out(tmp_path, size):
+    """Of a text, of lines and of a list of JSON, compressed too, however they are cut; inside it is a character."""
+    documents = ["the first\nwith lines\n", "\ufeffa second one, with a mark of its own\n"]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
+    for name, content in {
+        "a.txt": documents[0], "b.jsonl": lines, "c.json": json.dumps([{"text": text} for text in documents]),
+        "d.jsonl.gz": lines, "empty.txt": "",
+    }.items():  # fmt: skip
+        marked, plain = (tmp_path / which / name for which in ("marked", "plain"))
+        for file, text in ((marked, "\ufeff" + content), (plain, content)):
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes((gzip.compress if name.endswith(".gz") else bytes)(text.encode()))
+        texts = []
+        for file in (marked, plain):
+            found = [document for span in file_spans([file], None, size) for document in span.documents(TEXT)]
+            texts.append("".join("".join(document.content) for document in found))
+        assert texts[0] == texts[1] == ("" if name == "empty.txt" else "".join(documents[: 1 + (name != "a.txt")])), (
+            name
+        )
+
+
+BAD_LINES = {
+    2: (b'{"text": 3}', "text should be text, not a number"),
+    5: (b'{"text": "a', "not valid JSON"),
+    6: (b'{"text": "\xff"}', "is not UTF-8 text"),
+    9: (b'{"body": "a"}', "has no column text"),
+    10: (b"[1]", "should be"),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_records_are_left_out_and_named(small_units, tmp_path, processes):
+    """The rest is as if they had not been there."""
+    good = [json.dumps({"text": f"document {n}\n" * 30}).encode() for n in range(80)]
+    lines = list(good)
+    for number, (line, _) in BAD_LINES.items():
+        lines.insert(number - 1, line)
+    table(tmp_path / "c.parquet", text=pa.array(["a text\n" * 40, None, "another\n" * 40, None]))
+    for folder, of in (("bad", lines), ("good", good)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(b"\n".join(of) + b"\n")
+    shutil.copy(tmp_path / "c.parquet", tmp_path / "bad")
+    table(tmp_path / "good" / "c.parquet", text=pa.array(["a text\n" * 40, "another\n" * 40]))
+    plan = planned([tmp_path / "bad"], seq_len=16, skip_bad_records=True)
+    meta = tokenize(plan, tmp_path / "out", processes=processes)
+    want = tokenize(planned([tmp_path / "good"], seq_len=16), tmp_path / "want")
+    assert (meta.documents, meta.skipped_records) == (want.documents, len(BAD_LINES) + 2)
+    assert len(plan.units) > 1
+    assert meta.train.tokens + meta.eval.tokens == want.train.tokens + want.eval.tokens
+    assert DataMeta.read(tmp_path / "out") == meta
+    for said, words in zip(meta.skipped, [*(words for _, words in BAD_LINES.values()), "row 2", "row 4"], strict=True):
+        assert words in said
+        assert str(tmp_path / "bad") in said
+    with pytest.raises(BadRecord, match="line 2"):
+        tokenize(planned([tmp_path / "bad"], seq_len=16), tmp_path / "none")
+
+
+def test_skipping_on_the_command_line(tmp_path):
+    pairs = (f'{{"text": "some text of a few words, {n}"}}\n{{"text": null}}\n' for n in range(20))
+    (tmp_path / "a.jsonl").write_text("".join(pairs))
+    command = ("data", "tokenize", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out", "--processes", 1)
+    refused = pd_here(*command)
+    assert refused.status == 2
+    assert "a.jsonl, line 2: text should be text, not" in refused.err.replace("\n", " ")
+    assert "--skip-bad-records" in refused.err
+    done = pd_here(*command, "--skip-bad-records")
+    assert done.status == 0, done
+    assert "20 documents were read, and 20 records left out" in done.out
+    assert done.out.count("a.jsonl, line") == 5
+    assert len(json.loads((tmp_path / "out" / "meta.json").read_text())["skipped"]) == 20
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array(["a", None]), "text is missing in 1 of its rows"),
+        (pa.array(["a", None]), "text is missing in row 2"),
         (pa.array([1, 2]), "text has type int64; it should be text"),
         (pa.array([[1], [2]]), r"it should be text; if it holds token ids, say so \(--tokenized\)"),
     ],
