@@ -12,14 +12,14 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.graph import FOLDER
-from param_decomp_lab.harvest_files import Groups, Harvest, find_harvests
-from param_decomp_lab.harvest_files.groups import find_groups
+from param_decomp_lab.harvest_files import Harvest, find_harvests
 from param_decomp_lab.harvest_files.labels import Labels
 from param_decomp_lab.run_folder.folder import CONFIG_FILE
 from param_decomp_lab.share.attribution import About, HandGroups, attribution_graph
 from param_decomp_lab.share.features import feature_file
 from param_decomp_lab.share.json_files import write_json
 from param_decomp_lab.share.numbering import Numbering, pair, run_numbering
+from param_decomp_lab.share.readers import CircuitTracer, Reader
 from param_decomp_lab.share.shared_run import MARKER, SharedRun, usable_name
 
 LIST_FILE = "graph-metadata.json"
@@ -43,22 +43,24 @@ def share_graphs(
     names: Sequence[str],
     out: Path,
     *,
+    reader: Reader = CircuitTracer(),  # noqa: B008 (frozen)
     by_hand: HandGroups | None = None,
+    clusters: bool = False,
     creator: str = "",
-    features_url: str = "",
     overwrite: bool = False,
     console: Console | None = None,
 ) -> GraphExport:
     """Writes graphs of a run into the new folder ``out``. ``names``: of kept graphs, or files; all kept ones by
-    default. ``features_url``: where the folder of feature files will be. Raises UserError for a graph that is not
-    there, or not of this run, and for what is no such node of ``by_hand``."""
+    default. ``clusters``: make supernodes of the harvest's groups. Raises UserError for a graph that is not there, not
+    of this run, or one that ``reader`` cannot show; for what is no such node of ``by_hand``; and for ``clusters``
+    where there are none."""
     refuse_existing(out, marker=MARKER, overwrite=overwrite)
     if not (run / CONFIG_FILE).is_file():
         raise UserError(f"{run} is not the folder of a run; give one: pd share graph RUN --out FOLDER")
     files = find_graphs(run, names)
     _refuse_unknown(by_hand or {}, files)
     numbering = run_numbering(run)
-    writer = _Writer(run, numbering, creator, features_url, by_hand or {})
+    writer = _Writer(run, numbering, reader, creator, by_hand or {}, clusters)
     with (
         new_folder(out, marker=MARKER, overwrite=overwrite) as made,
         progress(console or Console(quiet=True)) as report,
@@ -73,16 +75,19 @@ def share_graphs(
         exported = GraphExport(
             len(files), writer.nodes, writer.links, writer.feature_files, tuple(sorted(writer.without_harvest))
         )
-        write_json(made / MARKER, {"made_by": "pd share graph", "graphs": list(files)})
+        about = {"made_by": "pd share graph", "graphs": list(files), "numbering": numbering.to_json()}
+        write_json(made / MARKER, about)
     return exported
 
 
 class _Writer:
     """Writes one file after the other, and remembers what the next ones need."""
 
-    def __init__(self, run: Path, numbering: Numbering, creator: str, features_url: str, by_hand: HandGroups) -> None:
-        self._run, self._numbering, self._creator, self._by_hand = run, numbering, creator, by_hand
-        self._features_url = features_url.rstrip("/")
+    def __init__(
+        self, run: Path, numbering: Numbering, reader: Reader, creator: str, by_hand: HandGroups, clusters: bool
+    ) -> None:
+        self._run, self._numbering, self._reader = run, numbering, reader
+        self._creator, self._by_hand, self._clusters = creator, by_hand, clusters
         self._shared: dict[int, SharedRun | None] = {}
         self.metadata: list[dict[str, Any]] = []
         self.components: set[tuple[int, str, int]] = set()
@@ -92,12 +97,10 @@ class _Writer:
     def write_graph(self, folder: Path, slug: str, file: Path) -> None:
         graph = Graph.load(file)
         shared = self._of_step(graph.step)
-        scan = self._scan(graph.step)
-        url = f"{self._features_url}/{scan}" if self._features_url else ""
-        about = About(slug, scan, self._creator, file.stat().st_mtime_ns // 10**6, url)
-        groups = None if shared is None else _groups(shared.harvest)
-        labels = self._labels(graph)
-        found = attribution_graph(graph, self._numbering, about, labels, groups, self._by_hand)
+        made_ms = file.stat().st_mtime_ns // 10**6
+        about = About(slug, self._features(graph.step), self._creator, made_ms, self._reader)
+        clusters = shared.harvest.groups if shared is not None and self._clusters else None
+        found = attribution_graph(graph, self._numbering, about, self._labels(graph), clusters, self._by_hand)
         write_json(folder / f"{slug}.json", found)
         self.metadata.append(found["metadata"])
         self.nodes += len(found["nodes"])
@@ -112,12 +115,14 @@ class _Writer:
         shared = self._of_step(step)
         assert shared is not None
         index = pair(*self._numbering.feature(site, component))
-        place = folder / FEATURES / self._scan(step)
+        name = self._features(step)
+        place = folder / FEATURES / name
         place.mkdir(parents=True, exist_ok=True)
-        write_json(place / f"{index}.json", feature_file(shared, site, component, index))
+        write_json(place / f"{index}.json", feature_file(shared, site, component, index, name))
         self.feature_files += 1
 
-    def _scan(self, step: int) -> str:
+    def _features(self, step: int) -> str:
+        """Name of the folder of feature files."""
         return usable_name(f"{self._run.resolve().name}-step-{step}")
 
     def _of_step(self, step: int) -> SharedRun | None:
@@ -178,7 +183,3 @@ def _refuse_unknown(by_hand: HandGroups, files: Mapping[str, Path]) -> None:
                     f"--group {name}: no graph has a node {member}; `pd browse` shows the ids of what is selected, "
                     "such as layers.3.mlp.down_proj:17@4"
                 )
-
-
-def _groups(harvest: Harvest) -> Groups | None:
-    return harvest.groups if find_groups(harvest.folder) else None

@@ -1,7 +1,9 @@
 """Layer and feature numbers for components, which other tools identify by these two alone.
 
-A layer has several sites, and components are numbered per site. The sites of a layer are put behind one another in
-canonical order: the feature number of a component is its own number plus the C of the sites before its own.
+Other tools draw a layer as one row, and have one set of features for it. So every site has a layer number of its own:
+the sites are numbered from 1 in canonical order, in which activations pass through them, and a feature number is that
+of the component within its site. Layer 0 has no site: all biases stand there. Neuronpedia's page opens no graph whose
+nodes are all in layer 0.
 """
 
 import math
@@ -14,42 +16,31 @@ from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 
 RULE = (
-    "feature = first + component, where first is that of the site; the embedding, if it is decomposed, is layer 0 and "
-    "all others move up by one; a node's `feature` and a feature file's `index` are the Cantor pairing "
-    "(layer + feature) (layer + feature + 1) / 2 + feature"
+    "every site has a layer number of its own, from 1 in the order in which activations pass through the sites; a "
+    "feature number is that of the component within its site; a node's `feature` and a feature file's `index` are the "
+    "Cantor pairing (layer + feature) (layer + feature + 1) / 2 + feature; residual errors have feature -(layer + 1)"
 )
 
 
 @dataclass(frozen=True)
 class NumberedSite:
-    """A site of ``C`` components. ``first``: the feature number of component 0, in ``layer``. ``place``: the site's
-    among those of its layer."""
+    """A site of ``C`` components. ``layer``: its number for other tools, not that of the network's layer."""
 
     name: str
     layer: int
-    place: int
-    first: int
     C: int
 
 
 class Numbering:
-    """Of all sites of a run. ``sites``: name, layer number and C of each, in canonical order."""
+    """Layer numbers of a run's sites. ``sites``: name and C of each, in canonical order."""
 
-    def __init__(self, sites: Sequence[tuple[str, int, int]]) -> None:
-        lowest = min(0, *(layer for _, layer, _ in sites))
-        used: dict[int, tuple[int, int]] = {}
-        self.sites: dict[str, NumberedSite] = {}
-        for name, number, C in sites:
-            layer = number - lowest
-            place, first = used.get(layer, (0, 0))
-            self.sites[name] = NumberedSite(name, layer, place, first, C)
-            used[layer] = place + 1, first + C
-        self._of_layer = {layer: [s for s in self.sites.values() if s.layer == layer] for layer in used}
+    def __init__(self, sites: Sequence[tuple[str, int]]) -> None:
+        self.sites = {name: NumberedSite(name, layer, C) for layer, (name, C) in enumerate(sites, start=1)}
 
     @property
     def n_layers(self) -> int:
-        """Up to the last that has a site."""
-        return max(self._of_layer) + 1
+        """Layers of a model in which all sites have a place: one more than there are sites."""
+        return len(self.sites) + 1
 
     def site(self, name: str) -> NumberedSite:
         """Raises UserError for a site that the run does not have."""
@@ -62,13 +53,13 @@ class Numbering:
         found = self.site(site)
         if not 0 <= component < found.C:
             raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {component}")
-        return found.layer, found.first + component
+        return found.layer, component
 
     def component(self, layer: int, feature: int) -> tuple[str, int]:
         """The inverse of `feature`. Raises KeyError if there is none."""
-        for site in self._of_layer.get(layer, ()):
-            if site.first <= feature < site.first + site.C:
-                return site.name, feature - site.first
+        for site in self.sites.values():
+            if site.layer == layer and 0 <= feature < site.C:
+                return site.name, feature
         raise KeyError((layer, feature))
 
     def to_json(self) -> dict[str, Any]:
@@ -96,4 +87,4 @@ def run_numbering(folder: Path) -> Numbering:
 
     config = saved_config(folder)
     sites = make_problem(config, find_architecture(folder, config), folder).target.sites.all
-    return Numbering([(site.name, site.layer, site.C) for site in sites])
+    return Numbering([(site.name, site.C) for site in sites])

@@ -17,6 +17,7 @@ UP, DOWN = "layers.0.mlp.up_proj", "layers.1.mlp.down_proj"
 MARKUP = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"'&amp;"
 LABEL, MODEL = f"vowels {MARKUP}", "gpt-5-mini"
 STEP = 80
+TOY_STEP = 12
 GRAPH = "hello-1a2b3c4d"
 
 
@@ -60,6 +61,72 @@ def hand_graph(step: int = STEP) -> Graph:
         LLAMA, step, "then", ("t", "h", "e", "n"), (116, 104, 101, 110), 0.0, 100, 90,
         Shares(0.8, 0.9, 0.5, 0.3, 0.1, 0.1, 0.1), nodes, edges, {110: "n", 101: "e"},
     )  # fmt: skip
+
+
+def small_graph(
+    tokens: str, nodes: tuple[Node, ...], ends: tuple[tuple[int, int, float], ...], run: str = LLAMA
+) -> Graph:
+    """A graph of these nodes and edges. Without ``tokens`` it is one of the toy."""
+    prompt = tokens or "1=0.75 3=1"
+    return Graph(
+        run, STEP if tokens else TOY_STEP, prompt, tuple(tokens) or (prompt,), tuple(map(ord, tokens)), 0.0, 10, 10,
+        Shares(0.8, 0.9, 0.5, 0.3, 0.1, 0.1, 0.1), nodes, tuple(Edge(*end, 0.5) for end in ends),
+        {110: "n"} if tokens else {},
+    )  # fmt: skip
+
+
+def one_token() -> Graph:
+    """One token, at which two sites have residual errors."""
+    nodes = (
+        Node("output", "", 0, 110, 5.0, 0.0, 1.0, 0.6),
+        Node("component", DOWN, 0, 5, -1.5, 0.9, 0.7),
+        Node("rest", DOWN, 0, -1, 0.0, 0.0, 0.06),
+        Node("rest", UP, 0, -1, 0.0, 0.0, 0.06),
+        Node("embedding", "", 0, 104, 0.0, 0.0, 0.05),
+        Node("biases", "", -1, -1, 0.0, 0.0, 0.05),
+    )
+    return small_graph("h", nodes, ((1, 0, 1.0), (2, 0, 0.5), (3, 1, 0.25), (4, 1, 2.0), (5, 1, -1.0)))
+
+
+def two_tokens() -> Graph:
+    """Two tokens; at the second, both sites of a layer have residual errors, and their components an edge."""
+    up = "layers.1.mlp.up_proj"
+    nodes = (
+        Node("output", "", 1, 110, 5.0, 0.0, 1.0, 0.6),
+        Node("component", DOWN, 1, 5, -1.5, 0.9, 0.7),
+        Node("component", up, 1, 5, 1.0, 0.9, 0.4),
+        Node("rest", DOWN, 1, -1, 0.0, 0.0, 0.06),
+        Node("rest", up, 1, -1, 0.0, 0.0, 0.06),
+        Node("embedding", "", 0, 104, 0.0, 0.0, 0.05),
+    )
+    return small_graph("hn", nodes, ((1, 0, 1.0), (2, 1, 0.5), (3, 0, 0.25), (4, 1, 2.0), (5, 2, -1.0)))
+
+
+def up_alone() -> Graph:
+    """Components of the network's first layer alone."""
+    nodes = (
+        Node("output", "", 2, 110, 5.0, 0.0, 1.0, 0.6),
+        Node("component", UP, 2, 3, 2.0, 1.0, 0.5),
+        Node("component", UP, 2, 0, 2.0, 1.0, 0.3),
+        Node("embedding", "", 2, 104, 0.0, 0.0, 0.05),
+    )
+    return small_graph("ten", nodes, ((1, 0, 1.0), (2, 0, -0.5), (3, 1, 0.25), (3, 2, 0.125)))
+
+
+def toy_graph() -> Graph:
+    """Two inputs and two outputs, which have no probability."""
+    nodes = (
+        Node("output", "", 0, 3, 0.5, 0.0, 0.75),
+        Node("output", "", 0, 1, 0.25, 0.0, 0.25),
+        Node("component", "linear2", 0, 1, 2.0, 1.0, 0.5),
+        Node("component", "linear1", 0, 2, 2.0, 1.0, 0.5),
+        Node("rest", "linear2", 0, -1, 0.0, 0.0, 0.06),
+        Node("rest", "linear1", 0, -1, 0.0, 0.0, 0.05),
+        Node("embedding", "", 0, 1, 0.0, 0.0, 0.05),
+        Node("embedding", "", 0, 3, 0.0, 0.0, 0.05),
+    )
+    ends = ((2, 0, 1.0), (2, 1, 0.5), (3, 2, 0.25), (4, 0, 0.1), (5, 2, 0.2), (6, 3, 1.5), (7, 3, -1.5))
+    return small_graph("", nodes, ends, TOY)
 
 
 def harvest_step(folder: Path, run: str) -> int:

@@ -1,0 +1,119 @@
+"""circuit-tracer's own page, served on loopback by its own handler, and the scripts that it takes from elsewhere.
+
+These come from the npm registry, in the versions below. A request to anywhere else fails the test that made it.
+"""
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page, Route
+
+from tests.lab.readers import LOCAL_SERVER, reader_module
+
+NPM = shutil.which("npm")
+PACKAGES = ("d3-jetpack@2.3.0", "dagre@0.8.5", "pako@2.1.0")
+SCRIPTS = {
+    "jetpack_2024-07-20.js": "d3-jetpack-2.3.0/package/build/d3v7+jetpack.js",
+    "dagre.min.js": "dagre-0.8.5/package/dist/dagre.min.js",
+    "pako.min.js": "pako-2.1.0/package/dist/pako.min.js",
+}
+"""Files of the packages, by the last part of the address at which the page asks for a script."""
+NOT_NEEDED = ("d3.js", "hotserver-client-ws.js", "npy_v0.js")
+"""d3 comes with d3-jetpack; the others reload a page under development and read arrays of NumPy."""
+DEMANDED = "PD_TEST_PAGES"
+"""Environment variable by which CI says that what these tests need must be there."""
+
+
+def fetch_packages(folder: Path) -> None:
+    """Unpacks the packages in ``folder``. Skips the test where there is no npm or no registry, except in CI."""
+    if NPM is None:
+        missing("no npm here (Debian: apt-get install npm), from whose registry the page's scripts come")
+    try:
+        subprocess.run(
+            [NPM, "pack", "--silent", "--prefer-offline", "--fetch-retries=1", "--fetch-timeout=30000", *PACKAGES],
+            cwd=folder, check=True, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    except subprocess.SubprocessError as error:
+        missing(f"npm cannot fetch the page's scripts: {error} {error.stderr}")
+    for archive in folder.glob("*.tgz"):
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder / archive.stem, filter="data")
+    assert all((folder / file).is_file() for file in SCRIPTS.values())
+
+
+def missing(what: str) -> NoReturn:
+    """Skips the test, or fails it in CI."""
+    if os.environ.get(DEMANDED):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@contextmanager
+def serving(data: Path) -> Iterator[str]:
+    """The address of the page, with the folder ``data`` as its data folder."""
+    local_server = reader_module(LOCAL_SERVER)
+    handler = functools.partial(
+        local_server.CircuitGraphHandler, frontend_dir=local_server.DEFAULT_FRONTEND_DIR, data_dir=str(data)
+    )
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def open_graph(page: Page, address: str, slug: str, packages: Path) -> list[str]:
+    """Opens a graph and waits until it is drawn. The list gets the addresses of what was asked for elsewhere, and of
+    what was not there."""
+    missed: list[str] = []
+
+    def answer(route: Route) -> None:
+        url = route.request.url
+        name = urlsplit(url).path.rpartition("/")[2]
+        if url.startswith(f"{address}/"):
+            route.continue_()
+        elif name in SCRIPTS:
+            route.fulfill(path=packages / SCRIPTS[name], content_type="text/javascript")
+        elif name in NOT_NEEDED:
+            route.fulfill(body="", content_type="text/javascript")
+        else:
+            missed.append(url)
+            route.abort()
+
+    page.route("**/*", answer)
+    page.on("response", lambda response: missed.append(response.url) if response.status >= 400 else None)
+    page.goto(f"{address}/index.html?slug={slug}")
+    page.locator(".link-graph text.node").first.wait_for(state="attached")
+    page.locator(".subgraph .supernode-container").first.wait_for(state="attached")
+    return missed
+
+
+def drawn(page: Page) -> tuple[dict[str, str], set[tuple[str, str, float]]]:
+    """Names of the nodes that the page draws, by id; and source, target and weight of each link between them."""
+    found = page.evaluate(
+        """() => {
+            const nodes = d3.selectAll('.link-graph text.node').data();
+            return JSON.stringify({
+                nodes: nodes.map(d => [d.nodeId, d.ppClerp]),
+                links: nodes.flatMap(d => d.sourceLinks.map(e => [e.source, e.target, e.weight])),
+            });
+        }"""
+    )
+    read = json.loads(found)
+    return dict(read["nodes"]), {(source, target, weight) for source, target, weight in read["links"]}
