@@ -4,6 +4,9 @@ PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Tools that read what `pd share` writes, for the tests. These load single modules (tests/lab/readers.py), which need
+# nothing of what the tools need themselves, torch above all.
+READERS := circuit-tracer sae-dashboard
 # JAX takes all cores by itself; two test processes keep both busy where compilation is single-threaded.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
 FAST := not slow and not acceptance and not slurm
@@ -101,6 +104,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "adding what the tests need"
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --no-deps $(READERS)
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed-dev

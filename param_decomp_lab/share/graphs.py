@@ -99,6 +99,8 @@ class _Writer:
         shared = self._of_step(graph.step)
         made_ms = file.stat().st_mtime_ns // 10**6
         about = About(slug, self._features(graph.step), self._creator, made_ms, self._reader)
+        if self._clusters and shared is None:
+            raise UserError(f"--clusters: no harvest of step {graph.step}, which graph {slug} is of, to take them from")
         clusters = shared.harvest.groups if shared is not None and self._clusters else None
         found = attribution_graph(graph, self._numbering, about, self._labels(graph), clusters, self._by_hand)
         write_json(folder / f"{slug}.json", found)

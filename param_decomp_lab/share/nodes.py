@@ -22,23 +22,23 @@ class Columns:
     """The prompt as a page draws it, a column for each token.
 
     A page calls an input by the token of its column. A toy has one position and several inputs: each of them gets a
-    column, and all else stands in one without a name behind them. circuit-tracer's page drops a node that occurs at
-    more than two thirds of the tokens, so a prompt of one token gets a column without a name, too.
+    column, and all other nodes stand in one without a name behind them. circuit-tracer's page draws no graph whose
+    nodes are all in the first column, so a prompt of one token gets a column without a name before it.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._inputs: dict[int, int] = {}
-        if graph.token_ids:
-            self.tokens = [*graph.tokens, *([""] if len(graph.tokens) == 1 else [])]
-        else:
-            numbers = [node.number for node in graph.nodes if node.kind == "embedding"]
-            self._inputs = {number: column for column, number in enumerate(numbers)}
-            self.tokens = [*(f"feature {number}" for number in numbers), *([""] * max(1, 2 - len(numbers)))]
         self._is_text = bool(graph.token_ids)
+        numbers = [] if self._is_text else [node.number for node in graph.nodes if node.kind == "embedding"]
+        self._inputs = {number: column for column, number in enumerate(numbers)}
+        self._before = 1 if len(graph.tokens) == 1 else 0
+        if self._is_text:
+            self.tokens = [*[""] * self._before, *graph.tokens]
+        else:
+            self.tokens = [*(f"feature {number}" for number in numbers), *[""] * max(1, 2 - len(numbers))]
 
     def of(self, node: Node) -> int:
         if self._is_text:
-            return max(node.position, 0)
+            return max(node.position, 0) + self._before
         return self._inputs[node.number] if node.kind == "embedding" else len(self.tokens) - 1
 
 

@@ -1,5 +1,6 @@
 """A run to share, with labels and a graph by hand that has every kind of node; and the field tables of formats."""
 
+import gzip
 import json
 import re
 import shutil
@@ -132,6 +133,11 @@ def toy_graph() -> Graph:
 def harvest_step(folder: Path, run: str) -> int:
     [found] = find_harvests(folder / run)
     return int(json.loads((found / "harvest.json").read_text())["step"])
+
+
+def read(file: Path) -> Any:
+    """A JSON file, compressed or not."""
+    return json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
 
 
 def mistakes(value: Any, kind: str, where: str = "it") -> list[str]:

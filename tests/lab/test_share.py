@@ -1,7 +1,5 @@
-"""`pd share`: files in the formats of other tools, held against their field tables, and copies of pages whose links all
-lead somewhere."""
+"""`pd share graph`, and the copies of `pd share site`, whose links all lead somewhere."""
 
-import gzip
 import json
 import shutil
 from html import unescape
@@ -21,7 +19,6 @@ from param_decomp_lab.share.graphs import share_graphs
 from param_decomp_lab.share.links import relative_page
 from param_decomp_lab.share.numbering import Numbering, pair, run_numbering, unpair
 from param_decomp_lab.share.shared_run import open_shared
-from param_decomp_lab.share.site import share_site
 from tests.lab.shared_folders import (
     DOWN,
     GOLDEN,
@@ -29,13 +26,13 @@ from tests.lab.shared_folders import (
     LABEL,
     LLAMA,
     MARKUP,
-    MODEL,
     STEP,
     TOY,
     UP,
     hand_graph,
     hrefs,
     mistakes,
+    read,
     share_copy,
 )  # fmt: skip
 from tests.lab.tiny_run import SITES, pd_here
@@ -56,45 +53,33 @@ def harvest(run: Path) -> Harvest:
     return Harvest(find_harvests(run)[0])
 
 
-def read(file: Path) -> Any:
-    return json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
-
-
 # ---- the field tables ----
 
-HAND_MADE = {"graph.json": "Graph", "feature.json": "FeatureFile", "batch.json": "Batch"}
 
-
-@pytest.mark.parametrize("name", HAND_MADE)
-def test_the_tables_take_what_was_published(name: str) -> None:
-    assert mistakes(read(GOLDEN / name), HAND_MADE[name]) == []
+def test_the_tables_take_what_was_published() -> None:
+    assert mistakes(read(GOLDEN / "graph.json"), "Graph") == []
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "value"),
+    ("path", "value"),
     [
-        ("graph.json", ("metadata", "slug"), None),
-        ("graph.json", ("metadata", "schema_version"), "1"),
-        ("graph.json", ("nodes", 1, "layer"), 4),
-        ("graph.json", ("nodes", 1, "ctx_idx"), 1.0),
-        ("graph.json", ("nodes", 1, "is_target_logit"), 0),
-        ("graph.json", ("nodes", 1, "label"), "x"),
-        ("graph.json", ("qParams", "supernodes"), ["a"]),
-        ("graph.json", ("links", 0, "weight"), True),
-        ("feature.json", ("index",), "148"),
-        ("feature.json", ("examples_quantiles", 0, "examples", 0, "tokens_acts_list"), ["0"]),
-        ("batch.json", ("features", 0, "activations", 0, "values"), None),
-        ("batch.json", ("features", 0, "feature_index"), "14"),
-        ("batch.json", ("features", 0, "explanations", 0, "author"), "Ada"),
+        (("metadata", "slug"), None),
+        (("metadata", "schema_version"), "1"),
+        (("nodes", 1, "layer"), 4),
+        (("nodes", 1, "ctx_idx"), 1.0),
+        (("nodes", 1, "is_target_logit"), 0),
+        (("nodes", 1, "label"), "x"),
+        (("qParams", "supernodes"), ["a"]),
+        (("links", 0, "weight"), True),
     ],
 )
-def test_the_tables_refuse_other_types_and_fields(name: str, path: tuple[Any, ...], value: object) -> None:
-    whole = read(GOLDEN / name)
+def test_the_tables_refuse_other_types_and_fields(path: tuple[Any, ...], value: object) -> None:
+    whole = read(GOLDEN / "graph.json")
     place = whole
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
-    assert len(mistakes(whole, HAND_MADE[name])) == 1
+    assert len(mistakes(whole, "Graph")) == 1
 
 
 # ---- numbers ----
@@ -107,17 +92,17 @@ def test_the_pairing_can_be_taken_back(layer: int, feature: int) -> None:
 
 
 def test_numbers_of_components() -> None:
-    sites = [("embed", -1, 7), ("layers.0.q", 0, 3), ("layers.0.k", 0, 5), ("layers.2.q", 2, 4)]
+    sites = [("embed", 7), ("layers.0.q", 3), ("layers.0.k", 5), ("layers.2.q", 4)]
     numbering = Numbering(sites)
-    found = [(name, n) for name, _, C in sites for n in range(C)]
+    found = [(name, n) for name, C in sites for n in range(C)]
     numbers = [numbering.feature(*component) for component in found]
     assert len(set(numbers)) == len(found)
     assert [numbering.component(*number) for number in numbers] == found
-    assert numbering.feature("embed", 6) == (0, 6)
-    assert numbering.feature("layers.0.k", 4) == (1, 7)
-    assert numbering.n_layers == 4
-    assert {site["name"]: site["first"] for site in numbering.to_json()["sites"]}["layers.0.k"] == 3
-    for layer, feature in ((1, 8), (2, 0), (9, 0), (0, -1)):
+    assert numbering.feature("embed", 6) == (1, 6)
+    assert numbering.feature("layers.0.k", 4) == (3, 4)
+    assert numbering.n_layers == 5
+    assert {site["name"]: site["layer"] for site in numbering.to_json()["sites"]}["layers.2.q"] == 4
+    for layer, feature in ((1, 7), (0, 0), (9, 0), (1, -1)):
         with pytest.raises(KeyError):
             numbering.component(layer, feature)
     with pytest.raises(UserError, match="components 0 to 2"):
@@ -132,21 +117,18 @@ def test_numbers_of_components() -> None:
 @pytest.fixture(scope="module")
 def graphs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("graphs") / "out"
-    url = "https://example.org/features/"
-    outcome = pd_here("share", "graph", run, "--out", out, "--creator", "Ada", "--features-url", url)
+    outcome = pd_here("share", "graph", run, "--out", out, "--creator", "Ada")
     assert outcome.status == 0, outcome
     assert "1 graph with 11 nodes and 8 links, 4 feature files" in outcome.out
     return out
 
 
-def test_a_graph_fits_its_tables_and_loses_nothing(run: Path, graphs: Path) -> None:
+def test_a_graph_loses_nothing(run: Path, graphs: Path) -> None:
     found, graph = read(graphs / f"{GRAPH}.json"), hand_graph()
     assert mistakes(found, "Graph") == []
     assert mistakes(read(graphs / "graph-metadata.json"), "GraphList") == []
     assert read(graphs / "graph-metadata.json") == {"graphs": [found["metadata"]]}
     assert found["metadata"]["info"]["creator_name"] == "Ada"
-    scan = found["metadata"]["scan"]
-    assert found["metadata"]["feature_details"]["feature_json_base_url"] == f"https://example.org/features/{scan}"
     numbering = run_numbering(run)
     assert [site["C"] for site in found["metadata"]["param_decomp"]["numbering"]["sites"]] == list(SITES.values())
     of_id = {}
@@ -162,7 +144,8 @@ def test_a_graph_fits_its_tables_and_loses_nothing(run: Path, graphs: Path) -> N
             assert numbering.component(layer, feature) == (node.site, node.number)
             assert made["node_id"] == f"{layer}_{feature}_{node.position}"
             assert made["layer"] == str(layer)
-            assert made["activation"] == node.value
+            assert made["activation"] == node.importance
+            assert made["param_decomp"] == {"site": node.site, "component": node.number, "a": node.value}
     assert len(of_id) == len(graph.nodes)
     assert len({made["jsNodeId"] for made in found["nodes"]}) == len(graph.nodes)
     links = [(of_id[link["source"]], of_id[link["target"]], link["weight"]) for link in found["links"]]
@@ -171,7 +154,8 @@ def test_a_graph_fits_its_tables_and_loses_nothing(run: Path, graphs: Path) -> N
     assert [made["token_prob"] for made in found["nodes"][:3]] == [0.6, 0.2, 0.0]
     names = [made["clerp"] for made in found["nodes"]]
     assert names[0] == 'Output "n" (p=0.600)'
-    assert names[2:5] == ["ends of words", LABEL, LABEL]
+    assert names[2] == "ends of words"
+    assert names[3] == names[4] == LABEL.replace("</", "‹/").replace("<script", "‹script").replace("<img", "‹img")
     assert names[6:] == [
         "layers.0.mlp.down_proj 0", f"{DOWN}, the rest", "layers.1.mlp.up_proj, the rest", 'Emb: "h"', "all biases"
     ]  # fmt: skip
@@ -186,45 +170,25 @@ def test_influence_is_a_threshold(graphs: Path) -> None:
 
 
 def test_groups_are_supernodes(run: Path, graphs: Path, harvest: Harvest, tmp_path: Path) -> None:
-    params = read(graphs / f"{GRAPH}.json")["qParams"]
+    """Only where they are asked for: one with nearly all components is no help."""
     components = [node for node in hand_graph().nodes if node.kind == "component"]
-    ids = dict(zip(components, ["1_25_3", "0_3_1", "0_3_3", "0_0_3", "0_20_3"], strict=True))
+    ids = dict(zip(components, ["4_5_3", "1_3_1", "1_3_3", "1_0_3", "2_0_3"], strict=True))
+    params = read(graphs / f"{GRAPH}.json")["qParams"]
+    assert params["supernodes"] == []
+    assert params["pinnedIds"] == ["5_110_3", "5_101_3", *ids.values()]
+
+    def supernodes(*flags: object) -> Any:
+        outcome = pd_here("share", "graph", run, GRAPH, "--out", tmp_path / "out", "--overwrite", *flags)
+        assert outcome.status == 0, outcome
+        return read(tmp_path / "out" / f"{GRAPH}.json")["qParams"]["supernodes"]
+
     own = {harvest.groups.group_of(node.site, node.number) for node in components}
     expected = [
         [f"group {group}", *(i for n, i in ids.items() if harvest.groups.group_of(n.site, n.number) == group)]
         for group in sorted(group for group in own if group is not None)
     ]
-    assert params["supernodes"] == [group for group in expected if len(group) > 2]
-    assert params["supernodes"]
-    assert params["pinnedIds"] == ["3_110_3", "3_101_3", *ids.values()]
-    out = tmp_path / "by-hand"
-    outcome = pd_here("share", "graph", run, GRAPH, "--out", out, "--group", f"mine={UP}:3@1, {DOWN}:5@3")
-    assert outcome.status == 0, outcome
-    assert read(out / f"{GRAPH}.json")["qParams"]["supernodes"] == [["mine", "0_3_1", "1_25_3"]]
-
-
-def test_feature_files(graphs: Path, run: Path, harvest: Harvest) -> None:
-    [folder] = (graphs / "features").iterdir()
-    components = {(n.site, n.number) for n in hand_graph().components}
-    numbering = run_numbering(run)
-    assert {numbering.component(*unpair(int(file.stem))) for file in folder.iterdir()} == components
-    for file in folder.iterdir():
-        found = read(file)
-        assert mistakes(found, "FeatureFile") == []
-        assert found["index"] == int(file.stem)
-        site, number = numbering.component(*unpair(found["index"]))
-        top, uniform = ([e for e in harvest.examples(site, number) if e.kind == kind] for kind in ("top", "uniform"))
-        vocabulary = harvest.vocabulary
-        for quantile, examples in zip(found["examples_quantiles"], (top, uniform), strict=True):
-            for shown, example in zip(quantile["examples"], examples, strict=True):
-                assert shown["tokens"] == [vocabulary[i].as_py() for i in example.tokens]
-                assert shown["tokens_acts_list"] == pytest.approx(example.importances.tolist(), rel=1e-5)
-                assert example.first + shown["train_token_ind"] == example.position
-                assert found["act_min"] <= min(shown["tokens_acts_list"])
-                assert max(shown["tokens_acts_list"]) <= found["act_max"]
-        weights = harvest.weights(site, number)
-        assert found["top_logits"] == [vocabulary[i].as_py() for i in weights["promoted"]]
-        assert (len(found["bottom_logits"]) > 0) == (site == DOWN or "down" in site)
+    assert supernodes("--clusters") == [group for group in expected if len(group) > 2] != []
+    assert supernodes("--group", f"mine={UP}:3@1, {DOWN}:5@3") == [["mine", "1_3_1", "4_5_3"]]
 
 
 def test_graphs_that_are_not_of_this_run(run: Path, tmp_path: Path) -> None:
@@ -243,7 +207,8 @@ def test_graphs_that_are_not_of_this_run(run: Path, tmp_path: Path) -> None:
     refused(
         "position 4, where it has no token", nodes=(type(nodes[2])("component", UP, 4, 3, 1.0, 1.0, 1.0),), edges=()
     )
-    refused("two nodes 0_3_1", nodes=(nodes[3], nodes[3]), edges=())
+    refused("two nodes 1_3_1", nodes=(nodes[3], nodes[3]), edges=())
+    refused("has no outputs", nodes=nodes[2:], edges=())
     refused("not finite", nodes=nodes[:4], edges=(Edge(3, 2, float("inf"), 0.1),))
     file.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
@@ -259,81 +224,9 @@ def test_a_graph_of_a_step_without_harvest(run: Path, tmp_path: Path) -> None:
     assert "0 feature files" in outcome.out
     found = read(tmp_path / "out" / "early.json")
     assert mistakes(found, "Graph") == []
-    assert found["qParams"]["supernodes"] == []
-
-
-# ---- components ----
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-def test_batches(run: Path, harvest: Harvest, tmp_path: Path, compressed: bool) -> None:
-    out = tmp_path / "out"
-    flags = ["--gzip", "--model", "tiny", "--source-set", "x"] if compressed else []
-    outcome = pd_here("share", "components", run, "--out", out, "--batch", 7, "--sites", "*.up_proj", *flags)
-    assert outcome.status == 0, outcome
-    model, ending = ("tiny", "json.gz") if compressed else (LLAMA, "json")
-    assert {path.name for path in (out / model).iterdir()} == {
-        f"{layer}-mlp_up_proj-{'x' if compressed else 'pd'}" for layer in (0, 1)
-    }
-    for layer in (0, 1):
-        site = f"layers.{layer}.mlp.up_proj"
-        folder = out / model / f"{layer}-mlp_up_proj-{'x' if compressed else 'pd'}"
-        batches = [read(folder / f"batch-{n}.{ending}") for n in range(len(list(folder.iterdir())))]
-        for batch in batches:
-            assert mistakes(batch, "Batch") == []
-            assert (batch["model_id"], batch["layer"]) == (model, layer)
-            assert f"{layer}-{batch['sae_set']}" == folder.name
-        assert [len(batch["features"]) for batch in batches[:-1]] == [7] * (len(batches) - 1)
-        features = {f["feature_index"]: f for batch in batches for f in batch["features"]}
-        summary = harvest.summary(site)
-        assert list(features) == [n for n in range(20) if summary.firings[n] > 0]
-        for n, feature in features.items():
-            assert feature["frac_nonzero"] == pytest.approx(summary.density[n], rel=1e-5)
-            assert sum(feature["freq_hist_data_bar_heights"]) == summary.firings[n]
-            assert "/" not in feature["dataset"]
-            examples = harvest.examples(site, n)
-            for shown, example in zip(feature["activations"], examples, strict=True):
-                assert shown["maxValue"] == max(shown["values"]) == shown["values"][shown["maxValueTokenIndex"]]
-                assert example.first + shown["qualifying_token_index"] == example.position
-                assert shown["dataIndex"] == f"{example.row}:{example.position}"
-                assert shown["bin_min"] - 1e-6 <= example.importance <= shown["bin_max"] + 1e-6
-                assert (shown["bin_contains"] == 1) == (example.kind == "uniform" or summary.firings[n] <= 4)
-
-
-def test_labels_and_logits_of_batches(run: Path, harvest: Harvest, tmp_path: Path) -> None:
-    outcome = pd_here("share", "components", run, "--out", tmp_path / "out")
-    assert outcome.status == 0, outcome
-    assert "2 of them labelled" in outcome.out
-
-    def feature(source: str, number: int) -> dict[str, Any]:
-        batch = read(tmp_path / "out" / LLAMA / source / "batch-0.json")
-        found: dict[str, Any] = next(f for f in batch["features"] if f["feature_index"] == number)
-        return found
-
-    [by_ada] = feature("0-mlp_up_proj-pd", 3)["explanations"]
-    assert (by_ada["description"], by_ada["authorName"]) == (LABEL, "Ada")
-    assert by_ada["explanationModelName"] is None
-    written = feature("1-mlp_down_proj-pd", 5)
-    assert written["explanations"][0]["explanationModelName"] == MODEL
-    weights = harvest.weights(DOWN, 5)
-    assert written["pos_values"] == pytest.approx(weights["promoted_logits"], rel=1e-5)
-    assert written["pos_str"] == [harvest.vocabulary[i].as_py() for i in weights["promoted"]]
-    assert written["neg_values"] == pytest.approx(weights["suppressed_logits"], rel=1e-5)
-    assert feature("0-mlp_up_proj-pd", 0)["explanations"] == []
-
-
-def test_a_toy(runs: Path, tmp_path: Path) -> None:
-    outcome = pd_here("share", "components", runs / TOY, "--out", tmp_path / "out")
-    assert outcome.status == 0, outcome
-    files = [*(tmp_path / "out" / TOY).glob("*/batch-*.json")]
-    assert {file.parent.name for file in files} == {"0-linear1-pd", "1-hidden_layers_0-pd", "2-linear2-pd"}
-    for file in files:
-        assert mistakes(read(file), "Batch") == []
-        for feature in read(file)["features"]:
-            assert all(a["tokens"][0].startswith("feature ") for a in feature["activations"])
-    made = share_site(open_shared(runs / TOY, None), tmp_path / "site", most=4)
-    assert (made.components, made.graphs) == (4, 0)
-    assert "feature" in (tmp_path / "site" / "index.html").read_text()
+    told = pd_here("share", "graph", run, file, "--out", tmp_path / "clusters", "--clusters")
+    assert told.status == 2
+    assert "--clusters: no harvest of step 20" in told.err
 
 
 # ---- a copy of the pages ----
@@ -459,9 +352,25 @@ def test_chosen_components_and_graphs(run: Path, tmp_path: Path) -> None:
         (("graph", "RUN/harvests"), "is not the folder of a run"),
         (("graph", "RUN", "--group", "mine"), "should be NAME=NODE"),
         (("graph", "RUN", "--group", f"mine={UP}:3@2"), "no graph has a node"),
+        (("graph", "RUN", "--group", f"mine={UP}:3@1", "--clusters"), "give one of the two"),
+        (("graph", "RUN", "--for", "neuronpedia"), "give its id, --model ID"),
+        (("graph", "RUN", "--features-url", "https://example.org/f"), "give its id, --model ID"),
+        (("graph", "RUN", "--for", "circuit-tracer", "--model", "m"), "--model is for Neuronpedia's page"),
+        (("graph", "RUN", "--model", "gemma-2-2b", "--features-url", "https://example.org/f"), "give --source-set"),
+        (("graph", "RUN", "--model", "gpt2-small"), "give --source-set or --features-url"),
+        (("graph", "RUN", "--model", "m", "--source-set", "a_b"), "takes letters and digits, and hyphens"),
+        (
+            ("graph", "RUN", "--model", "m", "--source-set", "a", "--features-url", "https://e.org"),
+            "give one of the two",
+        ),
         (("components", "RUN/graphs"), "has no harvest; make one with `pd harvest"),
         (("components", "RUN", "--sites", "*.q_proj"), "matches no site"),
         (("components", "RUN", "--model", "a/b"), "--model a/b: use letters"),
+        (("components", "RUN", "--source-set", "mlp_down-pd"), "takes letters and digits, and hyphens"),
+        (("components", "RUN", "--for", "neuronpedia"), "give its id, --model ID"),
+        (("components", "RUN", "--for", "neuronpedia", "--model", "m", "--batch", "129"), "at most 128 features"),
+        (("components", "RUN", "--for", "neuronpedia", "--model", "m", "--gzip"), "--gzip is for --for sae-dashboard"),
+        (("components", "RUN", "--for", "circuit-tracer"), "shows the components of graphs alone; use pd share graph"),
         (("components", "RUN", "--harvest", "none"), "has no harvest 'none'"),
         (("site", "nowhere"), "is not a folder"),
         (("site", "RUN", "--components", "layers.0.mlp.up:1"), "is no site"),

@@ -1,5 +1,5 @@
-"""Graphs of `pd share graph`, opened by circuit-tracer's own page in Chromium. Skipped where there is no Chromium, or no
-npm with its registry, from which the page's libraries come."""
+"""Graphs of `pd share graph`, opened by circuit-tracer's own page in Chromium. Skipped where there is no Chromium, or
+no npm with its registry, from which the page's libraries come."""
 
 import json
 from collections.abc import Iterator
@@ -100,11 +100,13 @@ def test_a_click_shows_a_component(shared: dict[str, Path], packages: Path, brow
         detail = page.locator(".feature-detail")
         detail.locator(".example-quantile").first.wait_for()
         assert detail.locator(".quantile-title").all_inner_texts() == [
-            "Where it matters most (largest λ) ".strip(),
+            "Where it matters most (largest λ)",
             "Uniform sample of its firings",
         ]
         examples = [example for quantile in feature["examples_quantiles"] for example in quantile["examples"]]
-        assert detail.locator(".ctx-container").count() == len(examples) == 8
+        shown = detail.locator(".feature-example-list .ctx-container")
+        assert shown.count() == len(examples) == 8
+        assert "".join(examples[0]["tokens"]).split() == shown.first.inner_text().split()
         title = detail.locator(".feature-title span").first
         title.filter(has_text="Freq").wait_for()
         rank = sum(value < node["activation"] for value in feature["quantile_values"]) + 1
