@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from param_decomp_lab.graph import Graph
+from param_decomp_lab.opening import load_run
 from param_decomp_lab.share.graphs import share_graphs
 from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, watched
 from tests.lab.circuit_tracer_page import drawn, fetch_packages, missing, open_graph, serving
@@ -60,11 +61,29 @@ def shared(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_the_page_draws_what_is_in_the_file(
     shared: dict[str, Path], packages: Path, browser: Browser, run: str, name: str
 ) -> None:
-    file = json.loads((shared[run] / f"{name}.json").read_text())
-    graph: Graph = GRAPHS[run][name]
+    assert_drawn(shared[run], name, GRAPHS[run][name], packages, browser)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["th", "1=0.75 3"])
+def test_the_page_draws_graphs_of_runs(
+    finished: Path, toy: Path, packages: Path, browser: Browser, tmp_path: Path, prompt: str
+) -> None:
+    """As `pd graph` makes them. At the second of two tokens, all sites have residual errors."""
+    run = finished if prompt == "th" else toy / "p-00000001"
+    graph = load_run(run).graph(prompt, nodes_share=1.0)
+    graph.save(tmp_path / "own.json")
+    share_graphs(run, [str(tmp_path / "own.json")], tmp_path / "out")
+    assert sum(node.kind == "rest" for node in graph.nodes) > 2
+    assert_drawn(tmp_path / "out", "own", graph, packages, browser)
+
+
+def assert_drawn(folder: Path, name: str, graph: Graph, packages: Path, browser: Browser) -> None:
+    """The page draws the nodes and links of ``graph``, from its file in ``folder``, and has nothing to complain of."""
+    file = json.loads((folder / f"{name}.json").read_text())
     said: list[str] = []
     page = watched(browser, said)
-    with serving(shared[run]) as address:
+    with serving(folder) as address:
         missed = open_graph(page, address, name, packages)
         nodes, links = drawn(page)
         assert len(nodes) == len(graph.nodes)
