@@ -52,7 +52,7 @@ def share_graphs(
 ) -> GraphExport:
     """Writes graphs of a run into the new folder ``out``. ``names``: of kept graphs, or files; all kept ones by
     default. ``clusters``: make supernodes of the harvest's groups. Raises UserError for a graph that is not there, not
-    of this run, or one that ``reader`` cannot show; for what is no such node of ``by_hand``; and for ``clusters``
+    of this run, or one that ``reader`` cannot show; for ids in ``by_hand`` that no graph has; and for ``clusters``
     where there are none."""
     refuse_existing(out, marker=MARKER, overwrite=overwrite)
     if not (run / CONFIG_FILE).is_file():

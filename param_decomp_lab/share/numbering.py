@@ -45,7 +45,7 @@ class Numbering:
     def site(self, name: str) -> NumberedSite:
         """Raises UserError for a site that the run does not have."""
         if name not in self.sites:
-            raise UserError(f"'{name}' is no site of this run; {nearest(name, self.sites)}")
+            raise UserError(f"'{name}' is not a site of this run; {nearest(name, self.sites)}")
         return self.sites[name]
 
     def feature(self, site: str, component: int) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def unpair(index: int) -> tuple[int, int]:
 
 
 def run_numbering(folder: Path) -> Numbering:
-    """Of the run in ``folder``. Reads its configuration, and no array. Raises UserError if there is no run."""
+    """Layer numbers of the run in ``folder``. Reads its configuration only. Raises UserError where no run is."""
     from param_decomp_lab.opening.target import find_architecture
     from param_decomp_lab.run_folder.folder import saved_config
     from param_decomp_lab.setup.problem import make_problem

@@ -51,7 +51,7 @@ class SharedRun:
         return [str(text) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
 
     def shown(self, example: Example) -> ShownExample:
-        """Of a toy, the input is one token: its active features with their values."""
+        """The tokens around an example, or a toy's input as one token: its active features with their values."""
         if self.harvest.plan.inputs == "features":
             row = self.harvest.row(example.row)
             named = zip(self.words(example.tokens), example.tokens, strict=True)

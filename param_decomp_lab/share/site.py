@@ -31,7 +31,7 @@ from param_decomp_lab.share.shared_run import MARKER, SharedRun
 
 STATIC = "/static"
 MEMBER_PAGES = 10
-"""Of a group's members: a group may have tens of thousands."""
+"""Pages shown of a group's members, which may be tens of thousands."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Copy:
 
 
 def _pages(n: int, size: int) -> int:
-    """Of a list of ``n`` entries, ``size`` on each."""
+    """Pages of a list of ``n`` entries, ``size`` on each."""
     return max(1, -(-n // size))
 
 

@@ -107,7 +107,7 @@ def test_numbers_of_components() -> None:
             numbering.component(layer, feature)
     with pytest.raises(UserError, match="components 0 to 2"):
         numbering.feature("layers.0.q", 3)
-    with pytest.raises(UserError, match="no site of this run"):
+    with pytest.raises(UserError, match="not a site of this run"):
         numbering.feature("layers.9.q", 3)
 
 
@@ -162,7 +162,7 @@ def test_a_graph_loses_nothing(run: Path, graphs: Path) -> None:
 
 
 def test_influence_is_a_threshold(graphs: Path) -> None:
-    """Of circuit-tracer's page: nodes up to a threshold have that share of all influence."""
+    """As circuit-tracer's page has it: nodes up to a threshold have that share of all influence."""
     nodes = read(graphs / f"{GRAPH}.json")["nodes"]
     assert [node["influence"] for node in nodes[:2]] == [None, None]
     assert [node["influence"] for node in nodes[2:6]] == pytest.approx([0.28, 0.48, 0.6, 0.68])
@@ -202,7 +202,9 @@ def test_graphs_that_are_not_of_this_run(run: Path, tmp_path: Path) -> None:
         assert not out.exists()
 
     nodes = hand_graph().nodes
-    refused("'elsewhere' is no site", nodes=(type(nodes[2])("component", "elsewhere", 1, 3, 1.0, 1.0, 1.0),), edges=())
+    refused(
+        "'elsewhere' is not a site", nodes=(type(nodes[2])("component", "elsewhere", 1, 3, 1.0, 1.0, 1.0),), edges=()
+    )
     refused("no component 99", nodes=(type(nodes[2])("component", UP, 1, 99, 1.0, 1.0, 1.0),), edges=())
     refused(
         "position 4, where it has no token", nodes=(type(nodes[2])("component", UP, 4, 3, 1.0, 1.0, 1.0),), edges=()

@@ -112,7 +112,7 @@ def test_every_graph_is_one_of_the_reader(shared: dict[tuple[str, str], Path], r
 
 @pytest.mark.parametrize(("run", "name"), CASES)
 def test_no_link_lies_within_a_layer(shared: dict[tuple[str, str], Path], run: str, name: str) -> None:
-    """Of an MLP's sites, the one that reads comes after the one that is read."""
+    """An MLP's `down_proj` comes after the `up_proj` that it reads."""
     found = read_graph(read(shared[run, "circuit-tracer"] / f"{name}.json"))
     layers = {node.node_id: -1 if node.layer == "E" else int(node.layer) for node in found.nodes}
     for link in found.links:
