@@ -52,7 +52,7 @@ def fetch_packages(folder: Path) -> None:
         missing("no npm here (Debian: apt-get install npm), from whose registry the page's scripts come")
     try:
         subprocess.run(
-            [NPM, "pack", "--silent", "--prefer-offline", "--fetch-retries=1", "--fetch-timeout=30000", *PACKAGES],
+            [NPM, "pack", "--loglevel=error", "--prefer-offline", "--fetch-retries=1", "--fetch-timeout=30000", *PACKAGES],
             cwd=folder, check=True, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     except subprocess.SubprocessError as error:
