@@ -50,10 +50,10 @@ def fetch_packages(folder: Path) -> None:
     """Unpacks the packages in ``folder``. Skips the test where there is no npm or no registry, except in CI."""
     if NPM is None:
         missing("no npm here (Debian: apt-get install npm), from whose registry the page's scripts come")
+    options = ("--loglevel=error", "--prefer-offline", "--fetch-retries=1", "--fetch-timeout=30000")
     try:
         subprocess.run(
-            [NPM, "pack", "--loglevel=error", "--prefer-offline", "--fetch-retries=1", "--fetch-timeout=30000", *PACKAGES],
-            cwd=folder, check=True, capture_output=True, text=True, timeout=120,
+            [NPM, "pack", *options, *PACKAGES], cwd=folder, check=True, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     except subprocess.SubprocessError as error:
         missing(f"npm cannot fetch the page's scripts: {error} {error.stderr}")
