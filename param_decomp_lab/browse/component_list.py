@@ -15,6 +15,7 @@ from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Summary
 from param_decomp_lab.harvest_files.tables import RARE_TOKEN, table_file
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import printable
 
 PAGE = 50
@@ -134,7 +135,7 @@ def _match(opened: Opened, site: str, search: str, labels: dict[int, str], summa
     tokens = matching_tokens(opened, search)
     if len(tokens):
         harvest = opened.harvest
-        file = table_file(harvest.folder, "tokens", harvest.sites[site])
+        file = regular_file(table_file(harvest.folder, "tokens", harvest.sites[site]), "the tokens")
         try:
             rows = (
                 _engine()

@@ -19,6 +19,7 @@ from jaxtyping import Int, Int32, UInt
 
 from param_decomp_lab.data.meta import COLUMN
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import printable
 
 SUFFIX = ".arrow"
@@ -145,7 +146,7 @@ class ArrowRows:
         # Opened for each call: data sets may have more shards than a process may have files open.
         path = self._files[file]
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(regular_file(path, "a shard"), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 yield descriptor
             finally:
@@ -198,10 +199,8 @@ def shard_rows(file: Path) -> tuple[int, int]:
 
 def _open_shard(file: Path, number: int) -> tuple[int, np.dtype[np.unsignedinteger], list[_Batch]]:
     """Tokens in a row, the type of an id, and where the record batches lie. Reads no token."""
-    if not file.is_file():  # a pipe would be waited for
-        raise UserError(f"{file} is no regular file; shards are")
     try:
-        with pa.memory_map(str(file)) as mapped:
+        with pa.memory_map(str(regular_file(file, "a shard"))) as mapped:
             size = mapped.size()
             reader = pa.ipc.open_file(mapped)
             length, width = _row_type(file, reader.schema)

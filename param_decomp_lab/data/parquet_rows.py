@@ -11,6 +11,7 @@ from jaxtyping import Int, Int32
 
 from param_decomp_lab.data.meta import COLUMN
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import first_few
 
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
@@ -98,7 +99,9 @@ class ParquetRows:
         file, group = self._groups[number]
         path, shard = self._files[file]
         try:
-            parquet = pq.ParquetFile(path, metadata=shard, memory_map=True, page_checksum_verification=True)
+            parquet = pq.ParquetFile(
+                regular_file(path, "a shard"), metadata=shard, memory_map=True, page_checksum_verification=True
+            )
             column = parquet.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks()
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}): it is damaged; copy or tokenize it again") from error
@@ -159,10 +162,8 @@ def _n_values(metadata: pq.FileMetaData, group: int) -> int:
 
 
 def _metadata(path: Path) -> pq.FileMetaData:
-    if not path.is_file():  # a pipe would be waited for
-        raise UserError(f"{path} is no regular file; Parquet shards are")
     try:
-        file = pq.ParquetFile(path, memory_map=True)
+        file = pq.ParquetFile(regular_file(path, "a shard"), memory_map=True)
         names = file.schema_arrow.names
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a whole Parquet file ({error}): copy or tokenize it again") from error

@@ -4,7 +4,6 @@ Long text files and files of JSON lines are cut at lines, Parquet files at row g
 """
 
 import io
-import os
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.records import BadRecord, Column, column_documents, record_document, require_column
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.json_text import TITLES, parse_json
 from param_decomp_lab.untrusted.printable import printable
 
@@ -126,7 +126,7 @@ class FileSpan:
 
     def _parquet_rows(self, column: Column) -> Iterator[Document | BadRecord]:
         with _explained(self.file):
-            file = pq.ParquetFile(self.file, memory_map=True)
+            file = pq.ParquetFile(regular_file(Path(self.file), "a text"), memory_map=True)
             require_column(self.file, file.schema_arrow.names, column)
             first = 1 + sum(file.metadata.row_group(group).num_rows for group in range(self.start))
             batches = file.iter_batches(
@@ -141,8 +141,7 @@ class FileSpan:
 def _opened(file: str) -> Iterator[io.BufferedReader]:
     """A file's bytes, decompressed as the ending of its name says. Raises UserError for what is wrong with them, or no
     regular file."""
-    if not os.path.isfile(file):  # a pipe would be waited for
-        raise UserError(f"{file} is no regular file")
+    regular_file(Path(file), "a text")
     with _explained(file):
         packed = file.endswith(COMPRESSIONS)
         with io.BufferedReader(pa.input_stream(file, compression="detect")) if packed else open(file, "rb") as opened:
@@ -238,7 +237,7 @@ def _is_json_list(file: str) -> bool:
 
 def _parquet_spans(file: str, changed: int, span_bytes: int) -> list[FileSpan]:
     try:
-        metadata = pq.ParquetFile(file, memory_map=True).metadata
+        metadata = pq.ParquetFile(regular_file(Path(file), "a text"), memory_map=True).metadata
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} is not a whole Parquet file ({printable(str(error), 300)}): copy it again") from error
     spans, start, size = [], 0, 0

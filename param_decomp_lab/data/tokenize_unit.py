@@ -16,6 +16,7 @@ from param_decomp_lab.data.plan import Plan, Settings, Unit
 from param_decomp_lab.data.records import BadRecord
 from param_decomp_lab.data.token_writer import TokenWriter, Written
 from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import shortened
 
 PIECES_AT_ONCE = 1024
@@ -61,7 +62,7 @@ class UnitRecord:
 
     @classmethod
     def load(cls, file: Path) -> "UnitRecord":
-        with np.load(file, allow_pickle=False) as arrays:
+        with np.load(regular_file(file, "a record"), allow_pickle=False) as arrays:
             written: dict[Split, Written] = {}
             splits: tuple[Split, Split] = ("train", "eval")
             for split in splits:

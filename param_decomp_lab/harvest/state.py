@@ -18,6 +18,7 @@ from param_decomp_lab.harvest.examples import AROUND, Examples
 from param_decomp_lab.harvest.positions import BlockPositions
 from param_decomp_lab.harvest.token_counts import TokenCounts
 from param_decomp_lab.harvest.totals import Totals
+from param_decomp_lab.untrusted.files import LISTING_BYTES, read_text, regular_file
 
 DONE_FILE = "done.json"
 
@@ -41,7 +42,7 @@ class SiteState:
         """Reads what a save in ``folder`` has of site ``number``."""
         for part, arrays in self.parts():
             for name in vars(arrays):
-                setattr(arrays, name, np.load(folder / f"{number}.{part}.{name}.npy"))
+                setattr(arrays, name, np.load(regular_file(folder / f"{number}.{part}.{name}.npy", "a save")))
 
     def merge(self, other: "SiteState") -> None:
         """Adds what ``other`` knows from other blocks."""
@@ -74,7 +75,7 @@ class HarvestState:
         saved = last_save(folder)
         if saved is not None:
             with _named_if_damaged(saved):
-                about = json.loads((saved / DONE_FILE).read_text())
+                about = json.loads(read_text(saved / DONE_FILE, "a save", LISTING_BYTES))
                 state._saves, state.done = about["save"], set(about["blocks"])
                 state.tokens.files = about["tokens"]
                 for number, site in enumerate(state.sites):
@@ -115,7 +116,7 @@ class HarvestState:
         if saved is None:
             return
         with _named_if_damaged(saved):
-            about = json.loads((saved / DONE_FILE).read_text())
+            about = json.loads(read_text(saved / DONE_FILE, "a save", LISTING_BYTES))
             assert not self.done & set(about["blocks"]), "two processes harvested the same block"
             for number, mine in enumerate(self.sites):
                 _, K, width = mine.top.importances.shape
@@ -138,6 +139,7 @@ def _named_if_damaged(saved: Path) -> Iterator[None]:
     try:
         yield
     except (
+        UserError,
         ValueError,
         KeyError,
         TypeError,
@@ -146,7 +148,6 @@ def _named_if_damaged(saved: Path) -> Iterator[None]:
         TokenError,
         SyntaxError,
         BadZipFile,
-        FileNotFoundError,
     ) as error:
         raise UserError(
             f"{saved} is damaged ({type(error).__name__}: {error}), and the harvest cannot go on from it; remove "
@@ -169,7 +170,7 @@ def blocks_done(folder: Path) -> set[int]:
         if attempt < 4 and not (saved / DONE_FILE).exists():  # it has saved again meanwhile
             continue
         with _named_if_damaged(saved):
-            return set(json.loads((saved / DONE_FILE).read_text())["blocks"])
+            return set(json.loads(read_text(saved / DONE_FILE, "a save", LISTING_BYTES))["blocks"])
     return set()
 
 
@@ -188,7 +189,7 @@ def _write_positions(file: Path, positions: dict[int, BlockPositions]) -> None:
 
 
 def _read_positions(file: Path) -> dict[int, BlockPositions]:
-    with np.load(file) as archive:
+    with np.load(regular_file(file, "a save")) as archive:
         arrays = dict(archive)
     blocks = arrays.pop("blocks").tolist()
     if not blocks:

@@ -18,7 +18,7 @@ from jaxtyping import Float32, Int32
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.harvest_files.groups import checked_numbers
-from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Averages:
         self,
     ) -> tuple[Int32[np.ndarray, " edges"], Int32[np.ndarray, " edges"], Float32[np.ndarray, " edges"]]:
         with self._damage():
-            table = pq.read_table(self.folder / EDGES_FILE)
+            table = pq.read_table(regular_file(self.folder / EDGES_FILE, "the edges"))
             if table.schema != EDGES:
                 raise ValueError("other columns than averages have")
             target, source, weight = (table[name].to_numpy() for name in EDGES.names)

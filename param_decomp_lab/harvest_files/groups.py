@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float64, Int, Int32, Int64
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.printable import printable
 
@@ -278,7 +278,7 @@ def labels_at(
 
 
 def _columns(file: Path, schema: pa.Schema) -> dict[str, np.ndarray]:
-    table = pq.read_table(file)
+    table = pq.read_table(regular_file(file, "the groups"))
     if table.schema != schema:
         raise ValueError("other columns than groups have")
     return {name: table[name].to_numpy() for name in schema.names}

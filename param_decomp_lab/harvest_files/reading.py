@@ -36,7 +36,7 @@ from param_decomp_lab.harvest_files.tables import (
     Table,
     table_file,
 )
-from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
 
 DAMAGE = (
@@ -92,7 +92,7 @@ class NumberList:
 
     def __init__(self, file: Path) -> None:
         try:
-            mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+            mapped = np.load(regular_file(file, "a list of numbers"), mmap_mode="r", allow_pickle=False)
         except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is no Python
             raise ValueError(f"not an array: {error}") from error
         if mapped.ndim != 1 or mapped.dtype.kind != "i":

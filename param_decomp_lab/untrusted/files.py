@@ -48,6 +48,19 @@ def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
                 return
 
 
+def regular_file(path: Path, what: str) -> Path:
+    """``path``, for a library that opens it itself: a pipe would be waited for, and a device may never end.
+
+    Raises UserError for a file that is missing, unreachable, or not regular. ``what``: as for `read_bytes`.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, what, error) from error
+    _require_regular(path, what, mode)
+    return path
+
+
 @contextmanager
 def _opened(path: Path, what: str) -> Iterator[BinaryIO]:
     """A regular file, nothing else: a pipe would be waited for, and a device may never end. Raises UserError."""
@@ -55,18 +68,25 @@ def _opened(path: Path, what: str) -> Iterator[BinaryIO]:
         # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise UserError(f"{path}: cannot read {what}: {getattr(error, 'strerror', None) or error}") from error
+        raise _unreadable(path, what, error) from error
     try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            found = "it is a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise UserError(f"{path}: cannot read {what}: {found}")
+        _require_regular(path, what, os.fstat(descriptor).st_mode)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
     except OSError as error:
-        raise UserError(f"{path}: cannot read {what}: {error.strerror or error}") from error
+        raise _unreadable(path, what, error) from error
     finally:
         os.close(descriptor)
+
+
+def _require_regular(path: Path, what: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        found = "it is a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UserError(f"{path}: cannot read {what}: {found}")
+
+
+def _unreadable(path: Path, what: str, error: OSError | ValueError) -> UserError:
+    return UserError(f"{path}: cannot read {what}: {getattr(error, 'strerror', None) or error}")
 
 
 def read_text(path: Path, what: str, limit: int = SETTINGS_BYTES) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES
+from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.paths import path_within
 from param_decomp_lab.untrusted.printable import first_few
@@ -127,7 +127,7 @@ def open_safetensors(file: Path) -> Any:
     """The library's handle of one file, a context manager. Raises UserError for a file that is missing, cut short, or
     no safetensors file."""
     try:
-        return safe_open(file, framework="numpy")
+        return safe_open(regular_file(file, "weights"), framework="numpy")
     except SafetensorError as error:
         raise UserError(
             f"{file} is not a whole safetensors file ({error}): its {file.stat().st_size:,} bytes were "

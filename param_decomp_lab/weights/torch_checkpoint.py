@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import first_few, printable, shortened
 
 INSTALL = "pip install 'torch>=2.4'"
@@ -37,10 +38,11 @@ def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
     """
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
+            return load_file(regular_file(path, "a checkpoint"))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: cannot be read as a safetensors file ({error}); copy it again") from error
     torch = require_torch(str(path))
+    regular_file(path, "a checkpoint")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except Exception as error:

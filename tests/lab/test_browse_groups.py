@@ -1,8 +1,9 @@
 """The browser's pages of groups: order, links, the tree of merges, and what is damaged or not there."""
 
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import unescape
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from param_decomp_lab.browse.dendrogram import LEAF, MOST_LEAVES, dendrogram
 from param_decomp_lab.cluster.cluster import cluster
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.harvest_files import Groups, Harvest
+from param_decomp_lab.harvest_files.averages import AVERAGES, AverageOptions, write_averages
+from tests.lab.in_time import in_time
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client, links, only_harvest
 
 
@@ -140,6 +143,32 @@ def test_damaged_groups_leave_the_components_readable(mine: Path) -> None:
             page = found.get(f"{base(mine)}/{address}")
             assert page.status_code == 400
             assert "the groups are damaged" in page.text
+
+
+def ask(folder: Path, pages: Sequence[str]) -> list[int]:
+    """The status of each page."""
+    with client(folder) as browser:
+        return [browser.get(page).status_code for page in pages]
+
+
+def test_a_pipe_in_place_of_any_file_is_not_waited_for(mine: Path) -> None:
+    """Each file of the harvest, of its groups and its averages in turn: whoever asks for a page gets one."""
+    opened = Harvest(only_harvest(mine))
+    (site, c), *_ = groups_of(mine).members(0)
+    options = AverageOptions(rows=1, largest=1, least_firings=1)
+    edges = [np.zeros(1, kind) for kind in (np.int32, np.int32, np.float32)]
+    write_averages(opened.folder / AVERAGES / options.name, options, 1, edges)
+    here = f"{base(mine)}/sites/{site}"
+    pages = ("/", base(mine), here, f"{here}?search=e", f"{here}/{c}", f"{base(mine)}/groups", f"{base(mine)}/groups/0")
+    others = {f"{number}.parquet" for number in opened.sites.values()} - {f"{opened.sites[site]}.parquet"}
+    files = [path for path in opened.folder.rglob("*") if path.is_file() and path.name not in others]
+    assert {"edges.parquet", "merges.parquet", "firings.npy", "rows.parquet"} <= {path.name for path in files}
+    for file in files:
+        aside = file.rename(file.with_name("aside"))
+        os.mkfifo(file)
+        answers = in_time(lambda: ask(mine, pages), str(file))
+        assert set(answers) <= {200, 400, 404}, (file, answers)
+        aside.rename(file)
 
 
 def test_groups_made_meanwhile_are_shown(mine: Path) -> None:

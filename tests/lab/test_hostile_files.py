@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.data import parquet_rows
 from param_decomp_lab.data.meta import DataMeta
-from param_decomp_lab.data.spans import find_files
+from param_decomp_lab.data.spans import file_spans, find_files
 from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.data.tokenize_unit import UnitRecord
 from param_decomp_lab.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import new_folder
+from param_decomp_lab.harvest.state import SiteState
 from param_decomp_lab.weights import gguf_file
 from param_decomp_lab.weights.gguf_file import open_gguf
+from param_decomp_lab.weights.safetensors_files import open_safetensors
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, stored_dtype
+from param_decomp_lab.weights.torch_checkpoint import read_checkpoint
+from tests.lab.in_time import in_time
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama"
 
@@ -303,10 +309,37 @@ def test_a_flipped_bit_in_the_footer(tmp_path: Path) -> None:
         assert found == [[1, 2], [3, 4]]
 
 
-def test_a_pipe_among_the_shards(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="no regular file"):
-        TokenData(tmp_path)
+def shards_replaced_by_pipes(folder: Path) -> None:
+    file = folder / "a.parquet"
+    pq.write_table(pa.table({"input_ids": rows([[1, 2], [3, 4]])}), file)
+    data = TokenData(folder)
+    pipe_instead(file)
+    data.rows(range(2))
+
+
+def pipe_instead(file: Path) -> Path:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    return file
+
+
+WAITS: dict[str, Callable[[Path], object]] = {
+    "a shard": lambda folder: TokenData(pipe_instead(folder / "a.parquet").parent),
+    "a shard that was opened": shards_replaced_by_pipes,
+    "a text": lambda folder: file_spans([pipe_instead(folder / "a.parquet")], None, 1),
+    "weights": lambda folder: open_safetensors(pipe_instead(folder / "model.safetensors")),
+    "a checkpoint": lambda folder: read_checkpoint(pipe_instead(folder / "a.safetensors")),
+    "a save of a harvest": lambda folder: SiteState.empty(1, 1, 1).load(
+        pipe_instead(folder / "0.totals.firings.npy").parent, 0
+    ),
+    "a record of a unit": lambda folder: UnitRecord.load(pipe_instead(folder / "00000.npz")),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, what: str) -> None:
+    with pytest.raises(UserError, match="not a regular file"):
+        in_time(lambda: WAITS[what](tmp_path), what)
 
 
 @pytest.mark.parametrize("given", ["", " "])
