@@ -16,6 +16,7 @@ from param_decomp_lab.data.records import BadRecord, Column, column_documents, r
 from param_decomp_lab.data.spans import ROWS_AT_ONCE
 from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within
 from param_decomp_lab.untrusted.printable import printable, shortened
 
 ROWS_PER_UNIT = 1 << 16
@@ -52,7 +53,8 @@ class HubDataset:
         from huggingface_hub import HfApi
 
         with self._asking(), quiet_hub():
-            return replace(self, revision=HfApi().dataset_info(self.name, revision=self.revision).sha)
+            info = answer_within(ANSWER_S, lambda: HfApi().dataset_info(self.name, revision=self.revision))
+        return replace(self, revision=info.sha)
 
     def units(self, split: str, role: Role) -> list[Unit]:
         """The units of a split, or of a slice of one. Raises as `pinned` does."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.folders import DISK_ERRORS, not_written
+from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within, first_answer
 from param_decomp_lab.untrusted.printable import printable, shortened
 from param_decomp_lab.weights.download_progress import LARGE_BYTES
 from param_decomp_lab.weights.hub_download import download_files
@@ -26,8 +27,6 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt",
 )  # fmt: skip
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-ASKED_S = 3.0
-"""How long is waited for an answer where one can do without it."""
 
 
 class Offline(UserError):
@@ -84,7 +83,7 @@ class HubModel:
         with self._explained():
             # Asked once. The download asks six times, for half a minute, where there is no network.
             url = hf_hub_url(self.name, CONFIG_FILE, revision=self.revision)
-            get_hf_file_metadata(url, timeout=ASKED_S)
+            first_answer(lambda seconds: get_hf_file_metadata(url, timeout=seconds))
             return Path(hf_hub_download(self.name, CONFIG_FILE, revision=self.revision)).parent
 
     def fetch(self, console: Console) -> Path:
@@ -99,7 +98,9 @@ class HubModel:
         if cached is not None:
             return cached
         with self._explained():
-            info = HfApi().model_info(self.name, revision=self.revision, files_metadata=True)
+            info = answer_within(
+                ANSWER_S, lambda: HfApi().model_info(self.name, revision=self.revision, files_metadata=True)
+            )
             sizes = {file.rfilename: file.size or LARGE_BYTES for file in info.siblings or ()}
             self._refuse_unreadable(sizes)
             assert info.sha is not None

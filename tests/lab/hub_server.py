@@ -15,6 +15,7 @@ break off in the middle of a file, and remembers what it was asked, tokens inclu
 import hashlib
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -344,6 +345,13 @@ def isolated(home: Path) -> dict[str, str]:
         "HF_UPDATE_DOWNLOAD_COUNTS": "0",
         "NO_PROXY": "127.0.0.1,localhost",
     }
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def point_clients(monkeypatch: Any, url: str, home: Path) -> None:

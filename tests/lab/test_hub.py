@@ -24,7 +24,8 @@ from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.weights import hub_download
 from param_decomp_lab.weights.hub import HubModel, Offline
 from param_decomp_lab.weights.target_folder import load_target
-from tests.lab.hub_server import Hub, hub_server, point_clients
+from tests.lab.hub_server import Hub, hub_server, point_clients, silent_server
+from tests.lab.in_time import in_time
 from tests.lab.several import run
 from tests.lab.tiny_run import LIGHT, PD, ROOT, Tiny, pd_here
 
@@ -248,6 +249,13 @@ def test_offline_and_no_network(
         lambda: fetch("somebody/other"), CannotFetch
     )
     assert "refused" in refusal(HubModel("somebody/other").fetch_config, CannotFetch)
+    monkeypatch.setattr("param_decomp_lab.weights.hub.ANSWER_S", 0.2)
+    monkeypatch.setattr("param_decomp_lab.untrusted.answers.FIRST_ANSWER_S", 0.2)
+    with silent_server() as url:
+        point_clients(monkeypatch, url, tmp_path / "home")
+        for ask in (lambda: fetch("somebody/other"), HubModel("somebody/other").fetch_config):
+            said = refusal(lambda ask=ask: in_time(ask, "a hub that does not answer"), CannotFetch)
+            assert "no answer within 0.2 s" in said
 
 
 def test_a_cache_that_cannot_be_written(

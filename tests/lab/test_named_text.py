@@ -17,12 +17,16 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.config import load_config
+from param_decomp_lab.data import hub_text
 from param_decomp_lab.data.hub_text import HubDataset
+from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.setup.named_text import named_text
-from tests.lab.hub_server import hub_server, point_clients
+from param_decomp_lab.untrusted import answers
+from tests.lab.hub_server import hub_server, point_clients, silent_server
+from tests.lab.in_time import in_time
 from tests.lab.tiny_run import LIGHT, pd_here
 
 pytest.importorskip("datasets")
@@ -132,7 +136,7 @@ def test_several_processes_and_broken_connections_change_no_byte(tmp_path):
         (["--revision", "v9"], "the data set somebody/stories has no revision v9"),
         (["--dataset", "somebody/nothing"], "the data set somebody/nothing is not on http"),
         (["--dataset", "a/b/c"], "is neither a folder nor a name on the Hugging Face hub"),
-        (["--tokenizer", "somebody/stories"], "the tokenizer of somebody/stories is not on http"),
+        (["--tokenizer", "somebody/stories"], "the tokenizer somebody/stories (no file or folder here"),
     ],
 )
 def test_what_the_hub_does_not_have(hub, tmp_path, options, message):
@@ -162,6 +166,34 @@ def test_no_network(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="the data set a/b is not on this machine, and HF_HUB_OFFLINE is set"):
         HubDataset("a/b").pinned()
+
+
+def test_a_tokenizer_that_is_nowhere_is_said_at_once(monkeypatch, tmp_path):
+    """Within 5 seconds, with what was looked for. It waited half a minute without a network, and for ever for a server
+    that does not answer."""
+    (tmp_path / "text.txt").write_text("a b\n")
+    words = ("data", "tokenize", tmp_path / "text.txt", "--tokenizer", "nothing", "--seq-len", "8", "--out")
+    point_clients(monkeypatch, "http://127.0.0.1:9", tmp_path / "home")
+    began = time.perf_counter()
+    outcome = pd_here(*words, tmp_path / "rows")
+    assert time.perf_counter() - began < 5
+    assert outcome.status == 1  # as whatever is worth a second try
+    said = " ".join(outcome.err.split())
+    assert "the tokenizer nothing (no file or folder here, and not in the local Hugging Face cache) could not" in said
+    assert "read from http://127.0.0.1:9: " in said
+    assert not (tmp_path / "rows").exists()
+    assert answers.FIRST_ANSWER_S < 5
+    monkeypatch.setattr(answers, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(hub_text, "ANSWER_S", 0.2)
+    with silent_server() as url:
+        point_clients(monkeypatch, url, tmp_path / "home")
+        with pytest.raises(CannotFetch, match=r"read from .*: no answer within 0\.2 s \(HF_HUB_ETAG_TIMEOUT sets"):
+            in_time(lambda: fetch_tokenizer("nothing"), "a tokenizer")
+        with pytest.raises(CannotFetch, match=r"read from .*: no answer within 0\.2 s"):
+            in_time(HubDataset("a/b").pinned, "a data set")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+        with pytest.raises(CannotFetch, match=r"no answer within 1 s|timed out"):
+            in_time(lambda: fetch_tokenizer("nothing"), "a tokenizer")
 
 
 def test_a_local_folder_laid_out_like_a_data_set(tmp_path, monkeypatch):
