@@ -16,6 +16,8 @@ from param_decomp_lab.untrusted.printable import shortened
 
 UNIT_BYTES = 1 << 24
 """Of text in a unit, about."""
+LONGEST_ROW = 1 << 24
+"""In tokens: beyond what any model reads, and little enough that a few rows fit into memory."""
 MOST_UNITS = 2048
 """Of files that can be cut; what is larger than that many units has larger ones."""
 FORMAT = 1
@@ -56,6 +58,8 @@ class Settings:
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}; it is {value}")
+        if self.seq_len > LONGEST_ROW:
+            raise UserError(f"seq_len must be at most {LONGEST_ROW:,}; it is {shortened(str(self.seq_len), 40)}")
         if self.seed >= INTEGER:
             raise UserError(f"seed must be below 2^64; it is {shortened(str(self.seed), 40)}")
         if not 0 < self.eval_fraction < 1:

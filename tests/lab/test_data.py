@@ -290,6 +290,7 @@ def test_plain_lists_of_int64_are_read_too(tmp_path):
     ("change", "message"),
     [
         ({"seq_len": 1}, "seq_len must be at least 2; it is 1"),
+        ({"seq_len": 1 << 63}, "seq_len must be at most 16,777,216; it is 9223372036854775808"),
         ({"seed": 10**50}, "seed must be below"),
         ({"eval_fraction": 0.0}, "eval_fraction must lie between 0 and 1"),
         ({"seq_len": 10_000}, "text is too short"),
