@@ -55,7 +55,7 @@ def main() -> None:
         print(f"| {', '.join(chosen)} | {' | '.join(cells)} |", flush=True)
     if given.exceptions:
         for row, end in np.argwhere(here & (after >= before)):
-            text = "".join(run.text.tokens(rows[row, max(0, end - 15) : end + 5].tolist())).replace("\n", "↵")
+            text = run.text.text(rows[row, max(0, end - 15) : end + 5].tolist())
             print(f"{before[row, end]:.3f} → {after[row, end]:.3f}  {text}")
 
 

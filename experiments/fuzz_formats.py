@@ -506,7 +506,7 @@ def _encoded(fault: Fault, whole: Any) -> list[int]:
     separator = tokenizer.separator
     if any(not 0 <= i < tokenizer.vocab_size for i in [*ids, *([] if separator is None else [separator])]):
         raise WrongNumbers(f"ids outside of the vocabulary of {tokenizer.vocab_size}")
-    tokenizer.decode_each(ids[:20])
+    tokenizer.pieces()
     if whole is not None and fault.file != "tokenizer.json" and ids != whole:
         raise WrongNumbers("other tokens than without the fault")
     return ids

@@ -15,6 +15,7 @@ from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
 from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
+from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node
@@ -34,6 +35,8 @@ ACROSS = 4
 """Nodes side by side in a cell."""
 LABEL = 190
 """Pixels at the left for the names of the rows."""
+COLUMN_CHARACTERS = 12
+"""Of a token's name at the foot of its column."""
 SHOWN = 60
 """Edges in a list to or from one node."""
 
@@ -166,7 +169,7 @@ class GraphPages:
             lists=None if at is None else self._lists(opened, graph, at, to),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=unit(opened),
-            outputs=[{"token": clean(graph.output_names[n.number], 40), "node": n} for n in graph.outputs],
+            outputs=[{"token": _output_name(graph, n), "node": n} for n in graph.outputs],
         )  # fmt: skip
 
     def _entry(self, opened: Opened, graph: Graph, node: Node) -> list[Any]:
@@ -208,7 +211,7 @@ def _brief(path: Path, changed: int) -> Brief:
     """Kept until the file is ``changed``: a graph takes a second to read, and its list is looked at often."""
     del changed
     graph = Graph.load(path)
-    outputs = [clean(graph.output_names[node.number], 40) for node in graph.outputs]
+    outputs = [_output_name(graph, node) for node in graph.outputs]
     sizes = len(graph.nodes), len(graph.edges)
     return Brief(clean(graph.prompt, 200), outputs, *sizes, graph.shares.influence, graph.step)
 
@@ -273,7 +276,7 @@ def _name(graph: Graph, node: Node, label: str) -> str:
         case "group":
             return f"group {node.number}, {len(node.members)} components"
         case "output":
-            return f"output {clean(graph.output_names[node.number], 40)!r}"
+            return f"output '{_output_name(graph, node)}'"
         case "embedding":
             return "embedding" if graph.token_ids else f"feature {node.number}"
 
@@ -281,7 +284,16 @@ def _name(graph: Graph, node: Node, label: str) -> str:
 def _place(graph: Graph, node: Node) -> str:
     if not 0 <= node.position < len(graph.tokens):
         return ""
-    return f"{clean(graph.tokens[node.position], 40)!r} at {node.position}"
+    return f"'{clean(graph.tokens[node.position], STORED_CHARACTERS)}' at {node.position}"
+
+
+def _output_name(graph: Graph, node: Node) -> str:
+    return clean(graph.output_names[node.number], STORED_CHARACTERS)
+
+
+def _brief_name(token: str) -> str:
+    name = clean(token, STORED_CHARACTERS)
+    return name if len(name) <= COLUMN_CHARACTERS else f"{name[: COLUMN_CHARACTERS - 1]}…"
 
 
 def _page(opened: Opened, node: Node) -> str:
@@ -315,7 +327,7 @@ def _draw(
     for position in used:
         width = max(34, STEP * min(most[position], ACROSS) + 12)
         start[position] = x + 6
-        columns.append((clean(graph.tokens[position], 12), position, x + width / 2))
+        columns.append((_brief_name(graph.tokens[position]), position, x + width / 2))
         x += width
     y, tops, names = 8.0, {}, []
     for row in reversed(rows):

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.chosen import around
 from param_decomp_lab.browse.dendrogram import WIDTH, dendrogram
-from param_decomp_lab.browse.pages import NotThere, Pages, shown_tokens, texts
+from param_decomp_lab.browse.pages import NotThere, Pages, shown_tokens
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Groups
 from param_decomp_lab.harvest_files.tables import RARE_TOKEN
@@ -151,5 +151,5 @@ def _common_tokens(opened: Opened, members: list[tuple[str, int]]) -> list[dict[
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row["precision"] * row["pmi"], row["token"]))
     rows = rows[:TOKENS]
-    words = texts(opened, [row["token"] for row in rows])
+    words = opened.harvest.names([row["token"] for row in rows])
     return [{**row, "text": text} for row, text in zip(rows, words, strict=True)]

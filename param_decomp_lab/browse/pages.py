@@ -34,7 +34,6 @@ RARE_FIRINGS = 100
 TOKENS_SHOWN = 12
 COMPANIONS = 12
 SHADES = 10
-TOKEN_CHARACTERS = 60
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
 AVERAGES_SHOWN = 10
@@ -201,10 +200,10 @@ class Pages:
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
         if opened.harvest.plan.inputs == "features":
             values = opened.harvest.row(example.row)
-            named = zip(texts(opened, example.tokens), example.tokens, strict=True)
+            named = zip(opened.harvest.names(example.tokens), example.tokens, strict=True)
             context = Markup(", ").join(f"{name} = {values[feature]:.3g}" for name, feature in named)
         else:
-            context = _context(texts(opened, example.tokens), example, max(largest, 1e-30))
+            context = _context(opened.harvest.names(example.tokens), example, max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
 
 
@@ -274,20 +273,9 @@ def breakable(name: str) -> Markup:
     return Markup(".<wbr>").join(name.split("."))
 
 
-def texts(opened: Opened, ids: Sequence[int]) -> list[str]:
-    """How inputs are shown: the text of a token, or the number of a feature."""
-    vocabulary = opened.harvest.vocabulary
-    if vocabulary is None:
-        what = "feature " if opened.harvest.plan.inputs == "features" else "#"
-        return [f"{what}{i}" for i in ids]
-    if len(ids) and not 0 <= min(ids) <= max(ids) < len(vocabulary):
-        raise UserError(f"{opened.harvest.folder} names tokens that are not in its vocabulary: the harvest is damaged")
-    return [clean(text, TOKEN_CHARACTERS) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
-
-
 def shown_tokens(opened: Opened, ids: Sequence[int]) -> list[str]:
     """Without those that only fill up."""
-    return texts(opened, [i for i in ids if i >= 0])
+    return opened.harvest.names([i for i in ids if i >= 0])
 
 
 def _shade(value: float) -> int:
@@ -303,7 +291,7 @@ def _token_rows(opened: Opened, tokens: pa.Table) -> dict[str, Any]:
     """The most frequent inputs, and those most raised among the frequent ones."""
     rows = [
         {**row, "text": text}
-        for row, text in zip(tokens.to_pylist(), texts(opened, tokens["token"].to_pylist()), strict=True)
+        for row, text in zip(tokens.to_pylist(), opened.harvest.names(tokens["token"].to_pylist()), strict=True)
     ]
     common = [row for row in rows if row["total"] >= RARE_TOKEN]
     raised = sorted(common, key=lambda row: (-row["pmi"], -row["n"]))
@@ -311,14 +299,12 @@ def _token_rows(opened: Opened, tokens: pa.Table) -> dict[str, Any]:
 
 
 def _output_rows(opened: Opened, outputs: pa.Table) -> list[dict[str, Any]]:
-    rows = outputs.to_pylist()
-    return [
-        {**row, "text": text} for row, text in zip(rows, texts(opened, [row["token"] for row in rows]), strict=True)
-    ]
+    names = opened.harvest.names(outputs["token"].to_pylist())
+    return [{**row, "text": name} for row, name in zip(outputs.to_pylist(), names, strict=True)]
 
 
 def _signed(opened: Opened, weights: Mapping[str, Any], name: str) -> list[tuple[str, float]]:
-    return list(zip(texts(opened, weights[name]), weights[f"{name}_logits"], strict=True))
+    return list(zip(opened.harvest.names(weights[name]), weights[f"{name}_logits"], strict=True))
 
 
 def _scores(opened: Opened, site: str, n: int, label: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, clean, shown_tokens, texts
+from param_decomp_lab.browse.pages import Pages, clean, shown_tokens
 from param_decomp_lab.browse.text_worker import Answer, TextWorker
 
 LONGEST = 5_000
@@ -74,9 +74,9 @@ class TextPages:
         first = at // SPAN * SPAN
         shown = range(first, min(first + SPAN, answer.positions))
         if opened.harvest.plan.inputs == "tokens":
-            names = texts(opened, [answer.tokens[k] for k in shown])
+            names = opened.harvest.names([answer.tokens[k] for k in shown])
         else:
-            names = [", ".join(texts(opened, answer.tokens)) or "nothing"]
+            names = [", ".join(opened.harvest.names(answer.tokens)) or "nothing"]
         sites, most = [], 1
         for name, found in answer.sites.items():
             counts = np.bincount(found.position, minlength=answer.positions)

@@ -216,10 +216,9 @@ def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:
             before, after = (x[:, -1].mean(axis=0) for x in (reading.before, reading.after))
             kl = kl_mean = float(((reading.after - reading.before) ** 2).mean())
         largest = np.argsort(-np.maximum(np.abs(before), np.abs(after)), kind="stable")[:OUTPUTS]
-        names = run.text.tokens(largest.tolist()) if of_text else [str(n) for n in largest]
-        values = zip(names, before[largest].tolist(), after[largest].tolist(), strict=True)
+        values = zip(run.names(largest.tolist()), before[largest].tolist(), after[largest].tolist(), strict=True)
         outcomes.append(Outcome(name, kl, kl_mean, list(values)))
-    without, with_it = ("".join(run.text.tokens(tokens)) if of_text else "" for tokens in found.continuation)
+    without, with_it = (run.text.text(tokens) if of_text else "" for tokens in found.continuation)
     return InterventionAnswer(outcomes, (without, with_it))
 
 

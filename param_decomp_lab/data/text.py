@@ -1,13 +1,12 @@
 """Token ids as text to show to a person."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from param_decomp_lab.data.meta import META_FILE, DataMeta
+from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed
 from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
-
-# Line breaks show as ↵, other control characters as their Unicode pictures (a zero byte is ␀).
-PRINTABLE = str.maketrans({**{code: chr(0x2400 + code) for code in range(32)}, 10: "↵", 127: "␡"})
 
 
 class TokenText:
@@ -21,18 +20,25 @@ class TokenText:
         folder = Path(folder)
         of_bytes = (folder / META_FILE).is_file() and DataMeta.read(folder).tokenizer == BYTES
         self._tokenizer = load_tokenizer(BYTES if of_bytes else folder)
-        self._known: dict[int, str] = {}
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
         return [int(i) for i in self._tokenizer.encode([text])[0]]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """One printable string per token id, of the same length as ``ids``; spaces stay spaces.
+        """The name of each token id, of the same length as ``ids``; see `token_names`. Spaces stay spaces. Ids that the
+        tokenizer does not have are `[300]`."""
+        names = self._names
+        return [names.get(int(i)) or unnamed(int(i)) for i in ids]
 
-        A byte that is no character by itself shows as ``\\xe2``.
-        """
-        ids = [int(i) for i in ids]
-        new = sorted(set(ids) - self._known.keys())
-        self._known |= zip(new, (s.translate(PRINTABLE) for s in self._tokenizer.decode_each(new)), strict=True)
-        return [self._known[i] for i in ids]
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of these token ids as a whole, with control characters as `tokens` has them."""
+        return text_of(self._pieces, [int(i) for i in ids])
+
+    @cached_property
+    def _names(self) -> Mapping[int, str]:
+        return token_names(self._pieces)
+
+    @cached_property
+    def _pieces(self) -> dict[int, Piece]:
+        return self._tokenizer.pieces()

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer as HfTokenizer
 
+from param_decomp_lab.data.token_names import BYTE_PIECES, LOST, Piece, decoded_piece
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.files import read_text
 from param_decomp_lab.untrusted.json_text import read_json
@@ -50,8 +51,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
         """Token ids of each text, without special tokens."""
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
+    def pieces(self) -> dict[int, Piece]:
+        """What each id stands for: text, or bytes where a token is not whole characters, or is a byte by its name. Ids
+        of no token are left out."""
 
     def save(self, folder: Path) -> None:
         """Put what decoding needs into ``folder``."""
@@ -68,8 +70,8 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        return [chr(i) if i < 128 else f"\\x{i:02x}" for i in ids]
+    def pieces(self) -> dict[int, Piece]:
+        return {i: bytes([i]) for i in range(256)}
 
     def save(self, folder: Path) -> None:
         del folder
@@ -87,8 +89,8 @@ class HuggingFaceTokenizer:
         text = read_text(self.file, "the tokenizer", TOKENIZER_BYTES)
         try:
             tokenizer = HfTokenizer.from_str(text)
-        except BaseException as error:  # the library raises bare Exception, and one that is not even that for a panic
-            if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        except BaseException as error:
+            if not _of_the_library(error):
                 raise
             why = printable(str(error), 1000)
             raise UserError(f"{self.file} is not a Hugging Face tokenizer file: {why}") from error
@@ -125,17 +127,43 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
+    def pieces(self) -> dict[int, Piece]:
+        tokenizer, added = self._tokenizer, self._tokenizer.get_added_tokens_decoder()
+        ids: Sequence[int] = range(self.vocab_size)
+        if len(ids) > 2 * tokenizer.get_vocab_size():  # some far beyond the others
+            ids = sorted(tokenizer.get_vocab().values())
         # Alone, a token may lose its leading space: decode it after another one and take that one off.
-        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-        alone = self._tokenizer.decode(anchor, skip_special_tokens=False)
-        texts = self._tokenizer.decode_batch([[*anchor, int(i)] for i in ids], skip_special_tokens=False)
-        return [text.removeprefix(alone) for text in texts]
+        try:
+            anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+            alone = tokenizer.decode(anchor, skip_special_tokens=False)
+        except BaseException as error:
+            if not _of_the_library(error):
+                raise
+            anchor, alone = [], ""
+        found: dict[int, Piece] = {}
+        by_byte = {tokenizer.token_to_id(piece) for piece in BYTE_PIECES}
+        for i in ids:
+            try:
+                text = tokenizer.decode((*anchor, i), skip_special_tokens=False).removeprefix(alone)
+            except BaseException as error:
+                if not _of_the_library(error):
+                    raise
+                text = ""
+            if text and LOST not in text and i not in by_byte:
+                found[i] = text  # nearly all; ids of no token have no text
+            elif (piece := tokenizer.id_to_token(i)) is not None:
+                found[i] = decoded_piece(piece, text, i in added)
+        return found
 
     def save(self, folder: Path) -> None:
         for file in (self.file, self.file.with_name(TOKENIZER_CONFIG)):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name.replace(self.file.name, TOKENIZER_FILE))
+
+
+def _of_the_library(error: BaseException) -> bool:
+    """The library raises bare Exception, and one that is not even that for a panic."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def load_tokenizer(tokenizer: str | Path) -> Tokenizer:

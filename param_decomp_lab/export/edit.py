@@ -165,13 +165,13 @@ def _prompted(run: Run, edited: Weights, prompt: str) -> Prompted:
             output = np.asarray(jax.jit(clean, static_argnums=0)(run.problem, weights, jnp.asarray(values)[None]))
             of_either.append(output.reshape(-1, output.shape[-1])[-1].astype(np.float64))
     if run.text is None:
-        largest = np.argsort(-np.abs(of_either).max(axis=0), kind="stable")[:SHOWN]
-        return Prompted(prompt, [(str(n), *(float(x[n]) for x in of_either)) for n in largest.tolist()])  # type: ignore[misc]
-    probabilities = [np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in of_either]
-    largest = np.argsort(-np.maximum(*probabilities), kind="stable")[:SHOWN]
-    names = run.text.tokens(largest.tolist())
-    before, after = (p[largest].tolist() for p in probabilities)
-    return Prompted(prompt, list(zip(names, before, after, strict=True)))
+        outputs = of_either
+        largest = np.argsort(-np.abs(outputs).max(axis=0), kind="stable")[:SHOWN]
+    else:
+        outputs = [np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in of_either]
+        largest = np.argsort(-np.maximum(*outputs), kind="stable")[:SHOWN]
+    before, after = (x[largest].tolist() for x in outputs)
+    return Prompted(prompt, list(zip(run.names(largest.tolist()), before, after, strict=True)))
 
 
 def edit_table(edit: Edit) -> list[Any]:
@@ -184,6 +184,6 @@ def edit_table(edit: Edit) -> list[Any]:
         table = plain_table(prompted.prompt, ("next", "left"), ("original", "right"), ("edited", "right"))
         for name, before, after in prompted.tokens:
             shown = (percent(before), percent(after)) if edit.kl is not None else (number(before), number(after))
-            table.add_row(repr(name), *shown)
+            table.add_row(f"'{name}'", *shown)
         tables.append(table)
     return tables

@@ -58,7 +58,7 @@ def show_graph(console: Console, graph: Graph) -> None:
     outputs = plain_table("Outputs", ("output", "left"), ("probability", "right"), ("logit less mean", "right"))
     for node in graph.outputs:
         likely = percent(node.probability) if graph.token_ids else "–"
-        outputs.add_row(repr(graph.output_names[node.number]), likely, number(node.value))
+        outputs.add_row(f"'{graph.output_names[node.number]}'", likely, number(node.value))
     console.print(outputs)
     table = plain_table(
         "Components of largest influence",
@@ -113,11 +113,11 @@ def _show_optimized(console: Console, found: Optimized) -> None:
 def _place(graph: Graph, node: Node) -> str:
     """The token at a node's position, and its number."""
     if 0 <= node.position < len(graph.tokens):
-        return f"{graph.tokens[node.position]!r} {node.position}"
+        return f"'{graph.tokens[node.position]}' {node.position}"
     return ""
 
 
 def _brief(graph: Graph, node: Node) -> str:
     if node.kind == "output":
-        return f"output {graph.output_names[node.number]!r}"
+        return f"output '{graph.output_names[node.number]}'"
     return f"{node.site} {node.number} at {node.position}"

@@ -61,8 +61,8 @@ def publish(run: Run, plan: Plan, source: Source, state: HarvestState, out: Path
         for name in SCHEMAS:
             (folder / name).mkdir()
         if plan.inputs == "tokens" and run.text is not None:
-            texts = pa.table({"text": run.text.tokens(range(plan.n_inputs))})
-            pq.write_table(texts, folder / VOCABULARY_FILE, compression="zstd")
+            names = pa.table({"text": run.text.tokens(range(plan.n_inputs))})
+            pq.write_table(names, folder / VOCABULARY_FILE, compression="zstd")
         np.save(folder / FIRINGS_FILE, np.concatenate([site.totals.firings for site in state.sites]))
         with _engine(folder, totals) as engine:
             for number, site in enumerate(plan.sites):

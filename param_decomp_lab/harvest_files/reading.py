@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float32, Float64, Int, Int32, Int64
 
 from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.data.token_names import stored_names, unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.averages import Averages, find_averages
 from param_decomp_lab.harvest_files.groups import Groups, find_groups
@@ -429,11 +430,26 @@ class Harvest:
 
     @cached_property
     def vocabulary(self) -> pa.Array | None:
-        """The text of each token, by id; None if the run has no tokenizer."""
+        """The name of each token, by id; None if the run has no tokenizer. What the file has, made fit to be shown and
+        distinct, as those of older harvests need not be."""
         if not (self.folder / VOCABULARY_FILE).is_file():
             return None
         with self._damage(self.folder / VOCABULARY_FILE):
-            return self._file(VOCABULARY_FILE).read()["text"].combine_chunks()
+            texts = self._file(VOCABULARY_FILE).read()["text"].combine_chunks()
+            if texts.type != pa.string() or texts.null_count:
+                raise ValueError("not a list of texts")
+            return pa.array(stored_names(texts.to_pylist()), pa.string())
+
+    def names(self, inputs: Sequence[int]) -> list[str]:
+        """What inputs are called: tokens by their names, a toy's features by their numbers. Raises UserError for tokens
+        that the vocabulary does not have."""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            return [f"feature {i}" if self.plan.inputs == "features" else unnamed(i) for i in inputs]
+        if len(inputs) and not 0 <= min(inputs) <= max(inputs) < len(vocabulary):
+            raise UserError(f"{self.folder} has tokens that are not in its vocabulary: the harvest is damaged")
+        found: list[str] = vocabulary.take(pa.array(inputs, pa.int32())).to_pylist()
+        return found
 
     @cached_property
     def input_totals(self) -> Int64[np.ndarray, " n"]:

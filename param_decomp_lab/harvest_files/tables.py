@@ -85,7 +85,7 @@ POSITIONS_FILE = "positions.parquet"
 FIRINGS_FILE = "firings.npy"
 """Firings of every component, numbered through the sites."""
 VOCABULARY_FILE = "vocabulary.parquet"
-"""The text of each token, by id; missing if the run has no tokenizer."""
+"""The name of each token, by id; missing if the run has no tokenizer."""
 
 
 def table_file(folder: Path, table: Table, site: int) -> Path:

@@ -3,12 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example, Harvest
 
-TOKEN_CHARACTERS = 60
+MARKS = str.maketrans({"«": "\\u00ab", "»": "\\u00bb"})
+"""Within a token, what marks it."""
 LEAST_SHOWN = 0.5 / 255
 """λ of a token in an example is kept in 255ths: what rounds to 0 is not shown as firing."""
 
@@ -25,18 +24,14 @@ class Texts:
     """Raises UserError for a harvest that is not of text."""
 
     def __init__(self, harvest: Harvest) -> None:
-        vocabulary = harvest.vocabulary if harvest.plan.inputs == "tokens" else None
-        if vocabulary is None:
+        if harvest.plan.inputs != "tokens" or harvest.vocabulary is None:
             why = "its run has no tokenizer" if harvest.plan.inputs == "tokens" else "its inputs are features"
             raise UserError(f"{harvest.folder} has no text to show to a model: {why}")
-        self.harvest, self._vocabulary = harvest, vocabulary
+        self.harvest = harvest
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, in one line, without marks of our own."""
-        if len(ids) and not 0 <= min(ids) <= max(ids) < len(self._vocabulary):
-            raise UserError(f"{self.harvest.folder} names tokens that are not in its vocabulary: make it again")
-        found = self._vocabulary.take(pa.array(ids, pa.int32())).to_pylist()
-        return [_one_line(text)[:TOKEN_CHARACTERS] for text in found]
+        """The name of each token, without marks of our own."""
+        return [name.translate(MARKS) for name in self.harvest.names(ids)]
 
     def show(self, text: Text) -> str:
         words = self.words(text.tokens)
@@ -60,9 +55,3 @@ def firing_places(example: Example, threshold: float) -> list[int]:
 
 def as_text(example: Example, marks: Collection[int]) -> Text:
     return Text(example.tokens, frozenset(marks))
-
-
-def _one_line(text: str) -> str:
-    for found, shown in (("«", "‹"), ("»", "›"), ("\r", "\\r"), ("\n", "\\n")):
-        text = text.replace(found, shown)
-    return text

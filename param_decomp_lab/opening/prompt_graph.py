@@ -1,6 +1,6 @@
 """From a prompt as a person gives it to its attribution graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,17 +46,15 @@ def graph_of_prompt(
     how = None
     if optimize_with is not False:
         how = OptimizeRequest(**(optimize_with if isinstance(optimize_with, Mapping) else {}))
-    name: Callable[[int], str] = str
     if of_text:
-        tokens = run.text
-        if tokens is not None:
-            name = lambda i: tokens.tokens([i])[0]  # noqa: E731
-        names = tuple(map(name, ids))
+        names = tuple(run.names(ids))
+        text = "".join(names) if run.text is None else run.text.text(ids)
     else:
         names = (" ".join(f"{i}={values[i]:g}" for i in ids) or "nothing",)
-        ids = []
-    text = prompt if isinstance(prompt, str) else ("" if of_text else " ").join(names)
-    about = Prompt(run.id, run.step, text, names, tuple(map(int, ids)), name)
+        text, ids = names[0], []
+    if isinstance(prompt, str):
+        text = prompt
+    about = Prompt(run.id, run.step, text, names, tuple(map(int, ids)), lambda i: run.names([i])[0])
 
     batch, _ = run.as_batch(values)
     incoming = Incoming(run, batch, request.threshold)

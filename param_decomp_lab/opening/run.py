@@ -24,6 +24,7 @@ from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.token_names import unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.harvest_files import Groups, Harvest, harvest_of
@@ -363,6 +364,12 @@ class Run:
         """Predictions at a position: tokens of the vocabulary, or a toy's features."""
         reads = self.architecture.inputs
         return reads.vocab_size if isinstance(reads, TokenInputs) else reads.n_features
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """What tokens are called, or a toy's features: by their numbers. Without a tokenizer a token is `[300]`."""
+        if not self.is_language_model:
+            return [str(number) for number in numbers]
+        return [unnamed(token) for token in numbers] if self.text is None else self.text.tokens(numbers)
 
     @property
     def longest_row(self) -> int | None:

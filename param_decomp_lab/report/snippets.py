@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.files import read_text
 from param_decomp_lab.untrusted.printable import printable
@@ -96,23 +97,8 @@ def preview_html(snippet: Snippet) -> Markup:
     return snippet_html(Snippet(snippet.tokens[start:stop], snippet.ci[start:stop], snippet.peak - start, snippet.row))
 
 
-def visible(text: str) -> Markup:
-    """Text with its invisible characters shown quietly: newline as ↵, tab as ⇥, other controls by their pictures."""
-    return Markup("").join(_character(character) for character in text)
-
-
-def _character(character: str) -> Markup:
-    shown = {"\n": "↵", "\t": "⇥", "\r": "␍"}.get(character)
-    code = ord(character)
-    if shown is None and (code < 0x20 or code == 0x7F):
-        shown = chr(0x2400 + code) if code < 0x20 else "␡"
-    if shown is None and 0xD800 <= code <= 0xDFFF:
-        shown = "\N{REPLACEMENT CHARACTER}"
-    return escape(character) if shown is None else Markup("<i>{}</i>").format(shown)
-
-
 def _token_html(token: str, ci: float, is_peak: bool) -> Markup:
-    text = visible(token)
+    text = escape(visible(token))
     ci = ci if isfinite(ci) else 0.0
     if not is_peak and ci < VISIBLE:
         return text

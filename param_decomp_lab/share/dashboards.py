@@ -56,9 +56,9 @@ def _feature(run: SharedRun, site: str, number: int) -> dict[str, Any]:
     return {
         "feature_index": number,
         "frac_nonzero": rounded(row["density"]),
-        "pos_str": run.words(weights["promoted"]),
+        "pos_str": run.harvest.names(weights["promoted"]),
         "pos_values": [rounded(value) for value in weights["promoted_logits"]],
-        "neg_str": run.words(weights["suppressed"]),
+        "neg_str": run.harvest.names(weights["suppressed"]),
         "neg_values": [rounded(value) for value in weights["suppressed_logits"]],
         "freq_hist_data_bar_values": CENTRES,
         "freq_hist_data_bar_heights": list(row["importance_histogram"]),

@@ -39,8 +39,8 @@ def feature_file(run: SharedRun, site: str, component: int, index: int, scan: st
         "transcoder_id": scan,
         "index": index,
         "examples_quantiles": lists,
-        "top_logits": run.words(weights["promoted"]),
-        "bottom_logits": run.words(weights["suppressed"]),
+        "top_logits": run.harvest.names(weights["promoted"]),
+        "bottom_logits": run.harvest.names(weights["suppressed"]),
         # The range of the histogram and of the colours. λ of examples is rounded to 255ths.
         "act_min": 0.0,
         "act_max": rounded(max(len(histogram) / IMPORTANCE_BINS, shown_most)),

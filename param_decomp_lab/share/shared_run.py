@@ -1,13 +1,10 @@
 """The run that is shared: its folder, one of its harvests, and what tokens are called."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Example, Harvest, chosen_harvest
@@ -37,28 +34,15 @@ class SharedRun:
     def labels(self) -> Labels:
         return Labels(self.folder, self.harvest.plan.step)
 
-    def words(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token as the tokenizer has it, or the number of a feature. Raises UserError for a harvest
-        that names tokens which it does not have."""
-        vocabulary = self.harvest.vocabulary
-        if vocabulary is None:
-            what = "feature " if self.harvest.plan.inputs == "features" else "#"
-            return [f"{what}{i}" for i in ids]
-        if len(ids) and not 0 <= min(ids) <= max(ids) < len(vocabulary):
-            raise UserError(
-                f"{self.harvest.folder} names tokens that are not in its vocabulary: make the harvest again"
-            )
-        return [str(text) for text in vocabulary.take(pa.array(ids, pa.int32())).to_pylist()]
-
     def shown(self, example: Example) -> ShownExample:
         """The tokens around an example, or a toy's input as one token: its active features with their values."""
         if self.harvest.plan.inputs == "features":
             row = self.harvest.row(example.row)
-            named = zip(self.words(example.tokens), example.tokens, strict=True)
+            named = zip(self.harvest.names(example.tokens), example.tokens, strict=True)
             text = ", ".join(f"{name} = {row[feature]:.3g}" for name, feature in named)
             return ShownExample([text], [rounded(example.importance)], 0)
         values = [rounded(value) for value in example.importances.tolist()]
-        return ShownExample(self.words(example.tokens), values, example.position - example.first)
+        return ShownExample(self.harvest.names(example.tokens), values, example.position - example.first)
 
     @property
     def about(self) -> dict[str, Any]:

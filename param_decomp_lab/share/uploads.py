@@ -45,5 +45,5 @@ def _feature(run: SharedRun, site: str, number: int, edit: Label | None) -> dict
 
 
 def _logits(run: SharedRun, tokens: Sequence[int], values: Sequence[float]) -> list[dict[str, Any]]:
-    pairs = zip(run.words(tokens), values, strict=True)
+    pairs = zip(run.harvest.names(tokens), values, strict=True)
     return [{"token": token, "value": rounded(value)} for token, value in list(pairs)[:MOST_LOGITS]]

@@ -9,7 +9,9 @@ SHOWN = 12
 """Entries of a long list that a message shows."""
 
 # C0 and C1 controls but the line feed; marks that reverse or hide text; line separators; lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+UNPRINTABLE = "\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff"
+"""Characters that are not shown as they are: within the brackets of a regular expression."""
+_UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
 
 
 def printable(text: str, limit: int = MESSAGE_CHARACTERS) -> str:

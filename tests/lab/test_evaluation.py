@@ -22,8 +22,8 @@ from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.data.batches import Batches
-from param_decomp_lab.data.text import PRINTABLE
 from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
@@ -220,7 +220,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
                 assert max(ci) == ci[example["peak"]] > 0
                 assert all(0 <= value <= 1 for value in ci)
                 row = bytes(tokens[example["row"]].astype(np.uint8)).decode()
-                assert text == row.translate(PRINTABLE)
+                assert text == visible(row)
                 seen += 1
     assert seen > 50
 
