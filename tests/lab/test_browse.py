@@ -411,6 +411,20 @@ def test_numbers_that_no_harvest_has(mine: Path, file: str, column: str, value: 
         assert browser.get(f"{base(mine)}/sites/{SITE}").status_code in (200, 400)
 
 
+@pytest.mark.parametrize("value", [-1000, 1000])
+def test_a_search_where_tokens_are_of_a_component_that_is_not_there(mine: Path, value: int) -> None:
+    """Found by the fuzzer: seed 353, harvest, case 171."""
+    path = only_harvest(mine) / f"tokens/{Harvest(only_harvest(mine)).sites[SITE]}.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("component")
+    wrong = pa.array(np.full(len(table), value), table.schema.field(at).type, safe=False)
+    pq.write_table(table.set_column(at, table.schema.field(at), wrong), path)
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/sites/{SITE}", params={"search": "e"})
+        assert page.status_code == 400
+        assert f"is damaged: it has component {value}" in page.text
+
+
 @pytest.mark.parametrize(
     "change",
     [
