@@ -800,7 +800,9 @@ def _make_run(work: Path) -> None:
 
 def _damage_run(work: Path, random: Random) -> Fault:
     names = ("config.yaml", "config.yaml", "metrics.jsonl", "metrics.jsonl", "environment.json", "history.jsonl")
-    name = random.choice((*names, "ended.json", "target.json", "examples.json", "figures", "ckpts", "lock", "name"))
+    name = random.choice(
+        (*names, "ended.json", "target.json", "data.json", "examples.json", "figures", "ckpts", "lock", "name")
+    )
     run = work / RUN
     match name:
         case "config.yaml":

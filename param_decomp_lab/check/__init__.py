@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from param_decomp_jax.state import Decomposition, init_state
-from param_decomp_lab.check.data import check_data
+from param_decomp_lab.check.data import check_data, data_notes
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
@@ -154,5 +154,5 @@ def _results(config: RunConfig) -> str:
 
 
 def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
-    print_warnings(config.notes, console, wrap=True)
+    print_warnings((*config.notes, *data_notes(config)), console, wrap=True)
     print_warnings(missing, console, "not on this machine", wrap=True)

@@ -1,13 +1,17 @@
-"""Checks the token data of a configuration using the footers of its shards."""
+"""Checks the token data of a configuration using the footers of its shards, and what its rows begin with."""
 
 from pathlib import Path
 
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.data.token_data import count_rows
+from param_decomp_lab.data.meta import DataMeta
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.token_data import TokenData, count_rows
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with
 from param_decomp_lab.setup.named_text import named_text
+from param_decomp_lab.setup.target_source import target_folder
 
 
 def check_data(config: RunConfig) -> tuple[str, ...]:
@@ -19,6 +23,7 @@ def check_data(config: RunConfig) -> tuple[str, ...]:
     text = named_text(config)
     if text is not None:
         if not text.is_made:
+            text.tokenizer()  # which may lack a BOS that is asked for
             return text.missing()
         replaced = text.folders
     if replaced is None:
@@ -28,6 +33,36 @@ def check_data(config: RunConfig) -> tuple[str, ...]:
         raise UserError(f"data.train and data.eval are the same folder ({replaced.train}); evaluate on other rows")
     missing = _shards(config, replaced.train, method.pd.batch_size, "one batch")
     return missing if method.eval is None else missing + _shards(config, replaced.eval, wanted, "an evaluation")
+
+
+def data_notes(config: RunConfig) -> tuple[str, ...]:
+    """What to tell of data and target that are on this machine and do not agree about BOS."""
+    if not isinstance(config.method, LanguageModelFile):
+        return ()
+    try:
+        target = target_folder(config)
+    except UserError:
+        target = None
+    try:
+        text = _text(config)
+    except UserError:  # of data that are missing or damaged; `check_data` says so
+        return ()
+    note = None if text is None else data_note(text, target)
+    return () if note is None else (note,)
+
+
+def _text(config: RunConfig) -> TokenText | None:
+    """The tokenizer of text that was or will be tokenized here, with the BOS that rows begin with; None of other data,
+    of which one row may take long to read."""
+    named, folders = named_text(config), made_here(config)
+    if named is not None and not named.is_made:
+        return named.tokenizer()
+    if folders is None:
+        return None
+    text = TokenText(folders.train.parent, DataMeta.read(folders.train.parent).bos)
+    if text.bos is None:
+        text.bos = rows_begin_with(TokenData(folders.train), text.tokenizer)
+    return text
 
 
 def _shards(config: RunConfig, source: str | Path, wanted: int, what_for: str) -> tuple[str, ...]:

@@ -57,6 +57,14 @@ def tokenize(
             show_default=False,
         ),
     ] = None,
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            "--bos/--no-bos",
+            help="Begin rows and documents with the tokenizer's BOS, or not; by default what the tokenizer does.",
+            show_default=False,
+        ),
+    ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
     tokens: Annotated[
         float | None, typer.Option(help="Stop at as many training tokens, such as 2e9.", show_default=False)
@@ -84,6 +92,10 @@ def tokenize(
     Several jobs make one folder together with `--part`: start n of them with the same options and `--out`, which all
     of them must see. The one that finds all parts done puts the folder in place.
 
+    With a tokenizer that puts BOS before every text, as those of Llama and Gemma do, every row begins with BOS, and so
+    does every document within a row. `--bos` does the same with a tokenizer that has a BOS and does not add it,
+    `--no-bos` leaves it out. Prompts of a run do what its data did.
+
     Examples:
 
         pd data tokenize --stdlib --out data/demo --seq-len 64
@@ -95,6 +107,8 @@ def tokenize(
         pd data tokenize --dataset roneneldan/TinyStories --eval-split validation --tokenizer gpt2 --out data/stories
 
         pd data tokenize dumps/*.jsonl --skip-bad-records --tokenizer models/mine --out data/mine
+
+        pd data tokenize corpus/*.txt --tokenizer models/mine --no-bos --out data/mine
 
         pd data tokenize ids/*.parquet --tokenized --seq-len 2048 --out data/mine
 
@@ -130,7 +144,7 @@ def tokenize(
     units, sources = _units(inputs, dataset, (config, revision, data_files), split, eval_split, format)
     if tokenizer is not None or not tokenized:
         tokenizer = fetch_tokenizer(tokenizer or BYTES)
-    plan = make_plan(units, settings, tokenizer, sources)
+    plan = make_plan(units, settings, tokenizer, sources, bos)
     console = PlainConsole()
     count = available_cores() if processes is None else processes
     try:
@@ -141,8 +155,10 @@ def tokenize(
         console.print(f"part {part} is done; {out} appears when all parts are", soft_wrap=True)
         return
     vocabulary = f"vocabulary {meta.vocab_size}, unigram entropy {meta.eval.unigram_entropy:.3f} nats"
+    begins = "" if meta.bos is None else f", each begins with BOS (token {meta.bos})"
     console.print(
-        f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens, {vocabulary}",
+        f"{out}: {meta.train.rows} training and {meta.eval.rows} held-out rows of {meta.seq_len} tokens{begins}, "
+        f"{vocabulary}",
         soft_wrap=True,
     )
     if meta.skipped_records:

@@ -71,6 +71,8 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
             key = "pd.batch_size" if section is method.pd else "eval.batch_size"
             yield Mistake("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
     if isinstance(method, ToyFile):
+        if wrapper.bos:
+            yield Mistake("bos", "is for language models; a toy reads no text")
         if wrapper.data is not None:
             yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
         if wrapper.target is not None and wrapper.target.revision is not None:
@@ -81,6 +83,8 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
             "experiment",
             f"is {wrapper.experiment}, but the schema file has target.spec and so is a language model's; remove it",
         )
+    if wrapper.bos and wrapper.data is None and method.data.is_tokenized:
+        yield Mistake("bos", "is for text that the run tokenizes, and data.is_tokenized is true; remove it")
     if wrapper.target is not None and wrapper.target.pretrain is not None:
         yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
     spec = method.target.spec
@@ -243,6 +247,8 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
 
 def _data_warnings(wrapper: Wrapper, data: LanguageModelData) -> Iterator[str]:
     """Warns of a data set that is not read, and of keys that say something of one where there is none."""
+    if wrapper.data is not None and wrapper.bos:
+        yield "bos: has no effect with data, whose rows are there already"
     if wrapper.data is not None and not data.of_files:
         yield f"data.dataset_name: {data.dataset_name} is replaced by the folders of the wrapper's data"
     elif data.of_files:

@@ -85,7 +85,8 @@ class Wrapper(Strict):
     """A run. ``milestones``: steps whose checkpoints are never deleted. ``out_dir``: relative to the current folder.
 
     ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_components``: what V and U are
-    at first (T6). ``init_from``: RUN or RUN@STEP whose parameters this run starts from.
+    at first (T6). ``init_from``: RUN or RUN@STEP whose parameters this run starts from. ``bos``: whether rows of text
+    that the run tokenizes itself begin with the tokenizer's BOS.
     """
 
     torch_config: FilePath
@@ -99,6 +100,7 @@ class Wrapper(Strict):
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
     data: DataFolders | None = None
+    bos: bool = False
     target: TargetSource | None = None
     steps_per_dispatch: Count = 1
     milestones: Milestones = ()

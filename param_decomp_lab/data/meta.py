@@ -49,7 +49,8 @@ class DataMeta:
     """``tokenizer``: ``bytes``, the name of the Hugging Face tokenizer file kept beside ``meta.json``, or ``none``.
     ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval.
     ``plan``: of what the data were made (`Plan.hash`); older ones do not say. ``skipped_records``: how many were left
-    out; ``skipped``: of the first what is wrong with them, and where."""
+    out; ``skipped``: of the first what is wrong with them, and where. ``bos``: token id that rows and documents begin
+    with; None for none, as in older data."""
 
     tokenizer: str
     vocab_size: int
@@ -65,6 +66,7 @@ class DataMeta:
     plan: str = ""
     skipped_records: int = 0
     skipped: tuple[str, ...] = ()
+    bos: int | None = None
 
     def write(self, folder: Path) -> None:
         (folder / META_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -46,7 +46,8 @@ class Settings:
     eval_tokens: int | None = None
     column: Column = TEXT
     row_starts: bool = False
-    skip_bad_records: bool = False
+    # Not in the repr, from which setup/named_text.py derives the names of folders: those of older runs must be found.
+    skip_bad_records: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -93,13 +94,15 @@ class Unit:
 @dataclass(frozen=True)
 class Plan:
     """``tokenizer``: `bytes`, or the path of a tokenizer.json; None where the input is tokenized already.
-    ``tokenizer_hash``: of its content. ``sources``: where the text is from, for people."""
+    ``tokenizer_hash``: of its content. ``sources``: where the text is from, for people. ``bos``: the token id that
+    rows and documents begin with; None for none."""
 
     units: tuple[Unit, ...]
     settings: Settings
     tokenizer: str | None
     tokenizer_hash: str
     sources: tuple[str, ...]
+    bos: int | None = None
 
     @cached_property
     def options(self) -> dict[str, object]:
@@ -107,7 +110,8 @@ class Plan:
         settings = asdict(self.settings)
         if not self.settings.skip_bad_records:
             del settings["skip_bad_records"]  # as in what was begun before there was this setting
-        return {"format": FORMAT, **settings, "tokenizer": self.tokenizer_hash}
+        begins = {} if self.bos is None else {"bos": self.bos}
+        return {"format": FORMAT, **settings, "tokenizer": self.tokenizer_hash, **begins}
 
     @cached_property
     def inputs_hash(self) -> str:

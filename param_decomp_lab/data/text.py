@@ -6,24 +6,34 @@ from pathlib import Path
 
 from param_decomp_lab.data.meta import META_FILE, DataMeta
 from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed
-from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
+from param_decomp_lab.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 
 class TokenText:
     """Decodes the tokens of a folder that ``pd data tokenize`` wrote, or that a pretrained model keeps.
 
-    ``folder``: holds ``tokenizer.json``, or a ``meta.json`` that says that tokens are bytes.
+    ``folder``: holds ``tokenizer.json``, or a ``meta.json`` that says that tokens are bytes. ``bos``: the token id that
+    a prompt begins with, as the rows of the run's data do; None for none.
     Raises UserError when there is neither.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
+    def __init__(self, folder: str | Path, bos: int | None = None) -> None:
+        folder, self.bos = Path(folder), bos
         of_bytes = (folder / META_FILE).is_file() and DataMeta.read(folder).tokenizer == BYTES
         self._tokenizer = load_tokenizer(BYTES if of_bytes else folder)
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
         return [int(i) for i in self._tokenizer.encode([text])[0]]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def prompt(self, text: str) -> list[int]:
+        """The token ids of a text as the model is to read it: with `bos` before them, unless it begins with that."""
+        ids = self.ids(text)
+        return ids if self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The name of each token id, of the same length as ``ids``; see `token_names`. Spaces stay spaces. Ids that the

@@ -25,15 +25,23 @@ class Written:
 class TokenWriter:
     """Writes ``folder/NAME-00000.arrow`` and so on, each of at most ``rows_per_shard`` rows.
 
-    ``vocab_size``: every id is below it. ``most_rows``: what comes after as many is not written.
+    ``vocab_size``: every id is below it. ``most_rows``: what comes after as many is not written. ``bos``: the id that
+    rows begin with; None for none (`cut_rows`).
     """
 
     def __init__(
-        self, folder: Path, name: str, seq_len: int, vocab_size: int, rows_per_shard: int, most_rows: int | None
+        self,
+        folder: Path,
+        name: str,
+        seq_len: int,
+        vocab_size: int,
+        rows_per_shard: int,
+        most_rows: int | None,
+        bos: int | None = None,
     ) -> None:
         self.rows, self._shards = 0, 0
         self._folder, self._name, self._seq_len, self._vocab_size = folder, name, seq_len, vocab_size
-        self._rows_per_shard, self._most_rows = rows_per_shard, most_rows
+        self._rows_per_shard, self._most_rows, self._bos = rows_per_shard, most_rows, bos
         self._pending: list[Int32[np.ndarray, "n"]] = []
         self._n_pending = 0
         self._counts = np.zeros(0, np.int64)
@@ -42,7 +50,7 @@ class TokenWriter:
 
     @property
     def whole_rows(self) -> int:
-        """Rows so far, those that are not written yet among them."""
+        """Rows so far, those that are not written yet among them; with BOS there may be a few more."""
         return self.rows + self._n_pending // self._seq_len
 
     def add(self, ids: Int32[np.ndarray, "n"]) -> None:
@@ -72,10 +80,13 @@ class TokenWriter:
         if not self._pending:
             return
         ids = np.concatenate(self._pending)
-        n = len(ids) // (multiple * self._seq_len) * multiple
-        if self._most_rows is not None:
-            n = min(n, self._most_rows - self.rows)
-        rows = ids[: n * self._seq_len].reshape(n, self._seq_len)
+        most = None if self._most_rows is None else self._most_rows - self.rows
+        rows, used = cut_rows(ids, self._seq_len, self._bos, multiple=multiple, most=most)
+        self._counts = add_counts(self._counts, np.bincount(rows.ravel()))
+        self._hash.update(rows.astype(np.int32).tobytes())
+        self.rows += len(rows)
+        self._pending = [ids[used:]]
+        self._n_pending = len(self._pending[0])
         while len(rows):
             if self._shard is None:
                 file = self._folder / f"{self._name}-{self._shards:05d}{SUFFIX}"
@@ -87,12 +98,43 @@ class TokenWriter:
             if self._shard.rows == self._rows_per_shard:
                 self._shard.close()
                 self._shard = None
-        written = ids[: n * self._seq_len]
-        self._counts = add_counts(self._counts, np.bincount(written))
-        self._hash.update(written.astype(np.int32).tobytes())
-        self.rows += n
-        self._pending = [ids[n * self._seq_len :]]
-        self._n_pending = len(self._pending[0])
+
+
+def cut_rows(
+    ids: Int32[np.ndarray, "n"], seq_len: int, bos: int | None, *, multiple: int = 1, most: int | None = None
+) -> tuple[Int32[np.ndarray, "rows T"], int]:
+    """The rows of ``seq_len`` tokens that a stream fills, and how many ids of the stream are in them. ``multiple``: of
+    rows, a multiple of it; ``most``: no more than these.
+
+    With ``bos`` every row begins with it, and what follows is the stream's next ``seq_len - 1`` ids. Where the next id
+    of the stream is ``bos`` itself, as where a document begins, the row begins with that one.
+    """
+    if bos is None:
+        n = len(ids) // (multiple * seq_len) * multiple
+        n = n if most is None else min(n, most)
+        return ids[: n * seq_len].reshape(n, seq_len), n * seq_len
+    starts, at = list[int](), 0  # of what follows the rows' BOS
+    while at < len(ids):
+        start = at + int(ids[at] == bos)
+        at = start + seq_len - 1
+        if at <= len(ids):
+            starts.append(start)
+    n = len(starts) // multiple * multiple
+    n = n if most is None else min(n, most)
+    rows = np.full((n, seq_len), bos, ids.dtype)
+    rows[:, 1:] = ids[np.asarray(starts[:n], np.int64)[:, None] + np.arange(seq_len - 1)]
+    return rows, starts[n - 1] + seq_len - 1 if n else 0
+
+
+def before_document(ids: Int32[np.ndarray, "n"], separator: int | None, bos: int | None) -> Int32[np.ndarray, "k"]:
+    """What stands between the documents before and the one that begins with ``ids``: the separator and BOS, as far as
+    there are such. A separator that is BOS is there once, and a text that begins with BOS itself gets no second one."""
+    between = [token for token in (separator, bos) if token is not None]
+    if bos is not None and bos == separator:
+        between = [bos]
+    if bos is not None and len(ids) and ids[0] == bos:
+        between = between[:-1]
+    return np.asarray(between, np.int32)
 
 
 def add_counts(a: Int64[np.ndarray, "m"], b: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "k"]:

@@ -18,9 +18,9 @@ from param_decomp_lab.data.meta import META_FILE, NOTHING_SKIPPED, SPLITS, DataM
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Plan, Role, Settings, Unit, cut_units, unit_bytes
 from param_decomp_lab.data.spans import Format, MemorySpan, file_spans, find_files
-from param_decomp_lab.data.token_writer import Written, add_counts, unigram_entropy
+from param_decomp_lab.data.token_writer import Written, add_counts, before_document, cut_rows, unigram_entropy
 from param_decomp_lab.data.tokenize_processes import tokenize_units
-from param_decomp_lab.data.tokenizers import NO_TOKENIZER, load_tokenizer, tokenizer_hash
+from param_decomp_lab.data.tokenizers import NO_TOKENIZER, chosen_bos, load_tokenizer, tokenizer_hash
 from param_decomp_lab.data.unfinished import Unfinished, unfinished
 from param_decomp_lab.errors import CannotWrite, UserError
 
@@ -34,13 +34,14 @@ def tokenize_documents(
     *,
     tokenizer: str | Path = "bytes",
     overwrite: bool = False,
+    bos: bool | None = None,
     sources: tuple[str, ...],
     **settings: Any,
 ) -> DataMeta:
-    """Tokenizes documents that are at hand. ``settings``: those of `Settings`. As `tokenize`."""
-    meta = tokenize(
-        make_plan([memory_unit(documents)], Settings(**settings), tokenizer, sources), out, overwrite=overwrite
-    )
+    """Tokenizes documents that are at hand. ``bos``: as of `make_plan`. ``settings``: those of `Settings`. As
+    `tokenize`."""
+    plan = make_plan([memory_unit(documents)], Settings(**settings), tokenizer, sources, bos)
+    meta = tokenize(plan, out, overwrite=overwrite)
     assert meta is not None
     return meta
 
@@ -51,11 +52,12 @@ def tokenize_files(
     *,
     tokenizer: str | Path = "bytes",
     overwrite: bool = False,
+    bos: bool | None = None,
     **settings: Any,
 ) -> DataMeta:
-    """Tokenizes the files, folders and globs of ``inputs``; a text file is a document. ``settings``: those of
-    `Settings`. As `tokenize`."""
-    plan = make_plan(file_units(inputs), Settings(**settings), tokenizer, tuple(map(str, inputs)))
+    """Tokenizes the files, folders and globs of ``inputs``; a text file is a document. ``bos``: as of `make_plan`.
+    ``settings``: those of `Settings`. As `tokenize`."""
+    plan = make_plan(file_units(inputs), Settings(**settings), tokenizer, tuple(map(str, inputs)), bos)
     meta = tokenize(plan, out, overwrite=overwrite)
     assert meta is not None
     return meta
@@ -74,12 +76,22 @@ def file_units(inputs: Sequence[str | Path], fmt: Format | None = None, role: Ro
 
 
 def make_plan(
-    units: Sequence[Unit], settings: Settings, tokenizer: str | Path | None, sources: tuple[str, ...]
+    units: Sequence[Unit],
+    settings: Settings,
+    tokenizer: str | Path | None,
+    sources: tuple[str, ...],
+    bos: bool | None = None,
 ) -> Plan:
-    """``tokenizer``: None where the input is tokenized already. Raises UserError where there is none."""
-    if tokenizer is None:
-        return Plan(tuple(units), settings, None, "", sources)
-    return Plan(tuple(units), settings, str(tokenizer), tokenizer_hash(tokenizer), sources)
+    """``tokenizer``: None where the input is tokenized already. ``bos``: whether rows and documents begin with the
+    tokenizer's BOS; None for what the tokenizer itself does with a text. Raises UserError where there is no tokenizer,
+    or it has no BOS and one is wanted."""
+    if bos and settings.row_starts:
+        raise UserError("bos: rows that are taken as they are get no token put before them; leave it out")
+    found = None if tokenizer is None else load_tokenizer(tokenizer)
+    begins = chosen_bos(found, bos, of_text=not settings.column.tokenized)
+    if found is None:
+        return Plan(tuple(units), settings, None, "", sources, begins)
+    return Plan(tuple(units), settings, str(tokenizer), tokenizer_hash(found), sources, begins)
 
 
 def tokenize(
@@ -96,6 +108,7 @@ def tokenize(
     same call, and what it writes depends on the plan alone.
 
     Documents are concatenated with the tokenizer's separator and cut into rows; the tail that fills no row is dropped.
+    With ``plan.bos`` each row begins with it, and each separator is followed by it (`cut_rows`).
     ``processes``: that tokenize. ``part``: number and count, where several jobs make ``out`` together: a job does the
     units of its own, and the one that finds all done makes ``out``. ``console``: for the progress.
 
@@ -181,6 +194,7 @@ def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
         plan=plan.hash,
         skipped_records=skipped.n,
         skipped=skipped.first,
+        bos=plan.bos,
     )
     if tokenizer is not None:
         tokenizer.save(work.data)
@@ -193,7 +207,7 @@ class _Joined:
 
     def __init__(self, plan: Plan, work: Unfinished, split: Split, separator: int | None) -> None:
         self._settings, self._folder, self._split = plan.settings, work.data / split, split
-        self._separator = [] if separator is None else [separator]
+        self._separator, self._bos = separator, plan.bos
         self._most = plan.settings.most_rows(split)
         self._is_wanted = any(split in unit.splits for unit in plan.units)
         self.rows, self.counts = 0, np.zeros(0, np.int64)
@@ -212,15 +226,17 @@ class _Joined:
         self._digests.append(digest)
         self._shards += shards
         # A tail that goes on in the next unit's text is joined to it as another document.
-        separated = self._tails and len(written.tail) and written.tail[0] not in self._separator
-        self._tails += [np.array(self._separator, np.int32)] * bool(separated) + [written.tail]
+        if self._tails and len(written.tail) and written.tail[0] != self._separator:
+            self._tails.append(before_document(written.tail, self._separator, self._bos))
+        self._tails.append(written.tail)
 
     def close(self) -> SplitMeta:
         """Removes shards of units that are not needed. Raises UserError when the whole split did not fill one row."""
         length = self._settings.seq_len
         tail = np.concatenate(self._tails) if self._tails else np.zeros(0, np.int32)
-        more = len(tail) // length if self._most is None else min(len(tail) // length, self._most - self.rows)
-        if self.rows + more == 0 and self._is_wanted:
+        most = None if self._most is None else self._most - self.rows
+        more, used = cut_rows(tail, length, self._bos, most=most)
+        if self.rows + len(more) == 0 and self._is_wanted:
             raise UserError(
                 f"the text is too short: the {self._split} split has {len(tail)} tokens, less than one row of "
                 f"{length}; give more text, a smaller seq_len, or another eval_fraction"
@@ -229,15 +245,15 @@ class _Joined:
             if not shard.is_file():
                 work = self._folder.parents[1]
                 raise CannotWrite(f"{shard}, which had been written, is gone; remove {work} and start again")
-        if more:
-            self._write_tail(tail[: more * length])
+        if len(more):
+            self._write_tail(more)
         for file in self._folder.iterdir():
             if file not in self._shards:
                 file.unlink()
         return SplitMeta(
             rows=self.rows,
             tokens=self.rows * length,
-            dropped_tokens=len(tail) - more * length,
+            dropped_tokens=len(tail) - used,
             shards=len(self._shards),
             unigram_entropy=unigram_entropy(self.counts),
         )
@@ -246,15 +262,14 @@ class _Joined:
         """Of all token ids, as int32."""
         return self._digests[0] if len(self._digests) == 1 else hashlib.sha256(b"".join(self._digests)).digest()
 
-    def _write_tail(self, ids: Int32[np.ndarray, "n"]) -> None:
-        rows = ids.reshape(-1, self._settings.seq_len)
+    def _write_tail(self, rows: Int32[np.ndarray, "n T"]) -> None:
         file = self._folder / f"{TAIL}{SUFFIX}"
-        shard = ArrowShard(file, self._settings.seq_len, 1 + int(ids.max()))
+        shard = ArrowShard(file, self._settings.seq_len, 1 + int(rows.max()))
         shard.write(rows)
         shard.close()
         self.rows += len(rows)
-        self.counts = add_counts(self.counts, np.bincount(ids))
-        self._digests.append(hashlib.sha256(ids.tobytes()).digest())
+        self.counts = add_counts(self.counts, np.bincount(rows.ravel()))
+        self._digests.append(hashlib.sha256(rows.tobytes()).digest())
         self._shards.append(file)
 
 

@@ -14,7 +14,7 @@ from param_decomp_lab.data.meta import NAMED, NOTHING_SKIPPED, Skipped, Split
 from param_decomp_lab.data.pieces import Cut, Document, Piece, choose_by_hash, choose_exactly, cut, split_pieces
 from param_decomp_lab.data.plan import Plan, Settings, Unit
 from param_decomp_lab.data.records import BadRecord
-from param_decomp_lab.data.token_writer import TokenWriter, Written
+from param_decomp_lab.data.token_writer import TokenWriter, Written, before_document
 from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
 from param_decomp_lab.untrusted.files import regular_file
 from param_decomp_lab.untrusted.printable import shortened
@@ -92,17 +92,19 @@ def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: 
             vocab_size,
             settings.rows_per_shard,
             settings.most_rows(split),
+            plan.bos,
         )
         for split in unit.splits
     }
     documents = _Documents(unit, settings)
+    separator = None if tokenizer is None else tokenizer.separator
     try:
         for batch in _batches(_chosen(plan, unit, documents)):
             n_tokens = 0
             for piece, ids in zip(batch, _encoded(tokenizer, batch), strict=True):
                 writer = writers[piece.split]
-                if not piece.follows and tokenizer is not None and tokenizer.separator is not None:
-                    writer.add(np.asarray([tokenizer.separator], np.int32))
+                if not piece.follows:
+                    writer.add(before_document(ids, separator, plan.bos))
                 writer.add(ids)
                 n_tokens += len(ids)
             report(sum(len(piece.content) for piece in batch), n_tokens)

@@ -29,6 +29,10 @@ LARGEST_ID = (1 << 24) - 1
 """Largest token id. Arrays have an entry for every id, and no network that can be loaded has a larger vocabulary."""
 # What a bare tokenizer.json calls the end (or, failing that, the beginning) of a document.
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|begin_of_text|>", "<s>", "<bos>")
+# What a bare tokenizer.json calls the beginning of one.
+DOCUMENT_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
+PROBES = ("a", "0", ".", " ")
+"""Short texts: the tokenizer's beginning of a text is what comes before the tokens of one."""
 # Pieces of text are bounded (see tokenize.py), so that a batch of this many is a few MB.
 BATCH = 256
 
@@ -48,6 +52,14 @@ class Tokenizer(Protocol):
     def separator(self) -> int | None:
         """The id put between documents; None without one."""
 
+    @property
+    def bos(self) -> int | None:
+        """The id of the token that begins a text (BOS); None without one."""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer itself puts `bos` before every text."""
+
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
         """Token ids of each text, without special tokens."""
 
@@ -65,6 +77,8 @@ class ByteTokenizer:
 
     vocab_size: int = 256
     separator: int | None = 0
+    bos: int | None = None
+    adds_bos: bool = False
     name: str = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
@@ -111,16 +125,47 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def separator(self) -> int | None:
+        return self._special(("eos_token", "bos_token"), DOCUMENT_ENDS)
+
+    @cached_property
+    def bos(self) -> int | None:
+        first = self._put_first
+        return self._special(("bos_token",), DOCUMENT_BEGINNINGS) if first is None else first
+
+    @property
+    def adds_bos(self) -> bool:
+        return self._put_first is not None
+
+    @cached_property
+    def _put_first(self) -> int | None:
+        """The first id that the post-processor puts before a text. As transformers 5, which does not ask the
+        ``add_bos_token`` of `TOKENIZER_CONFIG` where there is a `TOKENIZER_FILE`."""
+        for probe in PROBES:
+            try:
+                encoding = self._tokenizer.encode(probe)
+            except BaseException as error:  # the vocabulary has neither the text nor an unknown token
+                if not _of_the_library(error):
+                    raise
+                continue
+            if 0 in encoding.sequence_ids:  # else none of the probe is in the vocabulary
+                first = int(encoding.ids[0])
+                # A template may put any number there, also one that is not a token's.
+                return None if encoding.sequence_ids[0] == 0 or first >= self.vocab_size else first
+        return None
+
+    def _special(self, keys: Sequence[str], names: Sequence[str]) -> int | None:
+        """The id of the first of these that is a token: what `TOKENIZER_CONFIG` has under ``keys``, then ``names``.
+        Raises UserError for a key that holds no text."""
         config = self.file.with_name(TOKENIZER_CONFIG)
         settings = read_json(config, "the tokenizer's settings", dict, TOKENIZER_BYTES) if config.is_file() else {}
-        for key in ("eos_token", "bos_token"):
+        for key in keys:
             token = settings.get(key)
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and not isinstance(token, str):
                 raise UserError(f"{config}: {key} should be a text, not {printable(repr(token), 80)}")
             if token is not None and (token_id := self._tokenizer.token_to_id(token)) is not None:
                 return int(token_id)
-        ids = (self._tokenizer.token_to_id(token) for token in DOCUMENT_ENDS)
+        ids = (self._tokenizer.token_to_id(token) for token in names)
         return next((int(token_id) for token_id in ids if token_id is not None), None)
 
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
@@ -179,9 +224,27 @@ def load_tokenizer(tokenizer: str | Path) -> Tokenizer:
     return found
 
 
-def tokenizer_hash(tokenizer: str | Path) -> str:
+def chosen_bos(tokenizer: Tokenizer | None, wanted: bool | None, *, of_text: bool = True) -> int | None:
+    """The id that is to begin rows and documents; None for no such id. ``wanted``: None is what the tokenizer itself
+    does, and nothing for what is tokenized already (not ``of_text``). Raises UserError where one is wanted and there is
+    none."""
+    if wanted is None:
+        return tokenizer.bos if tokenizer is not None and tokenizer.adds_bos and of_text else None
+    if not wanted:
+        return None
+    if tokenizer is None:
+        raise UserError("bos: which token begins a text is known of a tokenizer alone; give the one of these token ids")
+    if tokenizer.bos is None:
+        raise UserError(
+            f"bos: the tokenizer {tokenizer.name} has no token that begins a text (a bos_token in {TOKENIZER_CONFIG}); "
+            "leave it out"
+        )
+    return tokenizer.bos
+
+
+def tokenizer_hash(tokenizer: str | Path | Tokenizer) -> str:
     """Differs where the ids of a text may. Raises UserError when there is no tokenizer."""
-    found = load_tokenizer(tokenizer)
+    found = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if not isinstance(found, HuggingFaceTokenizer):
         return found.name
     content = read_text(found.file, "the tokenizer", TOKENIZER_BYTES)

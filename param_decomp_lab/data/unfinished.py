@@ -150,8 +150,12 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     before = {**theirs.pop("options", {}), **theirs} if isinstance(theirs.get("options"), dict) else theirs
     after = {**ours.pop("options"), **ours}
     shown = {"inputs": "the text", "tokenizer": "the tokenizer", "units": "", "format": "the format"}
-    changed = [key for key in after if before.get(key) != after[key]]
-    words = [shown.get(key, f"{key}: {printable(str(before.get(key)), 80)}, now {after[key]}") for key in changed]
+    # An option that a plan leaves out is off in it.
+    changed = [key for key in dict.fromkeys([*after, *before]) if before.get(key) != after.get(key)]
+    words = [
+        shown.get(key, f"{printable(key, 80)}: {printable(str(before.get(key)), 80)}, now {after.get(key)}")
+        for key in changed
+    ]
     return [word for word in words if word] or (["the text"] if changed else [])
 
 

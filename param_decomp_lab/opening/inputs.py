@@ -9,7 +9,8 @@ from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.errors import UserError
 
 Inputs = Any
-"""Language model: token ids ``[B, T]`` or ``[T]``, or a text. Toy: features ``[B, n]`` or ``[n]``."""
+"""Language model: token ids ``[B, T]`` or ``[T]``, or a text, which begins with BOS if the rows of the run's data do.
+Toy: features ``[B, n]`` or ``[n]``."""
 
 
 def read_inputs(run: Any, inputs: Inputs) -> Int[np.ndarray, "*B T"] | Float[np.ndarray, "*B n"]:
@@ -22,7 +23,7 @@ def _tokens(run: Any, reads: TokenInputs, inputs: Inputs) -> Int[np.ndarray, "*B
     if isinstance(inputs, str):
         if run.text is None:
             raise UserError("no tokenizer next to the data or the target: give token ids instead of a text")
-        inputs = np.asarray(run.text.ids(inputs), np.int32)
+        inputs = np.asarray(run.text.prompt(inputs), np.int32)
     rows, vocabulary = np.asarray(inputs), reads.vocab_size
     if rows.dtype.kind not in "iu" or rows.ndim not in (1, 2) or rows.size == 0:
         raise UserError(f"inputs should be token ids [B, T] or [T], not {rows.dtype} {list(rows.shape)}")

@@ -11,7 +11,8 @@ from param_decomp_lab.errors import UserError
 def read_prompt(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
     """What the target of an opened run reads, and the tokens or the active features it consists of.
 
-    A text longer than the longest row that the run takes is cut off. Raises UserError.
+    A text begins with BOS if the rows of the run's data do; one that is longer than the longest row that the run takes
+    is cut off. Raises UserError.
     """
     reads = run.architecture.inputs
     if isinstance(reads, FeatureInputs):
@@ -28,9 +29,9 @@ def read_prompt(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
         return values, np.flatnonzero(values).tolist()
     if run.text is None:
         raise UserError("no tokenizer beside the run's data or target: texts cannot be read")
-    tokens = run.text.ids(text)
-    if not tokens:
+    if not run.text.ids(text):
         raise UserError("this text has no tokens")
+    tokens = run.text.prompt(text)
     longest = run.longest_row
     if longest is not None:
         tokens = tokens[:longest]

@@ -36,7 +36,8 @@ from param_decomp_lab.opening.masks import CI, Delta, Masks, bundle, by_site, ch
 from param_decomp_lab.opening.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.opening.selection import Selection
 from param_decomp_lab.opening.target import load_weights, weights_folder
-from param_decomp_lab.setup.language_model import find_tokenizer
+from param_decomp_lab.run_folder.data_file import read_data
+from param_decomp_lab.setup.bos import find_tokenizer
 
 Importance = Literal["lower", "upper", "logits"]
 
@@ -119,10 +120,14 @@ class Run:
 
     @cached_property
     def text(self) -> TokenText | None:
-        """The tokenizer. None if there is none next to the data or the target, and for a toy."""
+        """The tokenizer. None if there is none next to the data or the target, and for a toy. Its prompts begin with
+        BOS if the rows of the run's data do."""
         if not self.is_language_model:
             return None
-        return find_tokenizer(self.config, weights_folder(self.config))
+        text, recorded = find_tokenizer(self.config, weights_folder(self.config)), read_data(self.folder)
+        if text is not None and recorded is not None:
+            text.bos = recorded.bos
+        return text
 
     @cached_property
     def harvest(self) -> Harvest:

@@ -1,7 +1,5 @@
 """A language model to decompose: its folder, its token data, its tokenizer."""
 
-from pathlib import Path
-
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -12,14 +10,14 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelData, LanguageModelFile
 from param_decomp_lab.data.batches import Batches
-from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.row_range import RowRange, TokenRows
 from param_decomp_lab.data.sources import TokenSource
-from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.setup.base import Setup, build_mesh
+from param_decomp_lab.setup.bos import data_note, find_tokenizer, rows_begin_with
 from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import fetch_target
@@ -38,12 +36,18 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
     folder = fetch_target(config, console, processes)
     architecture = read_architecture(folder)
     problem = make_problem(config, architecture, folder)
-    text = named_text(config)
-    if text is not None:
-        processes.once_per_node(lambda: text.make(console))
+    named = named_text(config)
+    if named is not None:
+        processes.once_per_node(lambda: named.make(console))
     train, held_out = _data(config)
     for data in {id(d): d for d in (train, held_out) if d is not None}.values():
         check_rows(config, architecture.inputs, data)
+    text = find_tokenizer(config, folder)
+    if text is not None:
+        if text.bos is None:
+            text.bos = rows_begin_with(train, text.tokenizer)
+        note = data_note(text, folder)
+        print_warnings([] if note is None else [note], console)
     mesh = build_mesh(config)
     evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
     _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, problem.target))
@@ -55,7 +59,7 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
         leading=leading,
         train=_source(train, method.pd.batch_size, method.pd.seed, mesh, reshuffle=method.data.shuffle_each_epoch),
         eval=evaluated,
-        text=find_tokenizer(config, folder),
+        text=text,
     )
 
 
@@ -134,14 +138,3 @@ def _data(config: RunConfig) -> tuple[TokenRows, TokenRows | None]:
     if len(rows) - held < config.method.pd.batch_size:
         raise UserError(f"{rows.source} has {len(rows)} rows; {held} are held out for evaluation and too few remain")
     return RowRange(rows, 0, len(rows) - held), RowRange(rows, len(rows) - held, len(rows))
-
-
-def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
-    """The tokenizer beside the data if that was tokenized here, else the target's own."""
-    text, folders = named_text(config), config.wrapper.data
-    beside_data = text.folder if text is not None else None if folders is None else folders.train.parent
-    folder = beside_data if beside_data is not None and (beside_data / META_FILE).is_file() else target
-    try:
-        return TokenText(folder)
-    except UserError:
-        return None

@@ -21,9 +21,10 @@ from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.plan import FORMAT, Role, Settings, Unit
 from param_decomp_lab.data.records import Column
 from param_decomp_lab.data.spans import FORMATS
+from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize
 from param_decomp_lab.data.tokenize_processes import available_cores
-from param_decomp_lab.data.tokenizers import TOKENIZER_FILE, tokenizer_hash
+from param_decomp_lab.data.tokenizers import TOKENIZER_FILE, chosen_bos, tokenizer_hash
 from param_decomp_lab.data.unfinished import Busy
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
@@ -40,12 +41,14 @@ FEW_TOKENS = 1 << 26
 @dataclass(frozen=True)
 class NamedText:
     """``data``: the section. ``train_rows``, ``eval_rows``: that the run reads. ``stand_in``: a tokenizer.json for the
-    tokenizer of that name, in the folder that stands in for the model of the same name."""
+    tokenizer of that name, in the folder that stands in for the model of the same name. ``bos``: whether rows begin
+    with the tokenizer's BOS."""
 
     data: LanguageModelData
     train_rows: int
     eval_rows: int
     stand_in: Path | None
+    bos: bool = False
 
     @property
     def folder(self) -> Path:
@@ -88,6 +91,16 @@ class NamedText:
             found.append(f"the tokenizer {self.data.tokenizer_name}: `pd train` fetches it from the Hugging Face hub")
         return tuple(found)
 
+    def tokenizer(self) -> TokenText | None:
+        """The tokenizer, with the BOS that rows begin with, made or not; None of token ids, and of one that is only on
+        the hub. Raises UserError where rows are to begin with a BOS that it does not have."""
+        found = None if self.data.is_tokenized else self._tokenizer()
+        if found is None:
+            return None
+        text = TokenText(found)
+        text.bos = chosen_bos(text.tokenizer, self.bos)
+        return text
+
     def make(self, console: Console) -> None:
         """Tokenizes the text into `folder` unless it is there; waits where another run does it.
 
@@ -106,7 +119,7 @@ class NamedText:
             )
         tokenizer = None if self.data.is_tokenized else self._tokenizer() or fetch_tokenizer(self.data.tokenizer_name)
         units, source = self._units()
-        plan = make_plan(units, self._settings, tokenizer, (source,))
+        plan = make_plan(units, self._settings, tokenizer, (source,), self.bos)
         few = self._settings.tokens is not None and self._settings.tokens <= FEW_TOKENS
         processes, is_waiting = 1 if few else available_cores(), False
         while not self.is_made:
@@ -169,7 +182,8 @@ class NamedText:
             text = {"files": make_plan(units, self._settings, None, ()).inputs_hash}
         elif not self.needs_hub:
             text["folder"] = HubDataset(data.dataset_name).identity
-        about = [FORMAT, str(self._settings), self._role, tokenizer, text]
+        # What is only there where it is on keeps the folders of older runs.
+        about = [FORMAT, str(self._settings), self._role, tokenizer, text, *["bos"] * self.bos]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
@@ -185,6 +199,7 @@ def named_text(config: RunConfig) -> NamedText | None:
         method.pd.steps * method.pd.batch_size,
         0 if evaluation is None else evaluation.n_steps * evaluation.batch_size,
         _stand_in(config, method),
+        config.wrapper.bos,
     )
 
 

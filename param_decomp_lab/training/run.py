@@ -36,6 +36,7 @@ from param_decomp_lab.metrics.wandb_sink import Login, Wandb
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S, StopSignal
 from param_decomp_lab.report import summary_table, write_report
+from param_decomp_lab.run_folder.data_file import TextOfRun, write_data
 from param_decomp_lab.run_folder.ending import clear_end, record_end
 from param_decomp_lab.run_folder.folder import (
     make_run_folder,
@@ -317,6 +318,8 @@ class _Run:
             clear_end(self.folder)
             record_start(self.folder, self.config, step, changes, renamed)
             write_target(self.folder, self.setup.problem.target.architecture)
+            if self.setup.text is not None:
+                write_data(self.folder, TextOfRun(self.setup.text.bos))
 
     def _starting_state(self) -> State:
         """The state before step 0."""

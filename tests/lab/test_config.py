@@ -160,6 +160,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
             "optimizers": {"components": "adamw", "ci_fn": "adamw"},
         },
         "data": None,
+        "bos": False,
         "target": None,
         "steps_per_dispatch": 1,
         "milestones": [],

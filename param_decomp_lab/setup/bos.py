@@ -1,0 +1,95 @@
+"""BOS, the token that begins a text: whether the rows of a run's data begin with it, and whether its target expects it.
+
+A network that was trained on texts that all begin with BOS may do badly on text without it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.wrapper import DataFolders
+from param_decomp_lab.data.meta import META_FILE, DataMeta
+from param_decomp_lab.data.row_range import TokenRows
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.tokenizers import Tokenizer, chosen_bos
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.named_text import named_text
+
+ROWS_READ = 8
+"""Of data that do not say whether their rows begin with BOS."""
+
+
+def made_here(config: RunConfig) -> DataFolders | None:
+    """The folders of the run's data if `pd data tokenize` or a run made them, with `meta.json` beside; else None."""
+    text = named_text(config)
+    folders = config.wrapper.data if text is None else text.folders
+    return folders if folders is not None and (folders.train.parent / META_FILE).is_file() else None
+
+
+def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
+    """The tokenizer beside the data if they were tokenized here, else the target's own; its prompts begin with BOS if
+    the data say that rows do."""
+    folders = made_here(config)
+    try:
+        if folders is None:
+            return TokenText(target)
+        return TokenText(folders.train.parent, DataMeta.read(folders.train.parent).bos)
+    except UserError:
+        return None
+
+
+def rows_begin_with(rows: TokenRows, tokenizer: Tokenizer) -> int | None:
+    """The tokenizer's BOS if the first rows all begin with it. Raises UserError for rows that are damaged."""
+    if tokenizer.bos is None:
+        return None
+    first = rows.rows(range(min(ROWS_READ, len(rows))))[:, 0]
+    return tokenizer.bos if (first == tokenizer.bos).all() else None
+
+
+def data_note(text: TokenText, target: Path | None) -> str | None:
+    """What to tell if the data and the target disagree about BOS, else None. ``text``: of the data. ``target``: its
+    folder, if that is on this machine."""
+    reads = _target_reads(target) or _Reads(text, chosen_bos(text.tokenizer, None), "the tokenizer adds")
+    if reads.bos == text.bos:
+        return None
+    if reads.bos is None:
+        assert text.bos is not None
+        return (
+            f"data: rows begin with {_shown(text, text.bos)}, but {reads.who} no BOS; the target may do "
+            "badly on such rows (`pd data tokenize --no-bos`)"
+        )
+    instead = "" if text.bos is None else f" (but with {_shown(text, text.bos)})"
+    return (
+        f"data: rows do not begin with {_shown(reads.text, reads.bos)}{instead}, but {reads.who} it; the target "
+        "may do badly on such rows (`pd data tokenize --bos`; bos: true in the wrapper where the run tokenizes)"
+    )
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a target was trained on. ``bos``: the id that its texts begin with, None for none. ``who``: says so, as the
+    beginning of "… it"."""
+
+    text: TokenText
+    bos: int | None
+    who: str
+
+
+def _target_reads(folder: Path | None) -> _Reads | None:
+    """What the target was trained on, as far as its folder says; None where that has no tokenizer."""
+    try:
+        if folder is None:
+            return None
+        text = TokenText(folder)
+        if (folder / META_FILE).is_file():  # `pd pretrain` has made it
+            return _Reads(text, DataMeta.read(folder).bos, "the target was trained with")
+        return _Reads(text, chosen_bos(text.tokenizer, None), "the target's tokenizer adds")
+    except UserError:
+        return None
+
+
+def _shown(text: TokenText, token: int) -> str:
+    try:
+        return text.tokens([token])[0]
+    except UserError:  # a tokenizer that cannot say what its ids are
+        return f"token {token}"
