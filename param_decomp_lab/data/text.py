@@ -20,15 +20,11 @@ class TokenText:
     def __init__(self, folder: str | Path, bos: int | None = None) -> None:
         folder, self.bos = Path(folder), bos
         of_bytes = (folder / META_FILE).is_file() and DataMeta.read(folder).tokenizer == BYTES
-        self._tokenizer = load_tokenizer(BYTES if of_bytes else folder)
+        self.tokenizer: Tokenizer = load_tokenizer(BYTES if of_bytes else folder)
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
-        return [int(i) for i in self._tokenizer.encode([text])[0]]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+        return [int(i) for i in self.tokenizer.encode([text])[0]]
 
     def prompt(self, text: str) -> list[int]:
         """The token ids of a text as the model is to read it: with `bos` before them, unless it begins with that."""
@@ -51,4 +47,4 @@ class TokenText:
 
     @cached_property
     def _pieces(self) -> dict[int, Piece]:
-        return self._tokenizer.pieces()
+        return self.tokenizer.pieces()
