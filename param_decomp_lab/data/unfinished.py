@@ -93,13 +93,21 @@ def _locked(found: Unfinished, plan: Plan, part: tuple[int, int] | None, *, over
             found.folder.mkdir(parents=True, exist_ok=True)
             (found.folder / LOCK_FILE).touch()
         except OSError as error:
+            with suppress(OSError):
+                found.folder.rmdir()  # if it is empty
             raise not_written(found.out, error, "choose another place") from error
         with open(found.folder / LOCK_FILE) as lock:
             if not _flock(lock.fileno(), (fcntl.LOCK_EX if part is None else fcntl.LOCK_SH) | fcntl.LOCK_NB):
                 raise Busy(f"another job is making {found.out}; wait for it, or choose another folder")
             if not _is_same(lock.fileno(), found.folder / LOCK_FILE):
                 continue  # the job that held it has finished meanwhile, and removed the folder
-            if not _has_plan(found, plan, overwrite=overwrite):
+            try:
+                has_plan = _has_plan(found, plan, overwrite=overwrite)
+            except OSError as error:
+                if part is None and not (found.folder / PLAN_FILE).exists():  # nothing was begun
+                    shutil.rmtree(found.folder, ignore_errors=True)
+                raise not_written(found.out, error, "choose another place") from error
+            if not has_plan:
                 if not _flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                     raise Busy(f"another job is making {found.out} with another plan; wait for it")
                 _discard(found)

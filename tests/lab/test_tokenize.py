@@ -1,5 +1,6 @@
 """Tokenizing text in units: formats, processes, parts of a job, kills, limits. All ways give the same bytes."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -149,6 +150,25 @@ def test_a_failed_unit_keeps_what_is_done(small_units, corpus, tmp_path):
     with pytest.raises(UserError, match="another plan"):  # the broken file had another time
         tokenize(planned([corpus]), tmp_path / "out")
     assert tokenize(planned([corpus]), tmp_path / "out", overwrite=True) == whole
+
+
+@pytest.mark.parametrize("call", ["mkdir", "touch", "write_text"])
+def test_a_full_disk_at_the_start_leaves_nothing(corpus, tmp_path, monkeypatch, call):
+    """A race with a full disk (seed 35, tokenize, 5) left an empty folder of unfinished work behind. What was begun
+    before stays."""
+    plan = planned([corpus])
+    real = getattr(Path, call)
+
+    def full(path, *arguments, **options):
+        if ".out.unfinished" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, full)
+        with pytest.raises(CannotWrite, match=r"cannot write .*out: No space left on device; free some space"):
+            tokenize(plan, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_what_is_taken_away_is_no_part_of_a_result(small_units, corpus, tmp_path):
