@@ -111,7 +111,8 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * n - 1)
-        ramp = np.clip((np.arange(n) - low) / (max(high - low, 0.001)), 0.0, 1.0)
+        # With a small base the end can lie before the beginning: a ramp of the other slope, as in transformers.
+        ramp = np.clip((np.arange(n) - low) / ((high - low) or 0.001), 0.0, 1.0)
         return ramp * plain / self.factor + (1 - ramp) * plain
 
 

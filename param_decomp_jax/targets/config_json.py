@@ -1,19 +1,19 @@
 """Reading a `config.json` of Hugging Face key by key, and the parts of one that most families write alike.
 
-What is missing, of the wrong type or not supported raises UnsupportedConfig with the key's name.
+What is missing, of the wrong type or not supported raises UnsupportedConfig with the key's name. A key that is missing
+means what transformers' class of the family takes for it, and a null what the class makes of a null: for most keys,
+nothing, and then it is refused. The rotary embedding's keys are in `rope_json.py`.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from math import isfinite, log
+from math import isfinite
 from typing import Any
 
-from param_decomp_jax.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.transformer_config import Activation, TransformerConfig
 
-DEFAULT_THETA = 10_000.0
-"""What transformers means where ``config.json`` does not give the rotary embedding's base."""
+REFUSED: Any = object()
+"""For a null in a key that cannot be null."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -23,36 +23,61 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class ConfigJson:
-    """The keys of one file. ``title``: of the family, for messages."""
+    """The keys of one file. ``title``: of the family, for messages.
+
+    ``default`` is what a missing key means; without one it is refused. ``null`` is what a null means.
+    """
 
     def __init__(self, raw: Mapping[str, Any], title: str) -> None:
         self.raw, self.title = raw, title
         if raw.get("quantization_config"):
             raise UnsupportedConfig("the weights are quantized; give the folder of the unquantized model")
+        if raw.get("per_layer_config"):
+            raise UnsupportedConfig("per_layer_config gives layers settings of their own, which is not supported")
 
-    def _given(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        if value is None and default is None and key not in self.raw:
-            raise UnsupportedConfig(f"lacks the key '{key}', which a {self.title} configuration has")
-        return default if value is None and default is not None else value
+    def _given(self, key: str, default: Any, null: Any = REFUSED) -> Any:
+        if key not in self.raw:
+            if default is None:
+                raise UnsupportedConfig(f"lacks the key '{key}', which a {self.title} configuration has")
+            return default
+        value = self.raw[key]
+        return null if value is None and null is not REFUSED else value
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; ``default`` where the key is missing or null."""
-        value = self._given(key, default)
+    def spelled(self, *keys: str) -> str:
+        """Which of several names of one setting the file has. UnsupportedConfig if it has two that disagree."""
+        found = [key for key in keys if key in self.raw]
+        for other in found[1:]:
+            if not same_value(self.raw[found[0]], self.raw[other]):
+                raise UnsupportedConfig(
+                    f"{found[0]} is {shown(self.raw[found[0]])}, but {other} is {shown(self.raw[other])}: they are two "
+                    "names of one setting; keep the right one"
+                )
+        return found[0] if found else keys[0]
+
+    def whole(self, key: str, default: int | None = None, null: Any = REFUSED) -> int:
+        """A whole number."""
+        value = self._given(key, default, null)
         if type(value) is not int:
-            raise UnsupportedConfig(f"{key}: should be a whole number, not {value!r:.60}")
+            raise UnsupportedConfig(f"{key}: should be a whole number, not {shown(value)}")
         return value
 
-    def heads(self, key: str) -> int:
+    def heads(self, key: str, default: int | None = None, null: Any = REFUSED) -> int:
         """A number of heads, by which widths are divided."""
-        n = self.whole(key)
+        n = self.whole(key, default, null)
         if n < 1:
             raise UnsupportedConfig(f"{key}: should be a whole number of at least 1, not {n}")
         return n
 
-    def number(self, key: str, default: float) -> float:
+    def head_width(self, width_key: str, heads_key: str) -> int:
+        """The dimensions of a head where heads share the whole width. UnsupportedConfig where they cannot, evenly."""
+        width, heads = self.whole(width_key), self.heads(heads_key)
+        if width % heads:
+            raise UnsupportedConfig(f"{width_key}: should be a multiple of {heads_key}, {heads}, not {width}")
+        return width // heads
+
+    def number(self, key: str, default: float, null: Any = REFUSED) -> float:
         """A finite number."""
-        return as_number(key, self._given(key, default))
+        return as_number(key, self._given(key, default, null))
 
     def epsilon(self, key: str, default: float) -> float:
         """What a norm adds to the mean of the squares."""
@@ -61,25 +86,28 @@ class ConfigJson:
             raise UnsupportedConfig(f"{key}: should be a number of at least 0, not {value}")
         return value
 
-    def optional(self, key: str) -> float | None:
-        """A positive number, None where the key is missing or null."""
-        if self.raw.get(key) is None:
-            return None
-        value = self.number(key, 0.0)
+    def optional(self, key: str, default: float | None = None) -> float | None:
+        """A positive number, None for a null."""
+        if key not in self.raw:
+            return default
+        return None if self.raw[key] is None else self.positive(key, 0.0)
+
+    def positive(self, key: str, default: float) -> float:
+        value = self.number(key, default)
         if value <= 0:
             raise UnsupportedConfig(f"{key}: should be a positive number, not {value}")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._given(key, default)
+    def flag(self, key: str, default: bool, null: Any = REFUSED) -> bool:
+        value = self._given(key, default, null)
         if type(value) is not bool:
-            raise UnsupportedConfig(f"{key}: should be true or false, not {value!r:.60}")
+            raise UnsupportedConfig(f"{key}: should be true or false, not {shown(value)}")
         return value
 
     def activation(self, key: str, default: str) -> Activation:
         value = self._given(key, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise UnsupportedConfig(f"{key} is {value!r:.60}; what can be loaded is {', '.join(ACTIVATIONS)}")
+            raise UnsupportedConfig(f"{key} is {shown(value)}; what can be loaded is {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
     def only(self, key: str, *values: Any) -> None:
@@ -89,112 +117,72 @@ class ConfigJson:
             raise UnsupportedConfig(f"{key} is {value!r:.60}; only {' or '.join(map(repr, values))} can be loaded")
 
     def layers(self, key: str) -> tuple[int, ...]:
-        """A list of layers' numbers, empty where the key is missing."""
-        value = self.raw.get(key) or []
+        """A list of layers' numbers, empty where the key is missing or null."""
+        value = self.raw.get(key)
+        if value is None:
+            return ()
         if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
             raise UnsupportedConfig(f"{key}: should be a list of layers' numbers, not {value!r:.60}")
         return tuple(sorted(set(value)))
 
-    # ---- positions ----
-
-    def rope(self) -> Mapping[str, Any]:
-        """The keys of the rotary embedding, ``rope_scaling`` in transformers 4 and ``rope_parameters`` in 5."""
-        found: dict[str, Any] = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            value = self.raw.get(key) or {}
-            if not isinstance(value, dict):
-                raise UnsupportedConfig(f"{key}: should be an object, not {value!r:.60}")
-            found |= value
-        return found
-
-    def theta(self, key: str = "rope_theta", default: float = DEFAULT_THETA) -> float:
-        """The rotary embedding's base; ``key``: where version 4 keeps it."""
-        rope = self.rope()
-        value = as_number(
-            "rope_theta", next((v for v in (rope.get("rope_theta"), self.raw.get(key)) if v is not None), default)
-        )
-        if value <= 0:
-            raise UnsupportedConfig(f"rope_theta: should be a positive number, not {value}")
-        return value
-
-    def rope_scaling(self, longest: int) -> RopeScaling | None:
-        """How the rotary frequencies are scaled. ``longest``: the model's longest sequence."""
-        rope = self.rope()
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        numbers = _Scaling(rope, kind)
-        match kind:
-            case "default":
-                return None
-            case "linear":
-                return LinearScaling(numbers["factor"])
-            case "llama3":
-                return Llama3Scaling(
-                    factor=numbers["factor"],
-                    low_freq_factor=numbers["low_freq_factor"],
-                    high_freq_factor=numbers["high_freq_factor"],
-                    original_max_position_embeddings=int(numbers["original_max_position_embeddings"]),
-                )
-            case "yarn":
-                return _yarn(numbers, longest)
-        known = "'default', 'linear', 'llama3' and 'yarn'"
-        raise UnsupportedConfig(f"the rotary scaling {kind!r:.60} is not supported; only {known} are")
-
     # ---- sliding windows ----
+
+    def window(self, default: int | None = None) -> int | None:
+        """How far back a layer that slides reads; None for a null."""
+        if self.raw.get("sliding_window", default) is None:
+            return None
+        n = self.whole("sliding_window", default)
+        if n < 1:
+            raise UnsupportedConfig(f"sliding_window: should be a positive number, not {n}")
+        return n
 
     def window_layers(self, n_layers: int, default: Collection[int]) -> tuple[int, ...]:
         """The layers that slide: as ``layer_types`` says, else ``default``."""
         types = self.raw.get("layer_types")
         if types is None:
             return tuple(n for n in range(n_layers) if n in default)
-        kinds = {"sliding_attention", "full_attention"}
-        if not isinstance(types, list) or len(types) != n_layers or not set(map(str, types)) <= kinds:
+        if not isinstance(types, list) or len(types) != n_layers or not set(map(str, types)) <= LAYER_TYPES.keys():
             raise UnsupportedConfig(f"layer_types: should say sliding_attention or full_attention of {n_layers} layers")
-        return tuple(n for n, kind in enumerate(types) if kind == "sliding_attention")
+        return tuple(n for n, kind in enumerate(types) if LAYER_TYPES[kind])
+
+    def sliding(self, n_layers: int, window: int | None, default: Collection[int]) -> dict[str, Any]:
+        """The fields of the windows in a family that reads ``layer_types``. ``default``: layers that slide without."""
+        layers = self.window_layers(n_layers, default)
+        if layers and window is None:
+            raise UnsupportedConfig(
+                "sliding_window is null or off, but layers slide: leave out sliding_attention in layer_types, or give "
+                "sliding_window a number"
+            )
+        return {"window": window, "window_layers": layers} if layers else {}
+
+    def all_or_none(self, n_layers: int, window: int | None) -> dict[str, Any]:
+        """The fields of the windows in a family whose layers all slide, or none. transformers does not read
+        ``layer_types`` there; a file in which they say otherwise is refused."""
+        every = () if window is None else tuple(range(n_layers))
+        if self.window_layers(n_layers, every) != every:
+            what = "no layer of it slides" if window is None else f"all layers of it slide, by {window}"
+            raise UnsupportedConfig(f"layer_types: as transformers reads a {self.title}, {what}")
+        return {} if window is None else {"window": window, "window_layers": every}
 
 
-class _Scaling:
-    """Numbers of a rotary scaling by name, each checked as it is read."""
-
-    def __init__(self, rope: Mapping[str, Any], kind: Any) -> None:
-        self.rope, self.kind = rope, kind
-
-    def __getitem__(self, key: str) -> float:
-        if self.rope.get(key) is None:
-            raise UnsupportedConfig(f"rope_scaling lacks the key '{key}', which the scaling {self.kind!r} has")
-        return self.get(key, 0.0)
-
-    def get(self, key: str, default: float) -> float:
-        given = self.rope.get(key)
-        value = as_number(f"rope_scaling.{key}", default if given is None else given)
-        if value <= 0:
-            raise UnsupportedConfig(f"rope_scaling.{key}: should be a positive number, not {value}")
-        return value
+LAYER_TYPES = {"sliding_attention": True, "full_attention": False, "attention": False}
+"""By its name in ``layer_types``, whether such a layer slides; the last is an old name."""
 
 
-def _yarn(numbers: _Scaling, longest: int) -> YarnScaling:
-    factor = numbers["factor"]
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are the same: 1 and 1.0 are, 1 and true are not."""
+    return bool(a == b) and (type(a) is bool) == (type(b) is bool)
 
-    def magnitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
-    rope = numbers.rope
-    default = magnitude(1.0)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = magnitude(numbers["mscale"]) / magnitude(numbers["mscale_all_dim"])
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=int(numbers.get("original_max_position_embeddings", float(longest))),
-        attention_factor=numbers.get("attention_factor", default),
-        beta_fast=numbers.get("beta_fast", 32.0),
-        beta_slow=numbers.get("beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
-    )
+def shown(value: Any) -> str:
+    """A value as the file has it, for messages."""
+    return "null" if value is None else f"{value!r:.60}"
 
 
 def as_number(key: str, value: Any) -> float:
     """A finite number from JSON."""
     if type(value) not in (int, float):
-        raise UnsupportedConfig(f"{key}: should be a number, not {value!r:.60}")
+        raise UnsupportedConfig(f"{key}: should be a number, not {shown(value)}")
     try:
         number = float(value)
     except OverflowError as error:
@@ -205,14 +193,6 @@ def as_number(key: str, value: Any) -> float:
 
 
 # ---- writing ----
-
-
-def rope_keys(config: TransformerConfig, theta_key: str = "rope_theta") -> dict[str, Any]:
-    """The rotary embedding for transformers 4 and 5 alike."""
-    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
-    partial = {} if config.rotary_dim is None else {"partial_rotary_factor": config.turning / config.head_dim}
-    parameters = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"}), **partial}
-    return {theta_key: config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def common_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
@@ -235,7 +215,7 @@ def common_keys(config: TransformerConfig, model_class: str, dtype: str, eos_tok
 
 
 DEFAULT_POSITIONS = 2048
-"""What transformers' LlamaConfig means where ``config.json`` does not say how long sequences may be."""
+"""What the classes of Llama, OLMo 2 and GPT-NeoX take where a file does not say how long sequences may be."""
 
 
 def activation_name(activation: Activation) -> str:

@@ -1,6 +1,6 @@
 """Mixtures of experts: which experts a position takes, and the sum of what these add, without computing the others."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,13 @@ from param_decomp_jax.targets.transformer_config import Experts
 
 
 def mixture(
-    experts: Experts, h: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears
+    experts: Experts,
+    h: Float[Array, "B T d"],
+    w: Mapping[str, Array],
+    linear: LayerLinears,
+    act: Callable[[Array], Array],
 ) -> Float[Array, "B T d"]:
-    """What the experts add (X1).
+    """What the experts add (X1). ``act``: their activation.
 
     The weighted sum over a position's experts is computed in the dtype of ``h``: in fp32 it would cost a copy of all
     their outputs.
@@ -28,7 +32,7 @@ def mixture(
     groups = group(chosen, experts.n)
     gate, up, down = EXPERT_KINDS
     shared = h[..., None, :]
-    hidden = jax.nn.silu(linear.grouped(gate, shared, w[gate], groups)) * linear.grouped(up, shared, w[up], groups)
+    hidden = act(linear.grouped(gate, shared, w[gate], groups)) * linear.grouped(up, shared, w[up], groups)
     return jnp.einsum("...kd,...k->...d", linear.grouped(down, hidden, w[down], groups), weights.astype(h.dtype))
 
 

@@ -5,9 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.config_json import ConfigJson, activation_name, layer_types
-from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.llama import NAMES, Defaults, llama_fields, llama_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
+
+# transformers reads hidden_activation alone, whatever hidden_act says.
+DEFAULTS = Defaults(
+    positions=8192,
+    kv_heads=4,
+    null_kv_heads=False,
+    tied=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+)
 
 
 class Gemma2Config(Family):
@@ -27,25 +36,18 @@ class Gemma2Config(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Gemma2Config":
-        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
+        c = ConfigJson(raw, cls.title)
         c.only("use_bidirectional_attention", None, False)
-        own["head_dim"] = c.whole("head_dim", 256)
-        own["tied"] = c.flag("tie_word_embeddings", True)
-        activation = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
-        own["activation"] = c.activation(activation, "gelu_pytorch_tanh")
-        if "num_key_value_heads" not in raw:
-            own["n_kv_heads"] = 4
-        window = None if raw.get("sliding_window", 4096) is None else c.whole("sliding_window", 4096)
-        layers = () if window is None else c.window_layers(own["n_layers"], range(0, own["n_layers"], 2))
+        c.head_width("hidden_size", "num_attention_heads")  # which transformers requires, whatever head_dim is
+        own = llama_fields(c, DEFAULTS, head_dim=c.whole("head_dim", 256))
         return cls(
             **own,
+            **c.sliding(own["n_layers"], c.window(4096), range(0, own["n_layers"], 2)),
             norm="rms_plus_one",
             norms="around",
-            window=window if layers else None,
-            window_layers=layers,
-            query_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            attention_cap=c.optional("attn_logit_softcapping") if "attn_logit_softcapping" in raw else 50.0,
-            logit_cap=c.optional("final_logit_softcapping") if "final_logit_softcapping" in raw else 30.0,
+            query_scale=c.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+            attention_cap=c.optional("attn_logit_softcapping", 50.0),
+            logit_cap=c.optional("final_logit_softcapping", 30.0),
             embed_scale=own["d_model"] ** 0.5,
             biases=ATTENTION if c.flag("attention_bias", False) else (),
         )

@@ -39,16 +39,19 @@ class GPT2Config(Family):
     def from_config(cls, raw: Mapping[str, Any]) -> "GPT2Config":
         c = ConfigJson(raw, cls.title)
         c.only("add_cross_attention", False)
-        n_heads, d_model, n_layers = c.heads("n_head"), c.whole("n_embd"), c.whole("n_layer")
-        positions = c.whole("n_positions", 1024)
+        width_key, heads_key = c.spelled("n_embd", "hidden_size"), c.spelled("n_head", "num_attention_heads")
+        n_heads, d_model, head_dim = c.heads(heads_key), c.whole(width_key), c.head_width(width_key, heads_key)
+        n_layers = c.whole(c.spelled("n_layer", "num_hidden_layers"))
+        positions = c.whole(c.spelled("n_positions", "max_position_embeddings"), 1024)
+        c.all_or_none(n_layers, None)
         return cls(
             vocab_size=c.whole("vocab_size"),
             d_model=d_model,
             n_layers=n_layers,
             n_heads=n_heads,
             n_kv_heads=n_heads,
-            head_dim=d_model // n_heads,
-            d_mlp=c.whole("n_inner", 4 * d_model),
+            head_dim=head_dim,
+            d_mlp=c.whole("n_inner", 4 * d_model, null=4 * d_model),
             norm_eps=c.epsilon("layer_norm_epsilon", 1e-5),
             rope_theta=None,
             learned_positions=positions,

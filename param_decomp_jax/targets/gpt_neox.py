@@ -4,7 +4,8 @@ and values, head by head."""
 from collections.abc import Mapping
 from typing import Any
 
-from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys, rope_keys
+from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys
+from param_decomp_jax.targets.rope_json import read_rope, rope_keys
 from param_decomp_jax.targets.transformer import Family
 
 BIASES = ("qkv_proj", "o_proj", "up_proj", "down_proj")
@@ -37,10 +38,11 @@ class GPTNeoXConfig(Family):
     def from_config(cls, raw: Mapping[str, Any]) -> "GPTNeoXConfig":
         c = ConfigJson(raw, cls.title)
         n_heads, d_model = c.heads("num_attention_heads"), c.whole("hidden_size")
-        head_dim = d_model // n_heads
-        share = {"rotary_pct": c.rope().get("partial_rotary_factor"), **raw}.get("rotary_pct")
-        share = 0.25 if share is None else c.number("rotary_pct", share) if "rotary_pct" in raw else float(share)
+        head_dim = c.head_width("hidden_size", "num_attention_heads")
+        c.only("head_dim", head_dim, None)  # the rotary embedding would take another
         longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
+        rope = read_rope(c, longest, theta_key="rotary_emb_base", share=0.25)
+        c.all_or_none(c.whole("num_hidden_layers"), None)
         attention_biases = BIASES[:2] if c.flag("attention_bias", True) else ()
         return cls(
             vocab_size=c.whole("vocab_size"),
@@ -51,13 +53,13 @@ class GPTNeoXConfig(Family):
             head_dim=head_dim,
             d_mlp=c.whole("intermediate_size"),
             norm_eps=c.epsilon("layer_norm_eps", 1e-5),
-            rope_theta=c.theta("rotary_emb_base"),
-            rope_scaling=c.rope_scaling(longest),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             tied=c.flag("tie_word_embeddings", False),
             max_positions=longest,
             norm="layer",
             parallel=c.flag("use_parallel_residual", True),
-            rotary_dim=int(head_dim * share),
+            rotary_dim=int(head_dim * rope.share),
             biases=(*attention_biases, *BIASES[2:]),
             fused="heads",
             activation=c.activation("hidden_act", "gelu"),

@@ -1,11 +1,12 @@
 """Llama: RMSNorm, rotary embedding, grouped heads, SwiGLU. Also SmolLM, Yi, and whatever else is a ``llama``."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from param_decomp_jax.rotary import Llama3Scaling
-from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys, rope_keys
+from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, REFUSED, ConfigJson, common_keys
+from param_decomp_jax.targets.rope_json import read_rope, rope_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION, MLP, TransformerConfig
 
@@ -40,9 +41,12 @@ class LlamaConfig(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
-        has_biases = ConfigJson(raw, cls.title).flag
-        biases = ATTENTION * has_biases("attention_bias", False) + MLP * has_biases("mlp_bias", False)
-        return cls(**llama_fields(raw, cls.title), biases=biases)
+        c = ConfigJson(raw, cls.title)
+        c.head_width("hidden_size", "num_attention_heads")  # which transformers requires, whatever head_dim is
+        fields = llama_fields(c, DEFAULTS, even_head_dim(c))
+        c.all_or_none(fields["n_layers"], None)
+        biases = ATTENTION * c.flag("attention_bias", False) + MLP * c.flag("mlp_bias", False)
+        return cls(**fields, biases=biases)
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         biased = {"attention_bias": "o_proj" in self.biases, "mlp_bias": "up_proj" in self.biases}
@@ -52,26 +56,50 @@ class LlamaConfig(Family):
 module_name = LlamaConfig.module_name
 
 
-def llama_fields(raw: Mapping[str, Any], title: str) -> dict[str, Any]:
-    """Fields whose keys are Llama's."""
-    c = ConfigJson(raw, title)
-    n_heads, d_model = c.heads("num_attention_heads"), c.whole("hidden_size")
-    longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
+@dataclass(frozen=True)
+class Defaults:
+    """What transformers' class of a family takes for a key that a file lacks. ``kv_heads``: None is as many as heads.
+    ``null_kv_heads``: whether a null is allowed there; it means as many as heads."""
+
+    positions: int
+    kv_heads: int | None = None
+    null_kv_heads: bool = True
+    eps: float = DEFAULT_EPS
+    tied: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+
+
+DEFAULTS = Defaults(positions=DEFAULT_POSITIONS)
+
+
+def llama_fields(c: ConfigJson, defaults: Defaults, head_dim: int) -> dict[str, Any]:
+    """Fields whose keys are Llama's. ``head_dim``: the dimensions of a head, which each family reads in its own way."""
+    n_heads = c.heads("num_attention_heads")
+    kv_heads = n_heads if defaults.kv_heads is None else defaults.kv_heads
+    longest = c.whole("max_position_embeddings", defaults.positions)
+    rope = read_rope(c, longest)
     return {
         "vocab_size": c.whole("vocab_size"),
-        "d_model": d_model,
+        "d_model": c.whole("hidden_size"),
         "n_layers": c.whole("num_hidden_layers"),
         "n_heads": n_heads,
-        "n_kv_heads": c.whole("num_key_value_heads", n_heads),
-        "head_dim": c.whole("head_dim", d_model // n_heads),
+        "n_kv_heads": c.heads("num_key_value_heads", kv_heads, n_heads if defaults.null_kv_heads else REFUSED),
+        "head_dim": head_dim,
         "d_mlp": c.whole("intermediate_size"),
-        "norm_eps": c.epsilon("rms_norm_eps", DEFAULT_EPS),
-        "rope_theta": c.theta(),
-        "rope_scaling": c.rope_scaling(longest),
-        "tied": c.flag("tie_word_embeddings", False),
+        "norm_eps": c.epsilon("rms_norm_eps", defaults.eps),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "tied": c.flag("tie_word_embeddings", defaults.tied),
         "max_positions": longest,
-        "activation": c.activation("hidden_act", "silu"),
+        "activation": c.activation(*defaults.activation),
     }
+
+
+def even_head_dim(c: ConfigJson, nullable: bool = True) -> int:
+    """The dimensions of a head, which share the width where a file does not say otherwise. ``nullable``: a null is as
+    good as no key; it is not where the network, but not the family's class, knows the key."""
+    even = c.whole("hidden_size") // c.heads("num_attention_heads")
+    return c.whole("head_dim", even, null=even if nullable else REFUSED)
 
 
 def llama_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.architecture import UnsupportedConfig
-from param_decomp_jax.targets.config_json import DEFAULT_THETA, ConfigJson
+from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.rope_json import DEFAULT_THETA
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
 
@@ -38,9 +39,9 @@ class LlamaSimpleMLPConfig(Family):
     def from_config(cls, raw: Mapping[str, Any]) -> "LlamaSimpleMLPConfig":
         c = ConfigJson(raw, cls.title)
         n_heads, d_model = c.heads("n_head"), c.whole("n_embd")
-        head_dim = d_model // n_heads
-        grouped = c.flag("use_grouped_query_attention", True)
-        biased = c.flag("attn_bias", False), c.flag("mlp_bias", False)
+        head_dim, longest = d_model // n_heads, c.whole("block_size", 1024, null=1024)
+        grouped = c.flag("use_grouped_query_attention", True, null=True)
+        biased = c.flag("attn_bias", False, null=False), c.flag("mlp_bias", False, null=False)
         if not grouped:
             raise UnsupportedConfig("use_grouped_query_attention is False; only the grouped form can be loaded")
         return cls(
@@ -52,11 +53,11 @@ class LlamaSimpleMLPConfig(Family):
             head_dim=head_dim,
             d_mlp=c.whole("n_intermediate"),
             norm_eps=NORM_EPS,
-            rope_theta=c.number("rotary_base", DEFAULT_THETA),
+            rope_theta=c.number("rotary_base", DEFAULT_THETA, null=DEFAULT_THETA),
             tied=True,
-            max_positions=c.whole("n_ctx", c.whole("block_size", 1024)),
-            rotary_dim=c.whole("rotary_dim", head_dim),
-            rotary_pairs="adjacent" if c.flag("rotary_adjacent_pairs", False) else "half",
+            max_positions=c.whole("n_ctx", longest, null=longest),
+            rotary_dim=c.whole("rotary_dim", head_dim, null=head_dim),
+            rotary_pairs="adjacent" if c.flag("rotary_adjacent_pairs", False, null=False) else "half",
             biases=ATTENTION * biased[0] + ("up_proj", "down_proj") * biased[1],
             activation="gelu_tanh",
             gated=False,

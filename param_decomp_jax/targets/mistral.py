@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from param_decomp_jax.targets.config_json import ConfigJson
-from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.config_json import ConfigJson, layer_types
+from param_decomp_jax.targets.llama import NAMES, Defaults, even_head_dim, llama_fields, llama_keys
 from param_decomp_jax.targets.transformer import Family
+
+DEFAULTS = Defaults(positions=131_072, kv_heads=8, null_kv_heads=False)
 
 
 class MistralConfig(Family):
@@ -20,18 +22,16 @@ class MistralConfig(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "MistralConfig":
-        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
-        if raw.get("num_key_value_heads") is None and "num_key_value_heads" not in raw:
-            own["n_kv_heads"] = 8  # transformers' default, not the number of heads
-        # A file without the key has transformers' default; null means no window.
-        window = c.whole("sliding_window") if raw.get("sliding_window", 0) else None
-        if "sliding_window" not in raw:
-            window = 4096
-        layers = () if window is None else c.window_layers(own["n_layers"], range(own["n_layers"]))
-        return cls(**own, window=window, window_layers=layers)
+        c = ConfigJson(raw, cls.title)
+        own = llama_fields(c, DEFAULTS, even_head_dim(c))
+        window = c.window(4096)
+        # With layer_types transformers takes it for a Ministral, in which each layer does as they say.
+        return cls(**own, **c.sliding(own["n_layers"], window, () if window is None else range(own["n_layers"])))
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
-        return llama_keys(self, "MistralForCausalLM", dtype, eos_token_id) | {"sliding_window": self.window}
+        keys = llama_keys(self, "MistralForCausalLM", dtype, eos_token_id) | {"sliding_window": self.window}
+        some = 0 < len(self.window_layers) < self.n_layers
+        return keys | ({"layer_types": layer_types(self)} if some else {})
 
 
 MistralConfig.published = {

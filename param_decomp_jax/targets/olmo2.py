@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from param_decomp_jax.targets.config_json import ConfigJson
-from param_decomp_jax.targets.llama import llama_fields, llama_keys
+from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson
+from param_decomp_jax.targets.llama import Defaults, even_head_dim, llama_fields, llama_keys
 from param_decomp_jax.targets.qwen3 import QWEN3_NAMES
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
 
-DEFAULT_EPS = 1e-5
+DEFAULTS = Defaults(positions=DEFAULT_POSITIONS, eps=1e-5)
 
 
 class Olmo2Config(Family):
@@ -27,8 +27,10 @@ class Olmo2Config(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Olmo2Config":
-        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
-        own["norm_eps"] = c.epsilon("rms_norm_eps", DEFAULT_EPS)
+        c = ConfigJson(raw, cls.title)
+        own = llama_fields(c, DEFAULTS, even_head_dim(c, nullable=False)) | c.all_or_none(
+            c.whole("num_hidden_layers"), None
+        )
         biases = ATTENTION if c.flag("attention_bias", False) else ()
         return cls(**own, norms="after", qk_norm="all", biases=biases)
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.config_json import ConfigJson
-from param_decomp_jax.targets.llama import llama_fields, llama_keys
+from param_decomp_jax.targets.llama import Defaults, llama_fields, llama_keys
 from param_decomp_jax.targets.qwen3 import QWEN3_NAMES
 from param_decomp_jax.targets.qwen3_moe import EXPERT_NAMES, expert_keys, n_experts
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION, Experts
 
-DEFAULT_EPS = 1e-5
+DEFAULTS = Defaults(positions=4096, eps=1e-5)
 
 
 class OlmoeConfig(Family):
@@ -25,8 +25,11 @@ class OlmoeConfig(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "OlmoeConfig":
-        c, own = ConfigJson(raw, cls.title), llama_fields(raw, cls.title)
-        own["norm_eps"] = c.epsilon("rms_norm_eps", DEFAULT_EPS)
+        c = ConfigJson(raw, cls.title)
+        even = c.head_width("hidden_size", "num_attention_heads")
+        c.only("head_dim", even)  # the norms of queries and keys have that width
+        c.only("sliding_window", None)  # some implementations of attention in transformers read it, some do not
+        own = llama_fields(c, DEFAULTS, even) | c.all_or_none(c.whole("num_hidden_layers"), None)
         experts = Experts(
             n=n_experts(c, 64),
             per_token=c.whole("num_experts_per_tok", 8),

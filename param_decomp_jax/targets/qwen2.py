@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.config_json import ConfigJson, layer_types
-from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.llama import NAMES, Defaults, even_head_dim, llama_fields, llama_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import SLICES, TransformerConfig
+
+DEFAULTS = Defaults(positions=32_768, kv_heads=32)
 
 
 class Qwen2Config(Family):
@@ -21,20 +23,23 @@ class Qwen2Config(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Qwen2Config":
-        return cls(**llama_fields(raw, cls.title), **window_fields(raw, cls.title), biases=SLICES)
+        c = ConfigJson(raw, cls.title)
+        return cls(**llama_fields(c, DEFAULTS, even_head_dim(c, nullable=False)), **window_fields(c), biases=SLICES)
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         return llama_keys(self, "Qwen2ForCausalLM", dtype, eos_token_id) | window_keys(self)
 
 
-def window_fields(raw: Mapping[str, Any], title: str) -> dict[str, Any]:
+def window_fields(c: ConfigJson) -> dict[str, Any]:
     """Layers from ``max_window_layers`` on slide, where ``use_sliding_window`` is set."""
-    c = ConfigJson(raw, title)
-    if not c.flag("use_sliding_window", False) or raw.get("sliding_window", 4096) is None:
-        return {}
+    window, first = optional_window(c), c.whole("max_window_layers", 28)
     n_layers = c.whole("num_hidden_layers")
-    layers = c.window_layers(n_layers, range(c.whole("max_window_layers", 28), n_layers))
-    return {"window": c.whole("sliding_window", 4096), "window_layers": layers} if layers else {}
+    return c.sliding(n_layers, window, () if window is None else range(max(first, 0), n_layers))
+
+
+def optional_window(c: ConfigJson) -> int | None:
+    """How far back layers that slide read, None unless ``use_sliding_window`` is set."""
+    return c.window(4096) if c.flag("use_sliding_window", False) else None
 
 
 def window_keys(config: TransformerConfig) -> dict[str, Any]:

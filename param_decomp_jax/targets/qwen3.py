@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.config_json import ConfigJson
-from param_decomp_jax.targets.llama import NAMES, llama_fields, llama_keys
+from param_decomp_jax.targets.llama import NAMES, Defaults, llama_fields, llama_keys
 from param_decomp_jax.targets.qwen2 import window_fields, window_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION, TransformerConfig
@@ -13,7 +13,7 @@ QWEN3_NAMES = NAMES | {
     "q_norm": "model.layers.{}.self_attn.q_norm",
     "k_norm": "model.layers.{}.self_attn.k_norm",
 }
-DEFAULT_HEAD_DIM = 128
+DEFAULTS, DEFAULT_HEAD_DIM = Defaults(positions=32_768, kv_heads=32), 128
 
 
 class Qwen3Config(Family):
@@ -28,22 +28,17 @@ class Qwen3Config(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Qwen3Config":
-        return cls(**qwen3_fields(raw, cls.title))
+        c = ConfigJson(raw, cls.title)
+        head_dim = c.whole("head_dim", DEFAULT_HEAD_DIM)
+        return cls(**llama_fields(c, DEFAULTS, head_dim), **window_fields(c), **qwen3_fields(c))
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
         return qwen3_keys(self, "Qwen3ForCausalLM", dtype, eos_token_id)
 
 
-def qwen3_fields(raw: Mapping[str, Any], title: str) -> dict[str, Any]:
-    """Fields that are alike with and without experts."""
-    c = ConfigJson(raw, title)
-    return {
-        **llama_fields(raw, title),
-        **window_fields(raw, title),
-        "head_dim": c.whole("head_dim", DEFAULT_HEAD_DIM),
-        "qk_norm": "head",
-        "biases": ATTENTION if c.flag("attention_bias", False) else (),
-    }
+def qwen3_fields(c: ConfigJson) -> dict[str, Any]:
+    """Fields that Qwen 3 has besides Llama's, with and without experts."""
+    return {"qk_norm": "head", "biases": ATTENTION if c.flag("attention_bias", False) else ()}
 
 
 def qwen3_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:

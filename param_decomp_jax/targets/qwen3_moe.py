@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_jax.targets.config_json import ConfigJson
+from param_decomp_jax.targets.llama import Defaults, even_head_dim, llama_fields
+from param_decomp_jax.targets.qwen2 import optional_window
 from param_decomp_jax.targets.qwen3 import QWEN3_NAMES, qwen3_fields, qwen3_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import Experts
@@ -14,6 +16,8 @@ EXPERT_NAMES = {
     "experts.up_proj": "model.layers.{}.mlp.experts.{}.up_proj",
     "experts.down_proj": "model.layers.{}.mlp.experts.{}.down_proj",
 }
+
+DEFAULTS = Defaults(positions=32_768, kv_heads=4, null_kv_heads=False)
 
 
 class Qwen3MoeConfig(Family):
@@ -28,15 +32,17 @@ class Qwen3MoeConfig(Family):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Qwen3MoeConfig":
-        c, own = ConfigJson(raw, cls.title), qwen3_fields(raw, cls.title)
-        every = c.whole("decoder_sparse_step", 1)
+        c = ConfigJson(raw, cls.title)
+        own = llama_fields(c, DEFAULTS, even_head_dim(c, nullable=False)) | qwen3_fields(c)
+        own |= c.all_or_none(own["n_layers"], optional_window(c))  # transformers does not read max_window_layers here
+        every = c.heads("decoder_sparse_step", 1)
         dense = c.layers("mlp_only_layers")
         experts = Experts(
             n=n_experts(c, 128),
             per_token=c.whole("num_experts_per_tok", 8),
             d_mlp=c.whole("moe_intermediate_size", 768),
             normalised=c.flag("norm_topk_prob", False),
-            dense_layers=tuple(n for n in range(own["n_layers"]) if n in dense or every < 1 or (n + 1) % every),
+            dense_layers=tuple(n for n in range(own["n_layers"]) if n in dense or (n + 1) % every),
         )
         if experts.n < 1 or len(experts.dense_layers) == own["n_layers"]:
             return cls(**own)
@@ -52,7 +58,7 @@ class Qwen3MoeConfig(Family):
 
 def n_experts(c: ConfigJson, default: int) -> int:
     """Published files say ``num_experts``, transformers 5 writes ``num_local_experts``."""
-    return c.whole("num_local_experts" if "num_local_experts" in c.raw else "num_experts", default)
+    return c.whole(c.spelled("num_experts", "num_local_experts"), default)
 
 
 def expert_keys(experts: Experts) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from param_decomp_jax.targets.config_json import ConfigJson, common_keys, rope_keys
-from param_decomp_jax.targets.llama import NAMES
+from param_decomp_jax.targets.config_json import ConfigJson, common_keys
+from param_decomp_jax.targets.llama import NAMES, even_head_dim
+from param_decomp_jax.targets.rope_json import read_rope, rope_keys
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
 
@@ -34,25 +35,23 @@ class Starcoder2Config(Family):
             c.whole("num_hidden_layers"),
         )
         longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
-        window = None if raw.get("sliding_window") is None else c.whole("sliding_window")
+        rope = read_rope(c, longest)
         return cls(
             vocab_size=c.whole("vocab_size"),
             d_model=d_model,
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=c.whole("num_key_value_heads", DEFAULT_KV_HEADS),
-            head_dim=c.whole("head_dim", d_model // n_heads),
+            n_kv_heads=c.heads("num_key_value_heads", DEFAULT_KV_HEADS),
+            head_dim=even_head_dim(c),
             d_mlp=c.whole("intermediate_size"),
             norm_eps=c.epsilon("norm_epsilon", 1e-5),
-            rope_theta=c.theta(),
-            rope_scaling=c.rope_scaling(longest),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             tied=c.flag("tie_word_embeddings", True),
             max_positions=longest,
             norm="layer",
             biases=BIASES if c.flag("use_bias", True) else (),
-            window=window,
-            # transformers does not read layer_types here: all layers slide.
-            window_layers=() if window is None else tuple(range(n_layers)),
+            **c.all_or_none(n_layers, c.window()),
             activation=c.activation("hidden_act", "gelu_pytorch_tanh"),
             gated=False,
         )

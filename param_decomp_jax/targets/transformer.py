@@ -161,11 +161,10 @@ class Transformer(Decoder):
 
     def _mlp(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
         c = self.architecture
-        h = hooked(linear, "mlp.hook_in", self._read("post_norm", x, w))
+        h, act = hooked(linear, "mlp.hook_in", self._read("post_norm", x, w)), ACTIVATIONS[c.activation]
         if "router" in w:
             assert c.experts is not None
-            return mixture(c.experts, h, w, linear)
-        act = ACTIVATIONS[c.activation]
+            return mixture(c.experts, h, w, linear, act)
         if c.gated:
             gate = act(self._affine("gate_proj", h, w, linear))
             return self._affine("down_proj", gate * self._affine("up_proj", h, w, linear), w, linear)

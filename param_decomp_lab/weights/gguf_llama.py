@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from param_decomp_jax.rotary import Llama3Scaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig, check_sizes
-from param_decomp_jax.targets.config_json import DEFAULT_THETA
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.rope_json import DEFAULT_THETA
 from param_decomp_jax.targets.transformer import rotary_frequencies
 from param_decomp_jax.targets.transformer_config import KINDS
 from param_decomp_lab.errors import UserError

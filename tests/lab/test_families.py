@@ -159,7 +159,7 @@ def test_saved_and_read_again(name: str, tmp_path: Path) -> None:
         ("mistral", {"sliding_window": -1}, "window: should be a positive number, not -1"),
         ("mistral", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; what can be loaded is silu, "),
         ("mistral", {"rope_parameters": {"rope_type": "longrope"}}, "rotary scaling 'longrope' is not supported"),
-        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling lacks the key 'factor'"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters lacks the key 'factor'"),
         ("llama_linear", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: should be a positive"),
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window: should be true or false, not 1"),
         ("qwen2", {"layer_types": ["linear_attention"] * 3}, "layer_types: should say sliding_attention or full_att"),
