@@ -72,7 +72,10 @@ class Architecture(ABC):
     prefix: ClassVar[str] = ""
     """What all tensor names in a file may begin with or lack."""
     unread_tensors: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) of tensors that files may hold beside those of `tensors`."""
+    """Patterns (fnmatch) of tensors that files may hold beside those of `tensors`, which follow from the configuration:
+    masks, rotary frequencies. A matrix that training could change is never one of them (`tied_tensors`)."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """For tensors by name, another name that files may have for them."""
 
     @property
     @abstractmethod
@@ -90,6 +93,16 @@ class Architecture(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Any]:
         """The `Tensors` of every array, in the structure of the weights."""
+
+    @property
+    def tied_tensors(self) -> tuple[str, str] | None:
+        """The names of two tensors that are one matrix in this network, the one that `tensors` has first; None without
+        such. A file may hold either or both, and where it holds two that differ, the network is `untied`."""
+        return None
+
+    def untied(self) -> "Architecture":
+        """The same network with a matrix for each of `tied_tensors`."""
+        raise NotImplementedError(f"{self.title} has no tied tensors")
 
     @abstractmethod
     def target(self, sites: Sites, memory: MemoryPolicy, compute_dtype: Any) -> Target:

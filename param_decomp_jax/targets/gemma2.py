@@ -9,6 +9,7 @@ from param_decomp_jax.targets.llama import NAMES, Defaults, llama_fields, llama_
 from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
 
+DEFAULT_WINDOW = 4096
 # transformers reads hidden_activation alone, whatever hidden_act says.
 DEFAULTS = Defaults(
     positions=8192,
@@ -27,7 +28,7 @@ class Gemma2Config(Family):
     model_classes = ("Gemma2ForCausalLM",)
     published_dtype = "float32"
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = NAMES | {
         "attention_out_norm": "model.layers.{}.post_attention_layernorm",
         "post_norm": "model.layers.{}.pre_feedforward_layernorm",
@@ -42,7 +43,7 @@ class Gemma2Config(Family):
         own = llama_fields(c, DEFAULTS, head_dim=c.whole("head_dim", 256))
         return cls(
             **own,
-            **c.sliding(own["n_layers"], c.window(4096), range(0, own["n_layers"], 2)),
+            **c.sliding(own["n_layers"], c.window(DEFAULT_WINDOW), range(0, own["n_layers"], 2)),
             norm="rms_plus_one",
             norms="around",
             query_scale=c.positive("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -58,7 +59,8 @@ class Gemma2Config(Family):
         return llama_keys(self, "Gemma2ForCausalLM", dtype, eos_token_id) | {
             "hidden_act": activation,
             "hidden_activation": activation,
-            "sliding_window": self.window,
+            # Without a window transformers could not make the mask that it makes although no layer uses it.
+            "sliding_window": DEFAULT_WINDOW if self.window is None else self.window,
             "layer_types": layer_types(self),
             "query_pre_attn_scalar": _whole_if_it_is(self.query_scale**-2),
             "attn_logit_softcapping": self.attention_cap,

@@ -30,8 +30,8 @@ class GPT2Config(Family):
     model_classes = ("GPT2LMHeadModel", "GPT2")
     published_dtype = "float32"
     prefix = "transformer."
-    # A tied head is often stored too; the masks of attention are in old files.
-    unread_tensors = ("lm_head.weight", "*.attn.bias", "*.attn.masked_bias")
+    # The masks of attention are in old files.
+    unread_tensors = ("*.attn.bias", "*.attn.masked_bias")
     names = NAMES
     transposed = False
 

@@ -2,6 +2,7 @@
 and values, head by head."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys
@@ -31,7 +32,8 @@ class GPTNeoXConfig(Family):
     published_dtype = "float16"
     prefix = "gpt_neox."
     # The masks of attention and the rotary frequencies are in the published files.
-    unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq", "embed_out.weight")
+    unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
+    other_names = MappingProxyType({"embed_out.weight": "lm_head.weight"})
     names = NAMES
 
     @classmethod

@@ -35,8 +35,8 @@ class LlamaConfig(Family):
     title = "Llama"
     model_classes = ("LlamaForCausalLM",)
     prefix = "model."
-    # A tied head is often stored too, and old files hold the rotary frequencies.
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    # Old files hold the rotary frequencies.
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = NAMES
 
     @classmethod

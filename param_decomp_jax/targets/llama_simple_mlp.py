@@ -31,8 +31,8 @@ class LlamaSimpleMLPConfig(Family):
     name = "llama_simple_mlp"
     title = "LlamaSimpleMLP"
     model_classes = ("LlamaSimpleMLP",)
-    # A tied head is stored too; so are the tables of the rotary embedding and of the mask.
-    unread_tensors = ("lm_head.weight", "*.rotary_sin", "*.rotary_cos", "*.attn.bias")
+    # The tables of the rotary embedding and of the mask are stored too.
+    unread_tensors = ("*.rotary_sin", "*.rotary_cos", "*.attn.bias")
     names = NAMES
 
     @classmethod

@@ -17,7 +17,7 @@ class MistralConfig(Family):
     title = "Mistral"
     model_classes = ("MistralForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = NAMES
 
     @classmethod

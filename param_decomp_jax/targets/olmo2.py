@@ -19,7 +19,7 @@ class Olmo2Config(Family):
     title = "OLMo 2"
     model_classes = ("Olmo2ForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = QWEN3_NAMES | {
         "attention_out_norm": "model.layers.{}.post_attention_layernorm",
         "mlp_out_norm": "model.layers.{}.post_feedforward_layernorm",

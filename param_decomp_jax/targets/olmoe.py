@@ -20,7 +20,7 @@ class OlmoeConfig(Family):
     title = "OLMoE"
     model_classes = ("OlmoeForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = QWEN3_NAMES | EXPERT_NAMES
 
     @classmethod

@@ -18,7 +18,7 @@ class Qwen2Config(Family):
     title = "Qwen2"
     model_classes = ("Qwen2ForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = NAMES
 
     @classmethod

@@ -23,7 +23,7 @@ class Qwen3Config(Family):
     title = "Qwen3"
     model_classes = ("Qwen3ForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = QWEN3_NAMES
 
     @classmethod

@@ -27,7 +27,7 @@ class Qwen3MoeConfig(Family):
     title = "Qwen3-MoE"
     model_classes = ("Qwen3MoeForCausalLM",)
     prefix = "model."
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = QWEN3_NAMES | EXPERT_NAMES
 
     @classmethod

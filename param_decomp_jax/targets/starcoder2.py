@@ -22,8 +22,7 @@ class Starcoder2Config(Family):
     title = "StarCoder2"
     model_classes = ("Starcoder2ForCausalLM",)
     prefix = "model."
-    # A tied head is often stored too.
-    unread_tensors = ("lm_head.weight", "*rotary_emb.inv_freq")
+    unread_tensors = ("*rotary_emb.inv_freq",)
     names = STARCODER2_NAMES
 
     @classmethod

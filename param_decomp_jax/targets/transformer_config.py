@@ -6,7 +6,7 @@ the names of its tensors, and says what it refuses.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, Literal
@@ -268,6 +268,13 @@ class TransformerConfig(Architecture):
             else:
                 found[name] = {kind: tensor(kind, layers[name], len(of) == 3) for kind, of in shape.items()}
         return found
+
+    @property
+    def tied_tensors(self) -> tuple[str, str] | None:
+        return (f"{self.names[EMBED]}.weight", f"{self.names['head']}.weight") if self.tied else None
+
+    def untied(self) -> "TransformerConfig":
+        return replace(self, tied=False)
 
     def _expert_tensors(self, kind: str, numbers: tuple[int, ...]) -> Tensors:
         assert self.experts is not None

@@ -19,7 +19,7 @@ from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.run_folder.target_file import describe, read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
 from param_decomp_lab.setup.target_source import fetch_target, target_folder
-from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
+from param_decomp_lab.weights.target_folder import as_recorded, load_target, read_architecture, weight_shardings
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
@@ -76,7 +76,8 @@ def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
     if config.wrapper.target is None or config.wrapper.target.pretrain is None:
         fetch_target(config, PlainConsole(stderr=True))
     folder = weights_folder(config)
-    found, architecture = read_architecture(folder), target.architecture
+    architecture = target.architecture
+    found = as_recorded(read_architecture(folder), architecture)
     if found != architecture:
         here, then = describe(found), describe(architecture)
         changes = ", ".join(
@@ -84,4 +85,4 @@ def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
         )
         raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
-    return load_target(folder, dtype, weight_shardings(mesh, target))[1]
+    return load_target(folder, dtype, weight_shardings(mesh, target), architecture)[1]

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.placement import process_batch_rows
-from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
+from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelData, LanguageModelFile
@@ -21,10 +21,18 @@ from param_decomp_lab.setup.bos import data_note, find_tokenizer, rows_begin_wit
 from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import fetch_target
-from param_decomp_lab.weights.target_folder import load_target, read_architecture, weight_shardings
+from param_decomp_lab.weights.target_folder import (
+    as_recorded,
+    load_target,
+    read_architecture,
+    stored_head_note,
+    weight_shardings,
+)
 
 
-def set_up_language_model(config: RunConfig, console: Console, processes: Processes = ALONE) -> Setup:
+def set_up_language_model(
+    config: RunConfig, console: Console, processes: Processes = ALONE, recorded: Architecture | None = None
+) -> Setup:
     """Target, weights, data and mesh of a language-model run.
 
     First a target that is elsewhere is fetched, and text that the schema file names is tokenized.
@@ -34,7 +42,9 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
     method = config.method
     assert isinstance(method, LanguageModelFile)
     folder = fetch_target(config, console, processes)
-    architecture = read_architecture(folder)
+    architecture = as_recorded(read_architecture(folder), recorded)
+    if (note := stored_head_note(folder, architecture)) is not None:
+        print_warnings([note], console)
     problem = make_problem(config, architecture, folder)
     named = named_text(config)
     if named is not None:
@@ -50,7 +60,7 @@ def set_up_language_model(config: RunConfig, console: Console, processes: Proces
         print_warnings([] if note is None else [note], console)
     mesh = build_mesh(config)
     evaluated = None if held_out is None else evaluation_source(config, held_out, mesh)
-    _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, problem.target))
+    _, weights = load_target(folder, method.target.weights_dtype, weight_shardings(mesh, problem.target), architecture)
     leading = method.pd.batch_size, train.seq_len
     return Setup(
         problem=problem,

@@ -48,7 +48,7 @@ from param_decomp_lab.run_folder.folder import (
 )
 from param_decomp_lab.run_folder.identity import FolderIdentity
 from param_decomp_lab.run_folder.lock import only_job
-from param_decomp_lab.run_folder.target_file import write_target
+from param_decomp_lab.run_folder.target_file import read_target, write_target
 from param_decomp_lab.run_folder.unwritable import explain_unwritable
 from param_decomp_lab.setup import Setup, set_up
 from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch, restore_parent
@@ -139,7 +139,7 @@ def resume(
     with only_job(folder, console, processes) as check_lock:
         stop.may_leave(f"while loading the target and the data; {NOTHING}")
         with processes.sharing_errors():
-            setup = set_up(now, console, processes)
+            setup = set_up(now, console, processes, read_target(folder))
         with processes.sharing_errors():
             if login is not None:
                 login.require()

@@ -27,7 +27,7 @@ from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.untrusted.yaml_text import read_mapping
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, save_tensors
-from param_decomp_lab.weights.target_folder import CONFIG_FILE, tensor_shapes
+from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_name, tensor_shapes
 from param_decomp_lab.weights.torch_checkpoint import read_checkpoint, require_torch
 from param_decomp_lab.weights.torch_files import newest_checkpoint, settings_files, tokenizer_files
 from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_settings, strip_wrappers
@@ -35,8 +35,8 @@ from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_s
 SOURCE_FILE = "torch.json"
 """Where a folder came from; also tells a folder of this command from any other."""
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-LEFT_OUT = ("lm_head.weight", "*.rotary_emb.inv_freq")
-"""Tensors that Hugging Face's old files hold although nothing reads them, where the architecture does not."""
+LEFT_OUT = ("*.rotary_emb.inv_freq",)
+"""Tensors that Hugging Face's old files hold although they follow from the configuration."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,19 @@ def import_torch(
         for name in tokenizer_files(path.name for path in files.folder.iterdir()):
             shutil.copyfile(files.folder / name, folder / name)
         (folder / SOURCE_FILE).write_text(json.dumps(_origin(files), indent=2) + "\n")
-    return architecture
+        return read_architecture(folder)
 
 
 def checked_tensors(architecture: Architecture, state: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
     """The tensors of ``state`` that the architecture reads. ``where`` they are, for errors.
 
+    Of two tensors that are one matrix, both are kept only where they differ; `target_folder.py` then reads both.
+
     Raises UserError for a name or a shape that it does not have, and for what are no floating-point numbers.
     """
-    shapes, prefix = tensor_shapes(architecture), architecture.prefix
+    shapes, prefix, tied = tensor_shapes(architecture), architecture.prefix, architecture.tied_tensors
+    shapes |= {} if tied is None else {tied[1]: shapes[tied[0]]}
+    shapes |= {other: shapes[name] for name, other in architecture.other_names.items() if name in shapes}
     short = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
     tensors = {}
     for name, array in state.items():
@@ -172,14 +176,19 @@ def checked_tensors(architecture: Architecture, state: Mapping[str, np.ndarray],
         if array.dtype.kind not in "fV":  # V: bfloat16
             raise UserError(f"{where}: {name} holds {array.dtype}; weights must be floating-point numbers")
         tensors[name] = array
+    if tied is not None:
+        first, second = (stored_name(architecture, name, frozenset(tensors)) for name in tied)
+        if first in tensors and second in tensors and np.array_equal(tensors[first], tensors[second]):
+            del tensors[second]
     return tensors
 
 
 def refuse_missing(architecture: Architecture, names: Iterable[str], where: str) -> None:
     """Raises UserError unless there is a tensor for everything that the architecture reads."""
-    prefix = architecture.prefix
-    found = {name.removeprefix(prefix) for name in names}
-    missing = [name for name in tensor_shapes(architecture) if name.removeprefix(prefix) not in found]
+    there, tied = frozenset(names), architecture.tied_tensors
+    missing = [name for name in tensor_shapes(architecture) if stored_name(architecture, name, there) not in there]
+    if tied is not None and stored_name(architecture, tied[1], there) in there:
+        missing = [name for name in missing if name != tied[0]]
     if missing:
         raise UserError(
             f"{where}: has no {missing[0]} ({len(missing)} such), which the settings imply; the two do not belong "

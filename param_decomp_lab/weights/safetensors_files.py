@@ -2,6 +2,7 @@
 writing them."""
 
 import errno
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from param_decomp_lab.untrusted.printable import first_few
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+BLOCK_ELEMENTS = 1 << 23
+"""Read from a file at once, so that a cast, a transposition or a comparison needs no second copy of a whole slice."""
 
 
 class SafetensorsFolder:
@@ -55,6 +58,11 @@ class SafetensorsFolder:
         """Names of all tensors."""
         return frozenset(self._handles)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are open."""
+        return sorted({file for file, _ in self._handles.values()})
+
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UserError unless there is a tensor ``name`` of this shape, of floating-point numbers."""
         if name not in self._handles:
@@ -87,6 +95,29 @@ class SafetensorsFolder:
             return handle.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cannot read {name} ({error}): copy or download the file again") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor ``name``, as stored."""
+        return tuple(self._handles[name][1].get_slice(name).get_shape())
+
+    def same(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same numbers, in whatever dtype each is stored. They are read by blocks of rows,
+        up to the first that differs."""
+        shape = self.shape(first)
+        if shape != self.shape(second):
+            return False
+        if not shape:
+            return bool(np.array_equal(self.read(first, ()), self.read(second, ())))
+        step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+        for start in range(0, shape[0], step):
+            rows = slice(start, min(start + step, shape[0]))
+            a, b = (self.read(name, (rows, *(slice(0, n) for n in shape[1:]))) for name in (first, second))
+            # NaN is the same as NaN here, and bfloat16 is compared with others as fp32, which holds all of it.
+            if a.dtype != b.dtype:
+                a, b = (x.astype(np.float32) if x.dtype.itemsize < 4 else x for x in (a, b))
+            if a.tobytes() != b.tobytes() and not np.array_equal(a, b):
+                return False
+        return True
 
     def _files(self) -> list[Path]:
         if (self._folder / SINGLE_FILE).is_file():

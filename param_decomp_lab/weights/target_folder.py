@@ -26,25 +26,77 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
-from param_decomp_lab.weights.safetensors_files import SINGLE_FILE, SafetensorsFolder, save_tensors
+from param_decomp_lab.weights.safetensors_files import (
+    BLOCK_ELEMENTS,
+    SINGLE_FILE,
+    SafetensorsFolder,
+    missing_files,
+    save_tensors,
+)
 
 CONFIG_FILE = "config.json"
 Weights = dict[str, Any]
-BLOCK_ELEMENTS = 1 << 23
-"""Read from a file at once, so that a cast or a transposition needs no second copy of a whole slice."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture in ``folder/config.json``.
+    """The architecture in ``folder``: that of its ``config.json``, with a head of its own where that says that the head
+    is the embedding, but the files hold both and they differ. So transformers 5 reads them.
 
     Raises UserError: no such file, not JSON, an architecture that is not in the registry, or a variant of one that is
-    not supported, by name.
+    not supported, by name. Weights may be missing or damaged; then ``config.json`` alone decides.
     """
-    file = Path(folder) / CONFIG_FILE
+    folder = Path(folder)
+    architecture = _configured(folder)
+    return architecture.untied() if _holds_another_head(folder, architecture) else architecture
+
+
+def stored_head_note(folder: Path, used: Architecture) -> str | None:
+    """What a user should know of a head that ``config.json`` does not tell of; None where there is none. ``used``: the
+    architecture with which the weights are read."""
+    configured = _configured(folder)
+    if not _holds_another_head(folder, configured):
+        return None
+    assert configured.tied_tensors is not None
+    found = (
+        f"{folder / CONFIG_FILE} says that the unembedding is the embedding, but the files hold another matrix, "
+        f"{configured.tied_tensors[1]}"
+    )
+    if used.tied_tensors is not None:
+        return f"{found}; the run was made when this was not looked at, and keeps the embedding"
+    return f"{found}, which is used, as transformers 5 does"
+
+
+def _configured(folder: Path) -> Architecture:
+    """The architecture in ``config.json``."""
+    file = folder / CONFIG_FILE
     try:
         return read_config(_read_json(file))
     except UnsupportedConfig as error:
         raise UserError(f"{file}: {error}") from error
+
+
+def _holds_another_head(folder: Path, architecture: Architecture) -> bool:
+    """Whether the files hold two matrices that differ where the architecture has one."""
+    if architecture.tied_tensors is None:
+        return False
+    try:
+        if missing_files(folder):
+            return False
+        with SafetensorsFolder(folder) as files:
+            first, second = (stored_name(architecture, name, files.names) for name in architecture.tied_tensors)
+            if first not in files.names or second not in files.names:
+                return False
+            stamp = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file in files.paths for stat in [file.stat()])
+            return not _are_same(folder, first, second, stamp)
+    except (UserError, OSError):
+        return False  # for `load_target` to say
+
+
+@functools.lru_cache(maxsize=32)
+def _are_same(folder: Path, first: str, second: str, stamp: tuple[tuple[str, int, int], ...]) -> bool:
+    """`SafetensorsFolder.same`, once for files that have not changed: a command asks for the architecture often."""
+    with SafetensorsFolder(folder) as files:
+        return files.same(first, second)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -65,19 +117,23 @@ def weight_shardings(mesh: Mesh, target: Target) -> Any:
 
 
 def load_target(
-    folder: str | Path, dtype: Dtype | None = None, shardings: Weights | None = None
+    folder: str | Path,
+    dtype: Dtype | None = None,
+    shardings: Weights | None = None,
+    architecture: Architecture | None = None,
 ) -> tuple[Architecture, Weights]:
     """Architecture and weights of the network in ``folder``, in the layout of ``Architecture.weight_shapes``.
 
     ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
     structure of the weights: each process then reads only the slices of its devices, one at a time, each straight into
     the array that goes to the device (the host holds the largest of them and a block of some 32 MiB). None: whole
-    arrays on the default device.
+    arrays on the default device. ``architecture``: the folder's, if it has been read; or that of a run which was made
+    when a tied head was not looked at (`as_recorded`).
 
     Raises UserError: what ``read_architecture`` refuses, a missing or truncated file, a tensor that is missing, of the
     wrong shape, or that the architecture does not have.
     """
-    architecture = read_architecture(folder)
+    architecture = read_architecture(folder) if architecture is None else architecture
     shapes = architecture.weight_shapes()
     with SafetensorsFolder(folder) as files:
         tensors = _as_stored(architecture, files.names)
@@ -94,6 +150,16 @@ def load_target(
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, tensors, is_leaf=_is_leaf)
         return architecture, jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
+
+
+def as_recorded(found: Architecture, recorded: Architecture | None) -> Architecture:
+    """The architecture with which a run reads its target again. ``found``: the folder's. ``recorded``: the run's own.
+
+    Runs that were made when a tied head was not looked at have the embedding in its place, and keep it.
+    """
+    if recorded is None or recorded.tied_tensors is None or recorded.untied() != found:
+        return found
+    return recorded
 
 
 def stored_dtype(folder: Path) -> np.dtype[Any]:
@@ -142,15 +208,23 @@ def save_target(
 
 
 def _as_stored(architecture: Architecture, names: frozenset[str]) -> Any:
-    """The architecture's tensors under the names of this file, which may lack the prefix."""
-    tensors, prefix = architecture.tensors(), architecture.prefix
-    if not prefix or any(name.startswith(prefix) for name in names):
-        return tensors
+    """The architecture's tensors under the names of these files."""
 
-    def without_prefix(leaf: Tensors) -> Tensors:
-        return replace(leaf, names=tuple(name.removeprefix(prefix) for name in leaf.names))
+    def stored(leaf: Tensors) -> Tensors:
+        found = tuple(stored_name(architecture, name, names) for name in leaf.names)
+        if architecture.tied_tensors is not None and leaf.names == architecture.tied_tensors[:1]:
+            head = stored_name(architecture, architecture.tied_tensors[1], names)
+            found = found if found[0] in names or head not in names else (head,)
+        return replace(leaf, names=found)
 
-    return jax.tree.map(without_prefix, tensors, is_leaf=_is_leaf)
+    return jax.tree.map(stored, architecture.tensors(), is_leaf=_is_leaf)
+
+
+def stored_name(architecture: Architecture, name: str, names: frozenset[str]) -> str:
+    """A tensor's name in these files: its own, without the prefix, which they may lack, or another that it may have."""
+    wanted = (name, architecture.other_names.get(name, name))
+    found = [n for own in wanted for n in (own, own.removeprefix(architecture.prefix)) if n in names]
+    return found[0] if found else name
 
 
 def _arrays(architecture: Architecture, weights: Weights, dtype: np.dtype[Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -192,6 +266,7 @@ def _expect(files: SafetensorsFolder, leaf: Tensors, shape: tuple[int, ...]) -> 
 
 def _refuse_unknown(folder: Path, names: frozenset[str], architecture: Architecture, tensors: Any) -> None:
     known = {name for leaf in jax.tree.leaves(tensors, is_leaf=_is_leaf) for name in leaf.names}
+    known |= {stored_name(architecture, name, names) for name in architecture.tied_tensors or ()}
     unread = architecture.unread_tensors
     unknown = sorted(n for n in names - known if not any(fnmatchcase(n, pattern) for pattern in unread))
     if unknown:

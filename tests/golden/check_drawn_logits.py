@@ -101,7 +101,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print("| family | same logits | largest difference | refused by us alone | fails in both | wrong |\n|---|---|---|---|---|---|")
+    print(
+        "| family | same logits | largest difference | refused by us alone | fails in both | wrong |\n|---|---|---|---|---|---|"
+    )
     wrong = 0
     for family in arguments.families:
         results = []
@@ -110,7 +112,12 @@ if __name__ == "__main__":
             if arguments.show or results[-1][0] == "WRONG":
                 print(f"    {': '.join(results[-1])}\n        {json.dumps(drawn.raw)}")
         same = [float(about) for verdict, about in results if verdict == "same"]
-        counts = {name: sum(verdict == name for verdict, _ in results) for name in ("refused", "fails in both", "WRONG")}
-        print(f"| `{family}` | {len(same)} | {max(same, default=0):.1e} | {' | '.join(map(str, counts.values()))} |", flush=True)
+        counts = {
+            name: sum(verdict == name for verdict, _ in results) for name in ("refused", "fails in both", "WRONG")
+        }
+        print(
+            f"| `{family}` | {len(same)} | {max(same, default=0):.1e} | {' | '.join(map(str, counts.values()))} |",
+            flush=True,
+        )
         wrong += counts["WRONG"]
     sys.exit(wrong > 0)

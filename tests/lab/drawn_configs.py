@@ -202,9 +202,12 @@ def draw(name: str, rng: Random) -> Drawn:
         # As likely as all the rest together: most of what files say twice is the rotary embedding.
         oddities += [_spoil_rope] * (len(settings) if name != "gpt2" else 0) + [_spoil_layer_types]
         rng.choice(oddities)(rng, found)
+    # Two files that transformers 5.23 cannot compute, and that can mean one thing alone: a Mistral with layer_types,
+    # for which it takes another class, without a head_dim; and one without a window in that class, or in Gemma 2.
     if name == "mistral" and "layer_types" in found.raw:
-        # With the key, transformers takes it for a Ministral, which 5.23 cannot make without a head_dim.
         found.raw["head_dim"] = 8
+    if name == "gemma2" or (name == "mistral" and "layer_types" in found.raw):
+        found.raw |= {"sliding_window": found.raw.get("sliding_window", 5) or 5}
     keys = list(found.raw)
     rng.shuffle(keys)
     return Drawn({key: found.raw[key] for key in keys}, found.odd)

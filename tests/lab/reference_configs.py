@@ -155,12 +155,12 @@ def _windows(config: Any, name: str) -> tuple[int | None, ...]:
     if name in ("llama", "olmo2", "olmoe"):
         return (None,) * n
     window = config.sliding_window
-    _need(window is None or window > 0, "a window of no position")
     if name in ("mistral", "starcoder2", "qwen3_moe"):  # which do not look at layer_types
         return (window,) * n
     _need(set(config.layer_types) <= {"sliding_attention", "full_attention"}, "a mask of another kind")
     slides = [kind == "sliding_attention" for kind in config.layer_types]
-    _need(window is not None or not any(slides), "a sliding mask without a window")
+    always = name in ("ministral", "gemma2")  # which make the mask even if no layer uses it
+    _need(window is not None or not (always or any(slides)), "a sliding mask without a window")
     return tuple(window if one else None for one in slides)
 
 
