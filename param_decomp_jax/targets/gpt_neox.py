@@ -2,8 +2,7 @@
 and values, head by head."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, ConfigJson, common_keys
 from param_decomp_jax.targets.rope_json import read_rope, rope_keys
@@ -33,7 +32,7 @@ class GPTNeoXConfig(Family):
     prefix = "gpt_neox."
     # The masks of attention and the rotary frequencies are in the published files.
     unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
-    other_names = MappingProxyType({"embed_out.weight": "lm_head.weight"})
+    other_names: ClassVar[Mapping[str, str]] = {"embed_out.weight": "lm_head.weight"}
     names = NAMES
 
     @classmethod
