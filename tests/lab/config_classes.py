@@ -16,7 +16,7 @@ from param_decomp_jax.targets.registry import read_config
 from param_decomp_jax.targets.transformer import rotary_frequencies
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 from tests.lab.drawn_configs import FAMILIES, Drawn, draw
-from tests.lab.reference_configs import Network, NoNetwork, read
+from tests.lab.reference_configs import Network, NoNetwork, NotDescribed, read
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Outcome:
 def compare(drawn: Drawn) -> Outcome:
     """What we read, and what transformers reads."""
     try:
-        reference: Network | NoNetwork = read(drawn.raw)
-    except NoNetwork as error:
+        reference: Network | NoNetwork | NotDescribed = read(drawn.raw)
+    except (NoNetwork, NotDescribed) as error:
         reference = error
     try:
         ours = read_config(drawn.raw)
@@ -40,8 +40,8 @@ def compare(drawn: Drawn) -> Outcome:
         named = any(key in str(error) for key in drawn.odd)
         by = "refused by both" if isinstance(reference, NoNetwork) else "refused by us alone"
         return Outcome(by if named else "different", str(error))
-    if isinstance(reference, NoNetwork):
-        return Outcome("different", f"read, but transformers has no network: {reference}")
+    if not isinstance(reference, Network):
+        return Outcome("different", f"read, but transformers has no such network: {reference}")
     assert isinstance(ours, TransformerConfig)
     found, wanted = vars(computed(ours)), vars(reference)
     differences = [f"{key}: {found[key]}, not {wanted[key]}" for key in wanted if not same(found[key], wanted[key])]

@@ -29,6 +29,10 @@ class NoNetwork(Exception):
     """transformers raises an error, when it reads the file or when it computes."""
 
 
+class NotDescribed(Exception):
+    """transformers computes something that `Network` cannot say, and that we are to refuse."""
+
+
 @dataclass(frozen=True)
 class Network:
     """Everything in a `config.json` that decides the logits.
@@ -60,7 +64,7 @@ class Network:
 
 
 def read(raw: Mapping[str, Any]) -> Network:
-    """The network of a `config.json`. NoNetwork where transformers computes none."""
+    """The network of a `config.json`. NoNetwork where transformers computes none, NotDescribed for another kind."""
     name = raw["model_type"]
     if name == "mistral" and "layer_types" in raw:  # as AutoConfig does
         name = "ministral"
@@ -243,7 +247,9 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
         return tuple(_llama3(plain, rope)), 1.0
     if kind == "yarn":
         return _yarn(plain, rope, dim, config.max_position_embeddings)
-    raise NoNetwork(f"{kind} is not written down here")
+    if kind in ("dynamic", "longrope", "proportional"):
+        raise NotDescribed(f"rotary frequencies of the type {kind}")
+    raise NoNetwork(f"no rotary frequencies of the type {kind}")
 
 
 def _head_dim(config: Any) -> int:

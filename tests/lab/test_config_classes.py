@@ -58,7 +58,7 @@ def test_a_file_of_nothing_but_sizes(name: str) -> None:
     [
         (file("gemma2", hidden_act="gelu"), "activation", "gelu_tanh"),
         (file("gemma2", hidden_act="gelu", hidden_activation="relu"), "activation", "relu"),
-        (file("qwen2", num_attention_heads=64), "n_kv_heads", 32),
+        (file("qwen2", hidden_size=128, num_attention_heads=64), "n_kv_heads", 32),
         (file("qwen3_moe"), "head_dim", 2),
         (file("qwen3_moe", use_sliding_window=True, sliding_window=3), "window_layers", (0, 1)),
         (file("mistral", rope_scaling={"type": "yarn", "factor": 4.0}), "max_positions", 131_072),
