@@ -1,5 +1,6 @@
 """`pd check`: prints what a configuration would run, without loading weights or data or using an accelerator."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import jax
@@ -63,7 +64,8 @@ def check(config: RunConfig, console: Console) -> None:
         console.print(evaluation_table(method.eval, method.pd, n_sites))
     if isinstance(target, UnknownTarget) and target.elsewhere:
         missing = (f"the target, so its sites are not checked: {target.reason}", *missing)
-    _notes(config, missing, console)
+    of_target = target.notes if isinstance(target, KnownTarget) else ()
+    _notes((*config.notes, *of_target, *data_notes(config)), missing, console)
     if isinstance(target, UnknownTarget) and not target.elsewhere:
         raise UserError(target.reason)
 
@@ -153,6 +155,6 @@ def _results(config: RunConfig) -> str:
     return f"{folder}, saved {', '.join([*saved, 'at the end'])}{kept}{wandb}"
 
 
-def _notes(config: RunConfig, missing: tuple[str, ...], console: Console) -> None:
-    print_warnings((*config.notes, *data_notes(config)), console, wrap=True)
+def _notes(notes: Iterable[str], missing: tuple[str, ...], console: Console) -> None:
+    print_warnings(notes, console, wrap=True)
     print_warnings(missing, console, "not on this machine", wrap=True)

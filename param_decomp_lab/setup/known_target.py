@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,14 +21,14 @@ from param_decomp_lab.untrusted.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES
 from param_decomp_lab.weights.hub import HubModel, Offline
 from param_decomp_lab.weights.safetensors_files import missing_files
-from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_dtype
+from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_dtype, stored_head_note
 from param_decomp_lab.weights.torch_run import TorchRun
 
 
 @dataclass(frozen=True)
 class KnownTarget:
     """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine.
-    ``dtype``: of the frozen weights on the devices."""
+    ``dtype``: of the frozen weights on the devices. ``notes``: what a user should know of its files."""
 
     architecture: Architecture
     problem: Problem
@@ -36,6 +36,7 @@ class KnownTarget:
     origin: str
     dtype: np.dtype[Any]
     missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,22 @@ def _language_model(config: RunConfig, method: LanguageModelFile) -> KnownTarget
     found = _language_architecture(config, method)
     if isinstance(found, UnknownTarget):
         return found
-    architecture, stored, origin, missing = found
+    architecture, stored, origin, missing, notes = found
     leading = method.pd.batch_size, method.data.max_seq_len
     wanted = method.target.weights_dtype
     dtype = stored if wanted is None else DTYPES[wanted]
-    return KnownTarget(architecture, make_problem(config, architecture, origin), leading, origin, dtype, missing)
+    return KnownTarget(architecture, make_problem(config, architecture, origin), leading, origin, dtype, missing, notes)
 
 
-Found = tuple[Architecture, np.dtype[Any], str, tuple[str, ...]]
-"""The architecture, the dtype its weights are stored in, where these were read, and what is missing."""
+class Found(NamedTuple):
+    """``stored``: the dtype of the weights. ``origin``: where the architecture was read. ``missing``, ``notes``: as in
+    `KnownTarget`."""
+
+    architecture: Architecture
+    stored: np.dtype[Any]
+    origin: str
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def _language_architecture(config: RunConfig, method: LanguageModelFile) -> Found | UnknownTarget:
@@ -104,7 +112,10 @@ def _refuse_unknown_class(method: LanguageModelFile) -> None:
 
 
 def _in_folder(folder: Path, missing: tuple[str, ...]) -> Found:
-    return read_architecture(folder), stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing
+    architecture = read_architecture(folder)
+    note = stored_head_note(folder, architecture)
+    notes = () if note is None else (note,)
+    return Found(architecture, stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing, notes)
 
 
 def _published(method: LanguageModelFile, where: str) -> Found | None:
@@ -114,7 +125,7 @@ def _published(method: LanguageModelFile, where: str) -> Found | None:
     if published is None or not isinstance(spec, HubSpec):
         return None
     missing = f"the target's weights: {spec.model_name} is not in {where}"
-    return published, np.dtype(published.published_dtype), "its published configuration", (missing,)
+    return Found(published, np.dtype(published.published_dtype), "its published configuration", (missing,))
 
 
 def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
@@ -134,7 +145,7 @@ def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
             found = _torch_run(source)
             if isinstance(found, UnknownTarget):
                 return found
-            architecture, _, origin, missing = found
+            architecture, _, origin, missing, _ = found
         elif source.is_dir():
             architecture, origin = read_architecture(source), shown_path(source / CONFIG_FILE)
         else:
@@ -152,4 +163,4 @@ def _torch_run(source: TorchRun) -> Found | UnknownTarget:
     if architecture is None:
         return UnknownTarget(f"{source.where}: {source.missing()}", elsewhere=True)
     missing = f"the target's weights: {source.missing()}"
-    return architecture, DTYPES["float32"], str(source), (missing,)
+    return Found(architecture, DTYPES["float32"], str(source), (missing,))

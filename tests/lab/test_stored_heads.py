@@ -177,7 +177,7 @@ def target_of(tiny: Tiny, folder: Path, head: bool) -> Path:
     return folder
 
 
-def train(tiny: Tiny, tmp_path: Path) -> Any:
+def pd_command(command: str, tiny: Tiny, tmp_path: Path) -> Any:
     settings = (
         *LIGHT,
         "pd.steps=2",
@@ -185,14 +185,15 @@ def train(tiny: Tiny, tmp_path: Path) -> Any:
         f"out_dir={tmp_path}",
         "run_id=p-00000001",
     )
-    return pd_here("train", tiny.config, *(word for setting in settings for word in ("--set", setting)))
+    return pd_here(command, tiny.config, *(word for setting in settings for word in ("--set", setting)))
 
 
 def test_a_run_of_a_model_with_a_head_of_its_own(tiny: Tiny, tmp_path: Path) -> None:
     target_of(tiny, tmp_path / "target", head=True)
-    trained = train(tiny, tmp_path)
-    assert trained.status == 0, trained.err
-    assert "which is used, as transformers 5 does" in " ".join((trained.out + trained.err).split())
+    for command in ("check", "train"):
+        done = pd_command(command, tiny, tmp_path)
+        assert done.status == 0, done.err
+        assert "which is used, as transformers 5 does" in " ".join((done.out + done.err).split())
     run_folder = tmp_path / "p-00000001"
     assert json.loads((run_folder / "target.json").read_text())["tied"] is False
     assert pd_here("train", "--resume", run_folder).status == 0
@@ -203,7 +204,7 @@ def test_a_run_of_a_model_with_a_head_of_its_own(tiny: Tiny, tmp_path: Path) -> 
 def test_a_run_from_before_keeps_the_embedding(tiny: Tiny, tmp_path: Path) -> None:
     """Such a run did not look at the head: here it is put into the files after the run."""
     target_of(tiny, tmp_path / "target", head=False)
-    assert train(tiny, tmp_path).status == 0
+    assert pd_command("train", tiny, tmp_path).status == 0
     tokens = np.arange(16)[None]
     run_folder, before = tmp_path / "p-00000001", logits(tmp_path / "target", tokens)
     tied = read_architecture(tmp_path / "target")
