@@ -154,7 +154,8 @@ class FamilyRecipe(Strict):
 
     def family(self, vocab_size: int, n_positions: int) -> TransformerConfig:
         """The architecture for data with this vocabulary, in rows of this length."""
-        lengths = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "block_size"), n_positions)
+        names = (("max_position_embeddings", "n_positions"), ("n_ctx",), ("block_size",))  # of one setting, each
+        lengths = {key: n_positions for keys in names if not set(keys) & self.config.keys() for key in keys}
         known = [kind.name for kind in REGISTERED.values() if issubclass(kind, TransformerConfig)]
         if self.config.get("model_type") not in known:
             given = self.config.get("model_type")

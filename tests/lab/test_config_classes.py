@@ -11,6 +11,7 @@ from hypothesis import settings
 from param_decomp_jax.rotary import LinearScaling, YarnScaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.registry import read_config
+from param_decomp_lab.pretrain.recipe import FamilyRecipe
 from tests.lab.config_classes import compare, drawn_files
 from tests.lab.drawn_configs import FAMILIES, Drawn
 
@@ -114,3 +115,12 @@ def test_positions_beside_the_scaling() -> None:
         scaling = read_config(file("llama", max_position_embeddings=64, rope_parameters=yarn, **keys)).rope_scaling  # type: ignore[attr-defined]
         assert isinstance(scaling, YarnScaling)
         assert scaling.original_max_position_embeddings == original
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"), [({"n_positions": 64}, 64), ({"max_position_embeddings": 64}, 64), ({}, 9)]
+)
+def test_a_recipe_gives_the_longest_sequence_under_either_name(given: dict[str, Any], longest: int) -> None:
+    """The length of the rows stands in for a missing key, and not beside another name of it."""
+    recipe = FamilyRecipe(architecture="family", config=GPT2 | given)
+    assert recipe.family(vocab_size=50, n_positions=9).learned_positions == longest
