@@ -23,6 +23,8 @@ from param_decomp_lab.untrusted.printable import first_few
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Kinds of numbers that are read."""
 BLOCK_ELEMENTS = 1 << 23
 """Read from a file at once, so that a cast, a transposition or a comparison needs no second copy of a whole slice."""
 
@@ -72,14 +74,14 @@ class SafetensorsFolder:
             )
         file, handle = self._handles[name]
         tensor = handle.get_slice(name)
-        found, stored = tuple(tensor.get_shape()), str(tensor.get_dtype())
+        found, stored = tuple(tensor.get_shape()), self._stored_as(name)
         if found != shape:
             raise UserError(
                 f"{file}: {name} has shape {list(found)}, config.json implies {list(shape)}; "
                 "the weights and config.json do not belong together"
             )
         # Quantised weights are integers that mean other numbers.
-        if stored not in ("F64", "F32", "F16", "BF16"):
+        if stored not in FLOATS:
             raise UserError(f"{file}: {name} is stored as {stored}; weights must be floating-point numbers")
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -96,15 +98,18 @@ class SafetensorsFolder:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cannot read {name} ({error}): copy or download the file again") from error
 
+    def _stored_as(self, name: str) -> str:
+        return str(self._handles[name][1].get_slice(name).get_dtype())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor ``name``, as stored."""
         return tuple(self._handles[name][1].get_slice(name).get_shape())
 
     def same(self, first: str, second: str) -> bool:
-        """Whether two tensors hold the same numbers, in whatever dtype each is stored. They are read by blocks of rows,
-        up to the first that differs."""
+        """Whether two tensors hold the same floating-point numbers, in whatever dtype each is stored. They are read by
+        blocks of rows, up to the first that differs."""
         shape = self.shape(first)
-        if shape != self.shape(second):
+        if shape != self.shape(second) or not {self._stored_as(first), self._stored_as(second)} <= FLOATS:
             return False
         if not shape:
             return bool(np.array_equal(self.read(first, ()), self.read(second, ())))

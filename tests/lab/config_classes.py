@@ -43,9 +43,25 @@ def compare(drawn: Drawn) -> Outcome:
     if not isinstance(reference, Network):
         return Outcome("different", f"read, but transformers has no such network: {reference}")
     assert isinstance(ours, TransformerConfig)
-    found, wanted = vars(computed(ours)), vars(reference)
-    differences = [f"{key}: {found[key]}, not {wanted[key]}" for key in wanted if not same(found[key], wanted[key])]
+    differences = between(computed(ours), reference) or _exported(ours)
     return Outcome("different", "; ".join(differences)) if differences else Outcome("agreed")
+
+
+def between(ours: Network, theirs: Network) -> list[str]:
+    """What two networks differ in."""
+    found, wanted = vars(ours), vars(theirs)
+    return [f"{key}: {found[key]}, not {wanted[key]}" for key in wanted if not same(found[key], wanted[key])]
+
+
+def _exported(ours: TransformerConfig) -> list[str]:
+    """What is lost if the file that we write is read again, by us or by transformers."""
+    written = ours.to_config("float32", 1)
+    if read_config(written) != ours:
+        return [f"read again from {written}"]
+    try:
+        return [f"exported {difference}" for difference in between(computed(ours), read(written))]
+    except (NoNetwork, NotDescribed) as error:
+        return [f"transformers does not read what we export: {error}"]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -120,6 +120,13 @@ def test_neither_is_refused(tmp_path: Path) -> None:
         load_target(write(tmp_path, "gpt2", tensors))
 
 
+def test_a_head_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    tensors = tensors_of("gpt2")
+    folder = write(tmp_path, "gpt2", tensors | {HEAD: tensors[TIED["gpt2"]].astype(np.int8)})
+    with pytest.raises(UserError, match=r"lm_head\.weight is stored as I8; weights must be floating-point numbers"):
+        load_target(folder)
+
+
 def test_a_head_under_its_newer_name(tmp_path: Path) -> None:
     """transformers 5 calls GPT-NeoX's `lm_head`; files have `embed_out`."""
     tensors = tensors_of("gpt_neox")
