@@ -202,12 +202,15 @@ def draw(name: str, rng: Random) -> Drawn:
         # As likely as all the rest together: most of what files say twice is the rotary embedding.
         oddities += [_spoil_rope] * (len(settings) if name != "gpt2" else 0) + [_spoil_layer_types]
         rng.choice(oddities)(rng, found)
-    # Two files that transformers 5.23 cannot compute, and that can mean one thing alone: a Mistral with layer_types,
-    # for which it takes another class, without a head_dim; and one without a window in that class, or in Gemma 2.
+    # Three files that transformers 5.23 cannot compute, and that can mean one thing alone: a Mistral with layer_types,
+    # for which it takes another class, without a head_dim; one without a window in that class, or in Gemma 2; and yarn
+    # beside a null where all other scalings take a null for no head_dim.
     if name == "mistral" and "layer_types" in found.raw:
         found.raw["head_dim"] = 8
     if name == "gemma2" or (name == "mistral" and "layer_types" in found.raw):
         found.raw |= {"sliding_window": found.raw.get("sliding_window", 5) or 5}
+    if name in ("gpt_neox", "starcoder2") and found.raw.get("head_dim", 0) is None and "yarn" in str(found.raw):
+        del found.raw["head_dim"]
     keys = list(found.raw)
     rng.shuffle(keys)
     return Drawn({key: found.raw[key] for key in keys}, found.odd)

@@ -239,7 +239,10 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
     # Called again by each of the functions, when the keys that are no fields of the class have become attributes.
     config.standardize_rope_params()
     rope = config.rope_parameters
-    dim = int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    head_dim = _head_dim(config)
+    if kind == "yarn":  # whose function alone does not take a null for no key
+        head_dim = getattr(config, "head_dim", head_dim)
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     plain = np.array(_inverse(rope["rope_theta"], dim))
     if kind == "linear":
         return tuple(plain / rope["factor"]), 1.0

@@ -117,6 +117,13 @@ def test_positions_beside_the_scaling() -> None:
         assert scaling.original_max_position_embeddings == original
 
 
+def test_the_ramp_of_yarn_whose_end_comes_before_its_beginning() -> None:
+    """As with a small base and many positions."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10.0, "original_max_position_embeddings": 1_000_000}
+    outcome = compare(Drawn(file("llama", head_dim=8, rope_parameters=yarn)))
+    assert outcome.verdict == "agreed", outcome.about
+
+
 @pytest.mark.parametrize(
     ("given", "longest"), [({"n_positions": 64}, 64), ({"max_position_embeddings": 64}, 64), ({}, 9)]
 )
