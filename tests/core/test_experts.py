@@ -27,6 +27,7 @@ from param_decomp_jax.routing import Everywhere, UniformKSubset
 from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.step import step_outcome
 from param_decomp_jax.targets.qwen3_moe import Qwen3MoeConfig
+from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_jax.targets.transformer_config import Experts
 from tests.core import tiny
 
@@ -171,3 +172,16 @@ def test_grouped_products(leading: tuple[int, int], k: int, experts: int, shared
     np.testing.assert_allclose(to_x, back.sum(axis=2, keepdims=True) if shared else back, rtol=1e-4, atol=1e-4)
     outer = np.einsum("btkd,btko->btkdo", np.broadcast_to(x, (*chosen.shape, 3)), weight)
     np.testing.assert_allclose(to_W, [outer[chosen == e].sum(axis=0) for e in range(experts)], rtol=1e-4, atol=1e-4)
+
+
+def test_a_single_expert_is_an_mlp_with_any_activation() -> None:
+    alone = dataclasses.replace(CONFIG, activation="gelu", experts=Experts(n=1, per_token=1, d_mlp=6, normalised=True))
+    plain = dataclasses.replace(alone, experts=None)
+    own = tiny.weights(plain)
+    mlp = {kind: own["layers"][kind] for kind in ("gate_proj", "up_proj", "down_proj")}
+    experts = {f"experts.{kind}": matrix[:, None] for kind, matrix in mlp.items()}
+    router = jnp.zeros(alone.weight_shapes()["experts"]["router"])
+    layers = {name: x for name, x in own["layers"].items() if name not in mlp}
+    tokens = jnp.arange(10).reshape(2, 5)
+    as_expert = language_logits({**own, "layers": layers, "experts": {"router": router, **experts}}, alone, tokens)
+    np.testing.assert_allclose(as_expert, language_logits(own, plain, tokens), atol=1e-5)
