@@ -16,7 +16,7 @@ from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.run_folder.target_file import describe, read_target
+from param_decomp_lab.run_folder.target_file import read_target, refuse_another_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
 from param_decomp_lab.setup.target_source import fetch_target, target_folder
 from param_decomp_lab.weights.target_folder import as_recorded, load_target, read_architecture, weight_shardings
@@ -78,11 +78,6 @@ def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
     folder = weights_folder(config)
     architecture = target.architecture
     found = as_recorded(read_architecture(folder), architecture)
-    if found != architecture:
-        here, then = describe(found), describe(architecture)
-        changes = ", ".join(
-            f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
-        )
-        raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")
+    refuse_another_target(folder, found, architecture)
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
     return load_target(folder, dtype, weight_shardings(mesh, target), architecture)[1]

@@ -38,3 +38,13 @@ def read_target(run_folder: Path) -> Architecture | None:
         raise UserError(
             f"{file} is damaged or of another version ({error}); if removed, the target's own folder is read instead"
         ) from error
+
+
+def refuse_another_target(folder: Path, found: Architecture, recorded: Architecture) -> None:
+    """Raises UserError, with what differs, unless ``folder`` holds the architecture that a run recorded."""
+    if found != recorded:
+        here, then = describe(found), describe(recorded)
+        changes = ", ".join(
+            f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
+        )
+        raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")

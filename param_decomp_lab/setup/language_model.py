@@ -16,6 +16,7 @@ from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.run_folder.target_file import refuse_another_target
 from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.bos import data_note, find_tokenizer, rows_begin_with
 from param_decomp_lab.setup.named_text import named_text, not_made
@@ -43,6 +44,8 @@ def set_up_language_model(
     assert isinstance(method, LanguageModelFile)
     folder = fetch_target(config, console, processes)
     architecture = as_recorded(read_architecture(folder), recorded)
+    if recorded is not None:
+        refuse_another_target(folder, architecture, recorded)
     if (note := stored_head_note(folder, architecture)) is not None:
         print_warnings([note], console)
     problem = make_problem(config, architecture, folder)

@@ -7,7 +7,7 @@ resumed from the checkpoint of step i therefore starts with step i's evaluation 
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.text import Text
 from param_decomp_jax.ci import ComponentReadout
 from param_decomp_jax.initial_components import n_batches
 from param_decomp_jax.state import State
+from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
@@ -139,11 +140,19 @@ def resume(
     with only_job(folder, console, processes) as check_lock:
         stop.may_leave(f"while loading the target and the data; {NOTHING}")
         with processes.sharing_errors():
-            setup = set_up(now, console, processes, read_target(folder))
+            setup = set_up(now, console, processes, _recorded_target(folder))
         with processes.sharing_errors():
             if login is not None:
                 login.require()
         return _Run(now, setup, folder, console, processes, stop, check_lock).run(resumed=True)
+
+
+def _recorded_target(folder: Path) -> Architecture | None:
+    """The target's architecture in `target.json`; None without that file, or where it is damaged: resuming writes it
+    again."""
+    with suppress(UserError):
+        return read_target(folder)
+    return None
 
 
 def _resume_hint(folder: Path) -> str:

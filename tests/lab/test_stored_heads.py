@@ -223,3 +223,11 @@ def test_a_run_from_before_keeps_the_embedding(tiny: Tiny, tmp_path: Path) -> No
     assert resumed.status == 0, resumed.err
     assert "keeps the embedding" in " ".join((resumed.out + resumed.err).split())
     np.testing.assert_allclose(load_run(run_folder).output(tokens), before, atol=1e-4)
+
+    # A config.json that describes another network, with the same tensors, is not gone on with.
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "relu"}))
+    refused = pd_here("train", "--resume", run_folder)
+    assert refused.status == 2
+    assert "holds another target than the one the run decomposed" in refused.err
+    assert "activation silu -> relu" in refused.err
