@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
-from param_decomp_jax.targets.architecture import UnsupportedConfig
+from param_decomp_jax.targets.architecture import LARGEST, UnsupportedConfig
 from param_decomp_jax.targets.transformer_config import Activation, TransformerConfig
 
 REFUSED: Any = object()
@@ -66,6 +66,13 @@ class ConfigJson:
         n = self.whole(key, default, null)
         if n < 1:
             raise UnsupportedConfig(f"{key}: should be a whole number of at least 1, not {n}")
+        return n
+
+    def n_layers(self, key: str) -> int:
+        """A number of layers, small enough to go through them one by one."""
+        n, most = self.whole(key), LARGEST["n_layers"]
+        if not 1 <= n <= most:
+            raise UnsupportedConfig(f"{key}: should be a whole number from 1 to {most:,}, not {n:,}")
         return n
 
     def head_width(self, width_key: str, heads_key: str) -> int:

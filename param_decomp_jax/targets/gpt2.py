@@ -41,7 +41,7 @@ class GPT2Config(Family):
         c.only("add_cross_attention", False)
         width_key, heads_key = c.spelled("n_embd", "hidden_size"), c.spelled("n_head", "num_attention_heads")
         n_heads, d_model, head_dim = c.heads(heads_key), c.whole(width_key), c.head_width(width_key, heads_key)
-        n_layers = c.whole(c.spelled("n_layer", "num_hidden_layers"))
+        n_layers = c.n_layers(c.spelled("n_layer", "num_hidden_layers"))
         positions = c.whole(c.spelled("n_positions", "max_position_embeddings"), 1024)
         c.all_or_none(n_layers, None)
         return cls(

@@ -43,12 +43,12 @@ class GPTNeoXConfig(Family):
         c.only("head_dim", head_dim, None)  # the rotary embedding would take another
         longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
         rope = read_rope(c, longest, theta_key="rotary_emb_base", share=0.25)
-        c.all_or_none(c.whole("num_hidden_layers"), None)
+        c.all_or_none(c.n_layers("num_hidden_layers"), None)
         attention_biases = BIASES[:2] if c.flag("attention_bias", True) else ()
         return cls(
             vocab_size=c.whole("vocab_size"),
             d_model=d_model,
-            n_layers=c.whole("num_hidden_layers"),
+            n_layers=c.n_layers("num_hidden_layers"),
             n_heads=n_heads,
             n_kv_heads=n_heads,
             head_dim=head_dim,

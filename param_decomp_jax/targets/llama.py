@@ -81,7 +81,7 @@ def llama_fields(c: ConfigJson, defaults: Defaults, head_dim: int) -> dict[str, 
     return {
         "vocab_size": c.whole("vocab_size"),
         "d_model": c.whole("hidden_size"),
-        "n_layers": c.whole("num_hidden_layers"),
+        "n_layers": c.n_layers("num_hidden_layers"),
         "n_heads": n_heads,
         "n_kv_heads": c.heads("num_key_value_heads", kv_heads, n_heads if defaults.null_kv_heads else REFUSED),
         "head_dim": head_dim,

@@ -47,7 +47,7 @@ class LlamaSimpleMLPConfig(Family):
         return cls(
             vocab_size=c.whole("vocab_size"),
             d_model=d_model,
-            n_layers=c.whole("n_layer"),
+            n_layers=c.n_layers("n_layer"),
             n_heads=n_heads,
             n_kv_heads=c.heads("n_key_value_heads"),
             head_dim=head_dim,

@@ -29,7 +29,7 @@ class Olmo2Config(Family):
     def from_config(cls, raw: Mapping[str, Any]) -> "Olmo2Config":
         c = ConfigJson(raw, cls.title)
         own = llama_fields(c, DEFAULTS, even_head_dim(c, nullable=False)) | c.all_or_none(
-            c.whole("num_hidden_layers"), None
+            c.n_layers("num_hidden_layers"), None
         )
         biases = ATTENTION if c.flag("attention_bias", False) else ()
         return cls(**own, norms="after", qk_norm="all", biases=biases)

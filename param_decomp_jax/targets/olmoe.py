@@ -29,7 +29,7 @@ class OlmoeConfig(Family):
         even = c.head_width("hidden_size", "num_attention_heads")
         c.only("head_dim", even)  # the norms of queries and keys have that width
         c.only("sliding_window", None)  # some implementations of attention in transformers read it, some do not
-        own = llama_fields(c, DEFAULTS, even) | c.all_or_none(c.whole("num_hidden_layers"), None)
+        own = llama_fields(c, DEFAULTS, even) | c.all_or_none(c.n_layers("num_hidden_layers"), None)
         experts = Experts(
             n=n_experts(c, 64),
             per_token=c.whole("num_experts_per_tok", 8),

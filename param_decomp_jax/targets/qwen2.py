@@ -33,7 +33,7 @@ class Qwen2Config(Family):
 def window_fields(c: ConfigJson) -> dict[str, Any]:
     """Layers from ``max_window_layers`` on slide, where ``use_sliding_window`` is set."""
     window, first = optional_window(c), c.whole("max_window_layers", 28)
-    n_layers = c.whole("num_hidden_layers")
+    n_layers = c.n_layers("num_hidden_layers")
     return c.sliding(n_layers, window, () if window is None else range(max(first, 0), n_layers))
 
 

@@ -31,7 +31,7 @@ class Starcoder2Config(Family):
         n_heads, d_model, n_layers = (
             c.heads("num_attention_heads"),
             c.whole("hidden_size"),
-            c.whole("num_hidden_layers"),
+            c.n_layers("num_hidden_layers"),
         )
         longest = c.whole("max_position_embeddings", DEFAULT_POSITIONS)
         rope = read_rope(c, longest)
