@@ -16,11 +16,12 @@ LONGER = "HF_HUB_ETAG_TIMEOUT"
 
 
 def first_answer(ask: Callable[[float], T]) -> T:
-    """What ``ask`` returns or raises, called with the seconds that it has; TimeoutError if it takes longer."""
+    """What ``ask`` returns or raises; TimeoutError, which says how to wait longer, if it takes too long. It is called
+    with a limit of seconds for its client, above that time: what ends first is always the same."""
     given = os.environ.get(LONGER, "")
     seconds = max(FIRST_ANSWER_S, float(given)) if given.isdecimal() else FIRST_ANSWER_S
     try:
-        return answer_within(seconds, lambda: ask(seconds))
+        return answer_within(seconds, lambda: ask(2 * seconds))
     except TimeoutError as error:
         raise TimeoutError(f"{error} ({LONGER} sets how long is waited for an answer)") from None
 
