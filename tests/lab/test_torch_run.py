@@ -117,7 +117,7 @@ def test_a_checkpoint_in_a_folder_of_its_own(server: Server, monkeypatch: pytest
     source = find_run("wandb:somebody/toys/deep", "target.run_path")
     assert isinstance(source, TorchRun)
     assert load_target(source.fetch(console))[0] == TMSConfig(5, 2)
-    assert "downloading checkpoints/tms_20.safetensors: done in 0 s" in console.export_text()
+    assert "downloading checkpoints/tms_20.safetensors: done in " in console.export_text()
 
 
 def test_what_was_interrupted_is_gone_on_with(server: Server) -> None:
