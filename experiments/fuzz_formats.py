@@ -796,6 +796,7 @@ def _make_run(work: Path) -> None:
         component |= {"examples": [{"tokens": ["a", " b"], "ci": [0.1, 0.9], "peak": 1, "row": 3}]}
         examples = {"sites": {"linear1": {"C": 6, "components": [component]}}}
         (work / run / "examples.json").write_text(json.dumps(examples))
+        (work / run / "data.json").write_text('{"bos": 1}')
 
 
 def _damage_run(work: Path, random: Random) -> Fault:
@@ -951,6 +952,12 @@ def _architecture(fault: Fault, whole: Any) -> None:
     from param_decomp_lab.opening.load import find_checkpoint
 
     find_checkpoint(Path(RUN))
+
+
+def _bos(fault: Fault, whole: Any) -> None:
+    from param_decomp_lab.run_folder.data_file import read_data
+
+    read_data(Path(RUN))
 
 
 def _make_checkpoint(work: Path) -> None:
@@ -1180,6 +1187,7 @@ FORMATS: Mapping[str, Format] = {
             Command("pd runs", _listed),
             Command("pd report", pd("report", RUN), 2, (f"{RUN}/report.html",)),
             Command("find_checkpoint", _architecture),
+            Command("read_data", _bos),
         )),
         Format("harvest", _make_harvest, _damage_harvest, (Command("the pages of pd browse", _browsed),)),
         Format("checkpoint", _make_checkpoint, _damage_checkpoint, (
