@@ -333,7 +333,10 @@ class Harvest:
         """The tokens of a row, or a toy's features."""
         with self._damage(self.folder / ROWS_FILE):
             group, place = divmod(number, self.plan.block_rows)
-            return np.asarray(self._file(ROWS_FILE).read_row_group(group, use_threads=False)["row"][place].values)
+            rows = self._file(ROWS_FILE).read_row_group(group, use_threads=False)["row"]
+            if not pa.types.is_list(rows.type):
+                raise TypeError(f"its rows are {rows.type}")
+            return np.asarray(rows[place].values)
 
     def _example(self, row: dict[str, Any]) -> Example:
         plan, around = self.plan, self.plan.around

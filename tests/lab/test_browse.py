@@ -411,6 +411,16 @@ def test_numbers_that_no_harvest_has(mine: Path, file: str, column: str, value: 
         assert browser.get(f"{base(mine)}/sites/{SITE}").status_code in (200, 400)
 
 
+def test_rows_of_another_kind(mine: Path) -> None:
+    """Found by the fuzzer: seed 1, harvest, case 247."""
+    harvest = only_harvest(mine)
+    (harvest / "rows.parquet").write_bytes((harvest / "positions.parquet").read_bytes())
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/sites/{SITE}/3")
+        assert page.status_code == 400
+        assert "the harvest is damaged" in page.text
+
+
 @pytest.mark.parametrize("value", [-1000, 1000])
 def test_a_search_where_tokens_are_of_a_component_that_is_not_there(mine: Path, value: int) -> None:
     """Found by the fuzzer: seed 353, harvest, case 171."""
