@@ -112,7 +112,7 @@ def _be_the_child(act: Callable[[], int | None], work: Path, beside: Path, addre
         (beside / "tmp").mkdir()
         tempfile.tempdir = str(beside / "tmp")
         os.environ |= {"HOME": str(beside), "COLUMNS": "200", "TERM": "dumb", "WANDB_MODE": "disabled"}
-        os.environ.pop("RUST_BACKTRACE", None)  # a setting of this machine, by which a panic prints 17 kB
+        os.environ.pop("RUST_BACKTRACE", None)  # with it, a panic prints its whole stack
         os.chdir(work)
         if address_bytes is not None:
             limit = _status_bytes("VmSize") + address_bytes

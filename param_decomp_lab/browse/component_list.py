@@ -148,10 +148,11 @@ def _match(opened: Opened, site: str, search: str, labels: dict[int, str], summa
             why = printable(str(error), 300)
             raise UserError(f"{file} cannot be read ({why}): make the harvest again") from error
         component, n = rows["component"], rows["n"].astype(float)
-        if len(component) and not 0 <= component.min() <= component.max() < len(found):
+        unknown = component[(component < 0) | (component >= len(found))]
+        if len(unknown):
             raise UserError(
-                f"{file} is damaged: it has component {component.max() if component.min() >= 0 else component.min()}, "
-                f"and {site} has {len(found):,} of them: make the harvest again"
+                f"{file} is damaged: it has component {unknown[0]}, and {site} has {len(found):,} of them: make the "
+                "harvest again"
             )
         total = harvest.input_totals[rows["token"]]
         share = n / np.maximum(summary.firings[component], 1)

@@ -36,7 +36,7 @@ ACROSS = 4
 LABEL = 190
 """Pixels at the left for the names of the rows."""
 COLUMN_CHARACTERS = 12
-"""Of a token's name at the foot of its column."""
+"""Longest name of a token at the foot of its column."""
 SHOWN = 60
 """Edges in a list to or from one node."""
 

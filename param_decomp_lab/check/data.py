@@ -4,12 +4,11 @@ from pathlib import Path
 
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData, count_rows
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with
+from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with, text_of_data
 from param_decomp_lab.setup.named_text import named_text
 from param_decomp_lab.setup.target_source import target_folder
 
@@ -59,9 +58,8 @@ def _text(config: RunConfig) -> TokenText | None:
         return named.tokenizer()
     if folders is None:
         return None
-    text = TokenText(folders.train.parent, DataMeta.read(folders.train.parent).bos)
-    if text.bos is None:
-        text.bos = rows_begin_with(TokenData(folders.train), text.tokenizer)
+    text = text_of_data(folders)
+    text.bos = rows_begin_with(TokenData(folders.train), text)
     return text
 
 

@@ -6,7 +6,7 @@ from param_decomp_lab.data.hub_text import explained
 from param_decomp_lab.data.tokenizers import BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
 from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.answers import first_answer
+from param_decomp_lab.untrusted.answers import ask_for_file
 from param_decomp_lab.untrusted.printable import printable
 
 
@@ -33,15 +33,13 @@ def fetch_tokenizer(name: str) -> str:
     found = cached_tokenizer(name)
     if found is not None:
         return found
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     what = f"the tokenizer {printable(name, 200)} (no file or folder here, and not in the local Hugging Face cache)"
     with explained(what, f"models/{name}"), quiet_hub():
         try:
-            # Asked once. The download asks six times, for half a minute, where there is no network.
-            url = hf_hub_url(name, TOKENIZER_FILE)
-            first_answer(lambda seconds: get_hf_file_metadata(url, timeout=seconds))
+            ask_for_file(name, TOKENIZER_FILE)
             file = hf_hub_download(name, TOKENIZER_FILE)
         except LocalEntryNotFoundError:  # no network
             raise

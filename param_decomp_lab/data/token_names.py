@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"\[(0|[1-9][0-9]*)\]")
 
 
 def unnamed(token: int) -> str:
-    """The name of an id that the tokenizer does not have, or of any where there is no tokenizer: `[300]`."""
+    """`[300]`: the name of an id that the tokenizer does not have, and of every id without a tokenizer."""
     return f"[{token}]"
 
 

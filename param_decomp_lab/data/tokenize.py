@@ -83,8 +83,8 @@ def make_plan(
     bos: bool | None = None,
 ) -> Plan:
     """``tokenizer``: None where the input is tokenized already. ``bos``: whether rows and documents begin with the
-    tokenizer's BOS; None for what the tokenizer itself does with a text. Raises UserError where there is no tokenizer,
-    or it has no BOS and one is wanted."""
+    tokenizer's BOS; None does what the tokenizer itself does with a text. Raises UserError if the tokenizer does not
+    exist, or has no BOS although one is wanted."""
     if bos and settings.row_starts:
         raise UserError("bos: rows that are taken as they are get no token put before them; leave it out")
     found = None if tokenizer is None else load_tokenizer(tokenizer)

@@ -16,10 +16,10 @@ from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
-from param_decomp_lab.run_folder.target_file import read_target, refuse_another_target
+from param_decomp_lab.run_folder.target_file import read_as_recorded, read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
 from param_decomp_lab.setup.target_source import fetch_target, target_folder
-from param_decomp_lab.weights.target_folder import as_recorded, load_target, read_architecture, weight_shardings
+from param_decomp_lab.weights.target_folder import load_target, weight_shardings
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
@@ -76,8 +76,6 @@ def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
     if config.wrapper.target is None or config.wrapper.target.pretrain is None:
         fetch_target(config, PlainConsole(stderr=True))
     folder = weights_folder(config)
-    architecture = target.architecture
-    found = as_recorded(read_architecture(folder), architecture)
-    refuse_another_target(folder, found, architecture)
+    architecture = read_as_recorded(folder, target.architecture)
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
     return load_target(folder, dtype, weight_shardings(mesh, target), architecture)[1]

@@ -10,6 +10,7 @@ from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.weights.target_folder import as_recorded, read_architecture
 
 TARGET_FILE = "target.json"
 
@@ -40,11 +41,14 @@ def read_target(run_folder: Path) -> Architecture | None:
         ) from error
 
 
-def refuse_another_target(folder: Path, found: Architecture, recorded: Architecture) -> None:
-    """Raises UserError, with what differs, unless ``folder`` holds the architecture that a run recorded."""
+def read_as_recorded(folder: Path, recorded: Architecture) -> Architecture:
+    """The architecture in ``folder``, with which a run that recorded one goes on (`as_recorded`). Raises UserError,
+    with what differs, if the folder holds another."""
+    found = as_recorded(read_architecture(folder), recorded)
     if found != recorded:
         here, then = describe(found), describe(recorded)
         changes = ", ".join(
             f"{key} {then.get(key)} -> {value}" for key, value in here.items() if then.get(key) != value
         )
         raise UserError(f"{folder} holds another target than the one the run decomposed: {changes}")
+    return found

@@ -11,12 +11,12 @@ from param_decomp_lab.config.wrapper import DataFolders
 from param_decomp_lab.data.meta import META_FILE, DataMeta
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.data.tokenizers import Tokenizer, chosen_bos
+from param_decomp_lab.data.tokenizers import chosen_bos
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.named_text import named_text
 
 ROWS_READ = 8
-"""Of data that do not say whether their rows begin with BOS."""
+"""How many rows are read where the data do not say whether their rows begin with BOS."""
 
 
 def made_here(config: RunConfig) -> DataFolders | None:
@@ -31,19 +31,25 @@ def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
     the data say that rows do."""
     folders = made_here(config)
     try:
-        if folders is None:
-            return TokenText(target)
-        return TokenText(folders.train.parent, DataMeta.read(folders.train.parent).bos)
+        return TokenText(target) if folders is None else text_of_data(folders)
     except UserError:
         return None
 
 
-def rows_begin_with(rows: TokenRows, tokenizer: Tokenizer) -> int | None:
-    """The tokenizer's BOS if the first rows all begin with it. Raises UserError for rows that are damaged."""
-    if tokenizer.bos is None:
-        return None
+def text_of_data(folders: DataFolders) -> TokenText:
+    """The tokenizer beside data that were tokenized here. Raises UserError where there is none."""
+    folder = folders.train.parent
+    return TokenText(folder, DataMeta.read(folder).bos)
+
+
+def rows_begin_with(rows: TokenRows, text: TokenText) -> int | None:
+    """The BOS that rows begin with: what their ``meta.json`` says, or else the tokenizer's, if the first rows all begin
+    with that. Raises UserError for rows that are damaged."""
+    bos = text.tokenizer.bos
+    if text.bos is not None or bos is None:
+        return text.bos
     first = rows.rows(range(min(ROWS_READ, len(rows))))[:, 0]
-    return tokenizer.bos if (first == tokenizer.bos).all() else None
+    return bos if (first == bos).all() else None
 
 
 def data_note(text: TokenText, target: Path | None) -> str | None:

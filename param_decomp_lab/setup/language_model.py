@@ -16,14 +16,13 @@ from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
-from param_decomp_lab.run_folder.target_file import refuse_another_target
+from param_decomp_lab.run_folder.target_file import read_as_recorded
 from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.bos import data_note, find_tokenizer, rows_begin_with
 from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import fetch_target
 from param_decomp_lab.weights.target_folder import (
-    as_recorded,
     load_target,
     read_architecture,
     stored_head_note,
@@ -43,9 +42,7 @@ def set_up_language_model(
     method = config.method
     assert isinstance(method, LanguageModelFile)
     folder = fetch_target(config, console, processes)
-    architecture = as_recorded(read_architecture(folder), recorded)
-    if recorded is not None:
-        refuse_another_target(folder, architecture, recorded)
+    architecture = read_architecture(folder) if recorded is None else read_as_recorded(folder, recorded)
     if (note := stored_head_note(folder, architecture)) is not None:
         print_warnings([note], console)
     problem = make_problem(config, architecture, folder)
@@ -57,8 +54,7 @@ def set_up_language_model(
         check_rows(config, architecture.inputs, data)
     text = find_tokenizer(config, folder)
     if text is not None:
-        if text.bos is None:
-            text.bos = rows_begin_with(train, text.tokenizer)
+        text.bos = rows_begin_with(train, text)
         note = data_note(text, folder)
         print_warnings([] if note is None else [note], console)
     mesh = build_mesh(config)

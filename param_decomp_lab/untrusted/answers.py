@@ -15,13 +15,20 @@ LONGER = "HF_HUB_ETAG_TIMEOUT"
 """The variable of huggingface_hub by which those whose network is slow have it wait longer, in seconds."""
 
 
-def first_answer(ask: Callable[[float], T]) -> T:
-    """What ``ask`` returns or raises; TimeoutError, which says how to wait longer, if it takes too long. It is called
-    with a limit of seconds for its client, above that time: what ends first is always the same."""
+def ask_for_file(name: str, file: str, revision: str | None = None) -> None:
+    """Asks the hub once about a file of model ``name``. A download retries six times, for half a minute, where there is
+    no network.
+
+    Raises what huggingface_hub raises, and TimeoutError, which says how to wait longer, where no answer comes.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(name, file, revision=revision)
     given = os.environ.get(LONGER, "")
     seconds = max(FIRST_ANSWER_S, float(given)) if given.isdecimal() else FIRST_ANSWER_S
     try:
-        return answer_within(seconds, lambda: ask(2 * seconds))
+        # The client's own limit is above ours, so that the same one always ends first.
+        answer_within(seconds, lambda: get_hf_file_metadata(url, timeout=2 * seconds))
     except TimeoutError as error:
         raise TimeoutError(f"{error} ({LONGER} sets how long is waited for an answer)") from None
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.folders import DISK_ERRORS, not_written
-from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within, first_answer
+from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within, ask_for_file
 from param_decomp_lab.untrusted.printable import printable, shortened
 from param_decomp_lab.weights.download_progress import LARGE_BYTES
 from param_decomp_lab.weights.hub_download import download_files
@@ -75,15 +75,13 @@ class HubModel:
 
         Raises CannotFetch without an answer; Offline; UserError for what the hub refuses.
         """
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub import hf_hub_download
 
         cached = self.cached_config()
         if cached is not None:
             return cached
         with self._explained():
-            # Asked once. The download asks six times, for half a minute, where there is no network.
-            url = hf_hub_url(self.name, CONFIG_FILE, revision=self.revision)
-            first_answer(lambda seconds: get_hf_file_metadata(url, timeout=seconds))
+            ask_for_file(self.name, CONFIG_FILE, self.revision)
             return Path(hf_hub_download(self.name, CONFIG_FILE, revision=self.revision)).parent
 
     def fetch(self, console: Console) -> Path:

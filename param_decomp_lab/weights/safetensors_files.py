@@ -72,9 +72,8 @@ class SafetensorsFolder:
                 f"{self._folder}: no tensor {name}, which config.json implies (shape {list(shape)}); "
                 "the weights and config.json do not belong together, or a file is missing"
             )
-        file, handle = self._handles[name]
-        tensor = handle.get_slice(name)
-        found, stored = tuple(tensor.get_shape()), self._stored_as(name)
+        file, _ = self._handles[name]
+        found, stored = self.shape(name), self._stored_as(name)
         if found != shape:
             raise UserError(
                 f"{file}: {name} has shape {list(found)}, config.json implies {list(shape)}; "

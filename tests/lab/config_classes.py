@@ -54,7 +54,7 @@ def between(ours: Network, theirs: Network) -> list[str]:
 
 
 def _exported(ours: TransformerConfig) -> list[str]:
-    """What is lost if the file that we write is read again, by us or by transformers."""
+    """What changes when we or transformers read the file that we write."""
     written = ours.to_config("float32", 1)
     if read_config(written) != ours:
         return [f"read again from {written}"]

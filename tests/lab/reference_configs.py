@@ -126,15 +126,7 @@ def _decoder(config: Any, name: str) -> Network:
     is_gemma = name == "gemma2"
     activation = config.hidden_activation if is_gemma else config.hidden_act
     return Network(
-        sizes={
-            "vocab": config.vocab_size,
-            "d_model": hidden,
-            "layers": n,
-            "heads": heads,
-            "kv_heads": kv,
-            "head_dim": head_dim,
-            "positions": config.max_position_embeddings,
-        },
+        sizes=_sizes(config, kv, head_dim),
         eps=config.norm_epsilon if name == "starcoder2" else config.rms_norm_eps,
         tied=config.tie_word_embeddings,
         activation=ACTIVATIONS.get(activation, activation),
@@ -152,6 +144,19 @@ def _decoder(config: Any, name: str) -> Network:
         embed_scale=hidden**0.5 if is_gemma else 1.0,
         causal=not (is_gemma and config.use_bidirectional_attention),
     )
+
+
+def _sizes(config: Any, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """In the names that every class knows, GPT-2's too (`attribute_map`)."""
+    return {
+        "vocab": config.vocab_size,
+        "d_model": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "positions": config.max_position_embeddings,
+    }
 
 
 def _windows(config: Any, name: str) -> tuple[int | None, ...]:
@@ -176,15 +181,7 @@ def _gpt2(config: Any, name: str) -> Network:
     scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
     by_layer = config.scale_attn_by_inverse_layer_idx
     return Network(
-        sizes={
-            "vocab": config.vocab_size,
-            "d_model": hidden,
-            "layers": n,
-            "heads": heads,
-            "kv_heads": heads,
-            "head_dim": head_dim,
-            "positions": config.n_positions,
-        },
+        sizes=_sizes(config, heads, head_dim),
         eps=config.layer_norm_epsilon,
         tied=config.tie_word_embeddings,
         activation=ACTIVATIONS.get(config.activation_function, config.activation_function),
@@ -204,15 +201,7 @@ def _gpt_neox(config: Any, name: str) -> Network:
     frequencies, factor = _rope(config)
     _need(2 * len(frequencies) <= head_dim, "turns more than a head")
     return Network(
-        sizes={
-            "vocab": config.vocab_size,
-            "d_model": hidden,
-            "layers": n,
-            "heads": heads,
-            "kv_heads": heads,
-            "head_dim": head_dim,
-            "positions": config.max_position_embeddings,
-        },
+        sizes=_sizes(config, heads, head_dim),
         eps=config.layer_norm_eps,
         tied=config.tie_word_embeddings,
         activation=ACTIVATIONS.get(config.hidden_act, config.hidden_act),
@@ -236,7 +225,7 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
     if kind == "default":
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0) if config.model_type == "gpt_neox" else 1.0
         return _inverse(config.rope_parameters["rope_theta"], int(_head_dim(config) * partial)), 1.0
-    # Called again by each of the functions, when the keys that are no fields of the class have become attributes.
+    # Each of transformers' functions calls this again, once keys that are not fields of the class are attributes.
     config.standardize_rope_params()
     rope = config.rope_parameters
     head_dim = _head_dim(config)

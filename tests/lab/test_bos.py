@@ -302,7 +302,7 @@ def sets(*assignments: str) -> list[str]:
 
 
 def set_up_of(tiny: Tiny, *assignments: str) -> tuple[Any, str]:
-    """What a run works with, and what is said before it begins."""
+    """The setup of a run, and what is printed before it begins."""
     said = io.StringIO()
     return set_up(load_config(tiny.config, (*LIGHT, *assignments)), Console(file=said, width=1000)), said.getvalue()
 
