@@ -362,8 +362,9 @@ def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool
 
 @pytest.mark.slow
 def test_copies_are_gone_before_the_update(tmp_path: Path) -> None:
-    """In the compiled step: each copy is gathered between the nodes and within them, once, and XLA frees its buffer
-    while the backward pass still runs. The updates' temporaries come after that."""
+    """In the compiled step: each copy is gathered between the nodes and within them, once, and XLA frees its buffer when
+    the backward pass ends, at the latest (its last operation reads one on some machines). The updates' temporaries come
+    after that."""
     problem, weights = under(make_tms_problem(), POLICIES["fast"]), toys.weights(toys.SPARSE)
     state = tiny.ruffled_state(problem, step=0, seed=5, leading=LEADING[:1])
     inputs, mesh = feature_vectors(0), make_mesh(MeshShape(fsdp=8, nodes=2))
@@ -387,7 +388,7 @@ def test_copies_are_gone_before_the_update(tmp_path: Path) -> None:
     found = timeline(ledger(dumped("-buffer-assignment"), dumped("-live-range"), dumped("")))
     copies = [span for span in found.spans if "/hold/" in span.buffer.scope]
     backward = [n for n, scope in enumerate(found.schedule) if "transpose(jvp(losses))" in scope]
-    assert max(span.last for span in copies) < max(backward)
+    assert max(span.last for span in copies) <= max(backward)
     assert found.live[max(backward) + 1 :].max() <= found.live.max() - sum(x.size * x.dtype.itemsize for x in held)
     gathers = traffic(program.as_text(), gpus_per_node=4).collectives
     assert sum(n for c, n in gathers.items() if c.kind == "all-gather" and "/hold/" in c.scope) == 2 * len(held)
