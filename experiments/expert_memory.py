@@ -18,8 +18,8 @@ from jaxtyping import Array
 from rich.console import Console
 
 from param_decomp_aot.compile import compile_for
-from param_decomp_jax.grouped import Groups, group, grouped_matmul_wide
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul_wide
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.probe.cards import card
 

@@ -193,7 +193,7 @@ def _damage_sae(work: Path, random: Random) -> Fault:
 
 def _sae_is_the_files(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
     """Tensors, and that it fits a target; where its file is whole, its tensors are what they were."""
-    from param_decomp_jax.sites import Sites
+    from param_decomp_jax.decomposition.sites import Sites
     from param_decomp_jax.targets.llama import LlamaConfig
     from param_decomp_lab.baselines.saelens import read_dictionary
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
-from param_decomp_jax.attribution import Targets, for_attribution
-from param_decomp_jax.average_attribution import Normalizers, edge_sums, normalizers
-from param_decomp_jax.importances import lower_importances
-from param_decomp_jax.inspection import unstack_sites
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.attribution import Targets, for_attribution
+from param_decomp_jax.analysis.average_attribution import Normalizers, edge_sums, normalizers
+from param_decomp_jax.analysis.importances import lower_importances
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.inspection import unstack_sites
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files import Averages, Harvest
@@ -59,7 +59,7 @@ def average_attributions(
     options = AverageOptions(rows, request.largest, request.least_firings)
     out = harvest.folder / AVERAGES / options.name
     if (out / AVERAGES_FILE).is_file():
-        return Averages(out, harvest)
+        return Averages(out, harvest.index)
     work = _Averager(run, harvest, rows)
     targets, n_targets, done = [], 0, 0
     wanted = {site.name: _often(harvest, site.name, request.least_firings) for site in harvest.plan.sites}
@@ -79,7 +79,7 @@ def average_attributions(
     columns = [np.concatenate(parts) for parts in zip(*((t.target, t.source, t.weight) for t in targets), strict=True)]
     order = np.lexsort((-np.abs(columns[2]), columns[0]))
     write_averages(out, options, n_targets, [column[order] for column in columns])
-    return Averages(out, harvest)
+    return Averages(out, harvest.index)
 
 
 def _often(harvest: Harvest, site: str, least: int) -> Int[np.ndarray, " n"]:
@@ -120,7 +120,7 @@ class _Averager:
             sums = self._sums(site, own, at_once, first=start == 0)
             if sums is None:
                 return
-            target = np.asarray([self._harvest.number_of(site, int(n)) for n in own])
+            target = np.asarray([self._harvest.index.number_of(site, int(n)) for n in own])
             weights = _divide(sums, self._importance) / np.maximum(self._rms[target], np.finfo(np.float64).tiny)
             weights[:, self._rms[target] == 0] = 0
             yield _largest(weights, target, largest, min(start + at_once, len(numbers)))

@@ -38,11 +38,11 @@ class AveragesBar:
 
 def show_averages(console: Console, averages: Averages) -> None:
     """The edges of largest absolute weight, and how much there is."""
-    edges, harvest = averages.table, averages.harvest
+    edges, named = averages.table, averages.index.named
     target, source, weight = (edges[name].to_numpy() for name in edges.column_names)
     order = np.argsort(-np.abs(weight), kind="stable")[:SHOWN]
     table = plain_table("Largest edges on average", ("from", "wrap"), ("to", "wrap"), ("weight", "right"))
-    for (site, n), (to, m), w in zip(harvest.named(source[order]), harvest.named(target[order]), weight[order],
+    for (site, n), (to, m), w in zip(named(source[order]), named(target[order]), weight[order],
                                      strict=True):  # fmt: skip
         table.add_row(f"{site} {n}", f"{to} {m}", number(float(w)))
     if len(order):

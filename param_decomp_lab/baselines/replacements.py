@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from param_decomp_jax.dictionaries import Dictionary, fewer, most_active, read_and_encode, replaced_errors
-from param_decomp_jax.sites import PRE_IDENTITY, Site
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.dictionaries import Dictionary, fewer, most_active, read_and_encode, replaced_errors
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Site
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import MLP

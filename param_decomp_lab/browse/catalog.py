@@ -114,7 +114,7 @@ class Opened:
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def _groups(self, folder: Path, inode: int) -> Groups:
         del inode
-        return Groups(folder, self.harvest)
+        return Groups(folder, self.harvest.index, self.harvest.n_sampled)
 
     @property
     def averages(self) -> Averages | None:
@@ -125,7 +125,7 @@ class Opened:
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def _averages(self, folder: Path, inode: int) -> Averages:
         del inode
-        return Averages(folder, self.harvest)
+        return Averages(folder, self.harvest.index)
 
     @cached_property
     def scores(self) -> Scores:

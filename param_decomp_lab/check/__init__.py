@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.state import Decomposition, init_state
+from param_decomp_jax.method.state import Decomposition, init_state
 from param_decomp_lab.check.data import check_data, data_notes
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table

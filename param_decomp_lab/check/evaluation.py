@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from param_decomp_jax.recon import Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.recon import Reconstruction, n_attack_passes, n_forwards
 from param_decomp_lab.check.tables import titled
 from param_decomp_lab.config import term_names
 from param_decomp_lab.config.core_specs import term

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.losses import Term
-from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
-from param_decomp_jax.sites import PRE_IDENTITY, Sites
-from param_decomp_jax.state import State
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.method.losses import Term
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.display.descriptions import describe_term

@@ -25,8 +25,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from param_decomp_jax.ci import CIFunction
-from param_decomp_jax.components import Components
-from param_decomp_jax.state import State
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.method.state import State
 from param_decomp_lab.checkpoints.damage import (
     DAMAGED_PREFIX,
     Damaged,

@@ -27,7 +27,7 @@ def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Co
     if (out / CLUSTERS_FILE).is_file():
         with suppress(OSError):  # where nothing may be written
             os.utime(out)
-        return Groups(out, harvest)
+        return Groups(out, harvest.index, harvest.n_sampled)
     activity = harvested_activity(harvest)
     least = max(1.0, request.min_density * activity.n_positions)
     components = np.flatnonzero(activity.firings >= least)
@@ -42,7 +42,7 @@ def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Co
         histories = _merge(activity, request, report)
     seed, results = compare(histories, len(components), before)
     publish(out, request.options, components, activity.firings, histories[seed], seed, results, before)
-    return Groups(out, harvest)
+    return Groups(out, harvest.index, harvest.n_sampled)
 
 
 def _merge(activity: Activity, request: ClusterRequest, report: Report) -> list[History]:

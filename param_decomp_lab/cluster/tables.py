@@ -28,7 +28,7 @@ def print_groups(groups: Groups, console: Console) -> None:
         )
     if several:
         console.print(table)
-    C = sum(site.C for site in groups.harvest.plan.sites)
+    C = len(groups.index)
     apart = C - len(groups.components)
     rare = f", or at less than {groups.options.min_density:g} of the positions" if groups.options.min_density else ""
     lines = [

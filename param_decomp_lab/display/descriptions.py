@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from param_decomp_jax.adversary import (
+from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
+    CIConfig,
+    ComponentReadout,
+    GlobalMLP,
+    GlobalTransformer,
+    LayerwiseMLP,
+)
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     FreshAttack,
@@ -16,20 +25,11 @@ from param_decomp_jax.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.ci import (
-    ChunkwiseTransformer,
-    CIConfig,
-    ComponentReadout,
-    GlobalMLP,
-    GlobalTransformer,
-    LayerwiseMLP,
-)
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
-from param_decomp_jax.masks import Constant, Stochastic
-from param_decomp_jax.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
-from param_decomp_jax.routing import Everywhere, Routing, StaticProbability, UniformKSubset
-from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
+from param_decomp_jax.method.routing import Everywhere, Routing, StaticProbability, UniformKSubset
+from param_decomp_jax.sharding.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
 from param_decomp_lab.display.numbers import exact
 
 

@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
-from param_decomp_jax.adversary import PersistentAttack
-from param_decomp_jax.importances import read_batch
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.mesh import replace_fields
-from param_decomp_jax.mesh import whole as whole_on
-from param_decomp_jax.objective import Objective, term_keys
-from param_decomp_jax.recon import Reconstruction
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, hold_for_reading, keeps_outputs
+from param_decomp_jax.analysis.importances import read_batch
+from param_decomp_jax.method.adversary import PersistentAttack
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.objective import Objective, term_keys
+from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_outputs
+from param_decomp_jax.sharding.mesh import replace_fields
+from param_decomp_jax.sharding.mesh import whole as whole_on
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.features import FeatureTarget

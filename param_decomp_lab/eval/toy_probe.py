@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_jax.components import with_views
-from param_decomp_jax.importances import lower_importances
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.importances import lower_importances
+from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots

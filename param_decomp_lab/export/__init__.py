@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import safe_open
 
 from param_decomp_jax.ci import ComponentReadout, without_readout
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.errors import UserError

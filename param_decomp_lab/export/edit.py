@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from param_decomp_jax.numerics import kl_divergence
-from param_decomp_jax.placement import batch_sharding, from_host
-from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.nn.numerics import kl_divergence
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.errors import UserError

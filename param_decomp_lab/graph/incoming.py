@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
+from param_decomp_jax.analysis.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
+from param_decomp_jax.analysis.importances import SiteReading, read_sites
 from param_decomp_jax.ci.inputs import ChosenExperts
-from param_decomp_jax.importances import SiteReading, read_sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.graph.firing import find_firing

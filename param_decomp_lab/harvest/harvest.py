@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from param_decomp_jax.placement import batch_sharding, from_host
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import is_of_the_disk, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +17,10 @@ from jaxtyping import Float32, Int32
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder
+from param_decomp_lab.harvest_files.component_index import ComponentIndex
 from param_decomp_lab.harvest_files.groups import checked_numbers
 from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
-
-if TYPE_CHECKING:
-    from param_decomp_lab.harvest_files.reading import Harvest
 
 AVERAGES = "averages"
 """Folder of a harvest's average attributions, in its own."""
@@ -60,11 +58,11 @@ class AverageEdge(NamedTuple):
 
 
 class Averages:
-    """Average attributions between the components of a harvest, in ``folder``. Raises UserError for what is missing or
-    damaged. ``options``: how they were made; ``targets``: components whose incoming edges were computed."""
+    """Average attributions in ``folder``, between the components that ``index`` numbers. Raises UserError for what is
+    missing or damaged. ``options``: how they were made; ``targets``: components whose incoming edges were computed."""
 
-    def __init__(self, folder: str | Path, harvest: "Harvest") -> None:
-        self.folder, self.harvest = Path(folder), harvest
+    def __init__(self, folder: str | Path, index: ComponentIndex) -> None:
+        self.folder, self.index = Path(folder), index
         file = self.folder / AVERAGES_FILE
         if not file.is_file():
             raise UserError(f"{self.folder} holds no average attributions; make them with `pd graph RUN --dataset`")
@@ -80,14 +78,14 @@ class Averages:
 
     def into(self, site: str, component: int) -> list[AverageEdge]:
         """What leads to a component, the largest absolute weight first."""
-        number = self.harvest.number_of(site, component)
+        number = self.index.number_of(site, component)
         target, source, weight = self._columns
         rows = slice(*np.searchsorted(target, [number, number + 1]))
         return self._named(source[rows], weight[rows])
 
     def out_of(self, site: str, component: int) -> list[AverageEdge]:
         """Among the edges kept, those that lead from a component, the largest absolute weight first."""
-        number = self.harvest.number_of(site, component)
+        number = self.index.number_of(site, component)
         target, source, weight = self._columns
         rows = np.flatnonzero(source == number)
         rows = rows[np.argsort(-np.abs(weight[rows]), kind="stable")]
@@ -99,7 +97,7 @@ class Averages:
         return pa.table(list(self._columns), schema=EDGES)
 
     def _named(self, numbers: np.ndarray, weights: np.ndarray) -> list[AverageEdge]:
-        named = self.harvest.named(numbers)
+        named = self.index.named(numbers)
         return [AverageEdge(site, c, w) for (site, c), w in zip(named, weights.tolist(), strict=True)]
 
     @cached_property
@@ -111,9 +109,8 @@ class Averages:
             if table.schema != EDGES:
                 raise ValueError("other columns than averages have")
             target, source, weight = (table[name].to_numpy() for name in EDGES.names)
-            C = sum(site.C for site in self.harvest.plan.sites)
             ends = np.concatenate([target, source])
-            if len(ends) and not 0 <= ends.min() <= ends.max() < C:
+            if len(ends) and not 0 <= ends.min() <= ends.max() < len(self.index):
                 raise ValueError("no such component")
             if (np.diff(target) < 0).any() or not np.isfinite(weight).all():
                 raise ValueError("edges that are out of order, or not finite")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +20,10 @@ import pyarrow.parquet as pq
 from jaxtyping import Float64, Int, Int32, Int64
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest_files.component_index import ComponentIndex
 from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.printable import printable
-
-if TYPE_CHECKING:
-    from param_decomp_lab.harvest_files.reading import Harvest
 
 CLUSTERS = "clusters"
 """Folder of a harvest's groupings, in its own."""
@@ -85,13 +83,14 @@ class SeedResult:
 class Groups:
     """The groups of a harvest, in ``folder``. The largest come first; of equal size, those that are active more often.
 
-    A group is given by its number, a component by its site and number. ``options``: how they were made;
-    ``cost_before``: in bits a position, with every component a group of its own; ``results``: of each seed, of which
-    the one of least cost, ``seed``, is here. Raises UserError for what is missing or damaged.
+    A group is given by its number, a component by its site and number, which ``index`` has. ``sampled``: positions at
+    which all that fires is known. ``options``: how the groups were made; ``cost_before``: in bits a position, with
+    every component a group of its own; ``results``: of each seed, of which the one of least cost, ``seed``, is here.
+    Raises UserError for what is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path, harvest: "Harvest", merges: int | None = None) -> None:
-        self.folder, self.harvest = Path(folder), harvest
+    def __init__(self, folder: str | Path, index: ComponentIndex, sampled: int, merges: int | None = None) -> None:
+        self.folder, self.index, self._sampled = Path(folder), index, sampled
         file = self.folder / CLUSTERS_FILE
         if not file.is_file():
             raise UserError(f"{self.folder} holds no groups; make them with `pd cluster RUN`")
@@ -113,8 +112,9 @@ class Groups:
 
     def _check(self) -> None:
         n, n_merges = len(self.components), len(self._merges["first"])
-        C = sum(site.C for site in self.harvest.plan.sites)
-        if n and not (0 <= self.components[0] <= self.components[-1] < C and (np.diff(self.components) > 0).all()):
+        if n and not (
+            0 <= self.components[0] <= self.components[-1] < len(self.index) and (np.diff(self.components) > 0).all()
+        ):
             raise ValueError("no such component")
         nodes = np.stack([self._merges["first"], self._merges["second"]], axis=1)
         if not ((nodes >= 0).all() and (nodes < n + np.arange(n_merges)[:, None]).all()):
@@ -153,7 +153,7 @@ class Groups:
                 f"the history goes from {n:,} groups to {least:,}, and {k:,} is not among them; for fewer, cluster "
                 "with a smaller --alpha"
             )
-        return Groups(self.folder, self.harvest, n - k)
+        return Groups(self.folder, self.index, self._sampled, n - k)
 
     @cached_property
     def sizes(self) -> Int64[np.ndarray, " k"]:
@@ -162,27 +162,27 @@ class Groups:
     @cached_property
     def densities(self) -> Float64[np.ndarray, " k"]:
         """Share of the sampled positions at which each group is active."""
-        return self._group_active / max(1, self.harvest.n_sampled)
+        return self._group_active / max(1, self._sampled)
 
     @cached_property
     def n_sites(self) -> Int64[np.ndarray, " k"]:
         """Sites that each group has members in."""
-        pairs = np.unique(np.stack([self._label, self.harvest.site_numbers(self.components)]), axis=1)
+        pairs = np.unique(np.stack([self._label, self.index.site_numbers(self.components)]), axis=1)
         return np.bincount(pairs[0], minlength=len(self))
 
     # --- one group, one component ---
 
     def members(self, group: int) -> list[tuple[str, int]]:
         """Site and number of each member, in the order of the sites. Raises UserError if there is no such group."""
-        return self.harvest.named(self._numbers(group))
+        return self.index.named(self._numbers(group))
 
     def member_densities(self, group: int) -> Float64[np.ndarray, " r"]:
         """In the order of `members`."""
-        return self._active[self._leaves(group)] / max(1, self.harvest.n_sampled)
+        return self._active[self._leaves(group)] / max(1, self._sampled)
 
     def group_of(self, site: str, component: int) -> int | None:
         """None for a component that is kept apart. Raises UserError if the harvest has no such component."""
-        number = self.harvest.number_of(site, component)
+        number = self.index.number_of(site, component)
         at = int(np.searchsorted(self.components, number))
         found = at < len(self.components) and self.components[at] == number
         return int(self._label[at]) if found else None

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float32, Float64, Int, Int32, Int64
+from jaxtyping import Float32, Float64, Int32, Int64
 
-from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.data.token_names import stored_names, unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.averages import Averages, find_averages
+from param_decomp_lab.harvest_files.component_index import ComponentIndex
 from param_decomp_lab.harvest_files.groups import Groups, find_groups
 from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest_files.tables import (
@@ -132,7 +132,8 @@ class Harvest:
             self.plan = Plan.from_json(read_json(file, "the harvest", dict, LISTING_BYTES))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
-        self.sites = {site.name: number for number, site in enumerate(self.plan.sites)}
+        self.index = ComponentIndex(self.folder, self.plan.sites)
+        self.sites = self.index.site_number
         self._file = lru_cache(maxsize=8)(self._open)
         self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
         self._component_row = lru_cache(maxsize=64)(self._row_of)
@@ -215,7 +216,7 @@ class Harvest:
         P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
         are ``jaccard`` and ``pmi``.
         """
-        me = self._global(site, number)
+        me = self.index.number_of(site, number)
         places = self._firing_places(me)
         with self._damage(self.folder):
             ends, members = self._lists["positions"]
@@ -241,12 +242,11 @@ class Harvest:
         f_j = self._firings[other].astype(float)
         precision = n / of
         both = precision * f_i
-        numbers = np.searchsorted(self._offsets, other, side="right") - 1
-        names = [site.name for site in self.plan.sites]
+        named = self.index.named(other)
         return pa.table(
             {
-                "site": pa.array([names[s] for s in numbers], pa.string()),
-                "component": (other - self._offsets[numbers]).astype(np.int32),
+                "site": pa.array([name for name, _ in named], pa.string()),
+                "component": pa.array([c for _, c in named], pa.int32()),
                 "n": n.astype(np.int64),
                 "of": np.full(len(n), len(spans), np.int64),
                 "precision": precision,
@@ -261,7 +261,7 @@ class Harvest:
         difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
         position counts as 0."""
         with self._damage(self.folder):
-            here = self._mean_outputs(self._firing_places(self._global(site, number)))
+            here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
             everywhere = self._outputs_everywhere
         more = np.flatnonzero(here > everywhere)
         order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
@@ -272,25 +272,7 @@ class Harvest:
         the site writes to the residual stream."""
         return self._only_row("weights", site, number)
 
-    # --- numbers through the sites, and groups ---
-
-    def number_of(self, site: str, component: int) -> int:
-        """Number of a component through all sites. Raises UserError if there is no such component."""
-        C = self.site(site).C
-        if not 0 <= component < C:
-            raise UserError(f"{site} has components 0 to {C - 1}, and no component {component}")
-        return self._global(site, component)
-
-    def site_numbers(self, numbers: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Of components numbered through all sites: the number of each one's site."""
-        return np.searchsorted(self._offsets, numbers, side="right") - 1
-
-    def named(self, numbers: Int[np.ndarray, " n"]) -> list[tuple[str, int]]:
-        """Site and number of components numbered through all sites."""
-        sites = self.site_numbers(numbers)
-        names = [site.name for site in self.plan.sites]
-        own = numbers - self._offsets[sites]
-        return [(names[s], c) for s, c in zip(sites.tolist(), own.tolist(), strict=True)]
+    # --- groups and averages ---
 
     def sampled_firings(self) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
         """Where every component fires among the sampled positions: ends of the components, numbered through all sites,
@@ -310,7 +292,7 @@ class Harvest:
         found = find_groups(self.folder)
         if not found:
             raise UserError(f"{self.folder} has no groups; make them with `pd cluster {self.folder}`")
-        return Groups(found[0], self)
+        return Groups(found[0], self.index, self.n_sampled)
 
     @property
     def averages(self) -> Averages:
@@ -319,15 +301,13 @@ class Harvest:
         found = find_averages(self.folder)
         if not found:
             raise UserError(f"{self.folder} has no average attributions; make them with `pd graph RUN --dataset`")
-        return Averages(found[0], self)
+        return Averages(found[0], self.index)
 
     # --- inside ---
 
     def site(self, name: str) -> PlannedSite:
         """Raises UserError if the harvest has no such site."""
-        if name not in self.sites:
-            raise UserError(f"'{name}' is no site of {self.folder}; {nearest(name, self.sites)}")
-        return self.plan.sites[self.sites[name]]
+        return self.index.site(name)
 
     def row(self, number: int) -> np.ndarray:
         """The tokens of a row, or a toy's features."""
@@ -368,9 +348,7 @@ class Harvest:
 
     def _rows(self, table: Table, site: str, number: int) -> pa.Table:
         """The rows of one component."""
-        found = self.site(site)
-        if not 0 <= number < found.C:
-            raise UserError(f"{site} has components 0 to {found.C - 1}, and no component {number}")
+        self.index.number_of(site, number)  # raises for what is not there
         with self._reading(table, site):
             group = self._row_group(table, site, number // GROUPS[table])
             mine = np.flatnonzero(group["component"].to_numpy() == number)
@@ -402,32 +380,14 @@ class Harvest:
     def _damage(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except (
-            OSError,
-            pa.ArrowException,
-            LookupError,
-            ValueError,
-            TypeError,
-            MemoryError,
-            OverflowError,
-            EOFError,
-        ) as error:
+        except DAMAGE as error:
             raise UserError(f"{path} cannot be read ({error}): the harvest is damaged; make it again") from error
-
-    @cached_property
-    def _offsets(self) -> Int64[np.ndarray, " sites"]:
-        return np.concatenate([[0], np.cumsum([site.C for site in self.plan.sites])])[:-1].astype(np.int64)
-
-    def _global(self, site: str, number: int) -> int:
-        """Number of a component through all sites."""
-        self.site(site)
-        return int(self._offsets[self.sites[site]]) + number
 
     @cached_property
     def _firings(self) -> Int64[np.ndarray, " C"]:
         with self._damage(self.folder / FIRINGS_FILE):
             numbers = NumberList(self.folder / FIRINGS_FILE)
-            if len(numbers) != sum(site.C for site in self.plan.sites):
+            if len(numbers) != len(self.index):
                 raise ValueError(f"{len(numbers)} components")
             return numbers.read(0, len(numbers))
 
@@ -477,7 +437,7 @@ class Harvest:
         """Places, among the sampled positions, of all at which a component fires; at the other sampled positions it
         does not. The first of them are a uniform sample."""
         with self._damage(self.folder):
-            return self._firing_places(self._global(site, number), self.n_sampled)
+            return self._firing_places(self.index.number_of(site, number), self.n_sampled)
 
     @cached_property
     def sampled_positions(self) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:

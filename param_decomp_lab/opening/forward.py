@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from param_decomp_jax.adversary import FreshAttack, attack
+from param_decomp_jax.analysis.importances import read_batch, read_sites, site_logits, squash_existing
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.importances import read_batch, read_sites, site_logits, squash_existing
-from param_decomp_jax.masked import Stream
-from param_decomp_jax.masks import Bundle, GivenSources, Sources, interpolate
-from param_decomp_jax.recon import run_masked
-from param_decomp_jax.step import Problem, hold_for_reading
+from param_decomp_jax.method.adversary import FreshAttack, attack
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Bundle, GivenSources, Sources, interpolate
+from param_decomp_jax.method.recon import run_masked
+from param_decomp_jax.method.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 

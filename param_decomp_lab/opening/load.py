@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned
 from param_decomp_lab.config import RunConfig, difference

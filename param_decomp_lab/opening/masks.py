@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from param_decomp_jax.masks import Bundle, Sources
-from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.method.masks import Bundle, Sources
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError

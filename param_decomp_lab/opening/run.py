@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.inspection import unstack_sites
-from param_decomp_jax.masks import Bundle
-from param_decomp_jax.placement import batch_sharding, from_host
-from param_decomp_jax.sites import Site, Stack
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.sites import Site, Stack
+from param_decomp_jax.method.inspection import unstack_sites
+from param_decomp_jax.method.masks import Bundle
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.checkpoints.store import Learned

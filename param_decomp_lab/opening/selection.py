@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from param_decomp_jax.sites import Site
+from param_decomp_jax.decomposition.sites import Site
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Node

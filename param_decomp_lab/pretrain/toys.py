@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import Progress
 
-from param_decomp_jax.numerics import mean_squared_error
+from param_decomp_jax.nn.numerics import mean_squared_error
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing

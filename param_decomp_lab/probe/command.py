@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError

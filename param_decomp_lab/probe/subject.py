@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from param_decomp_aot.compile import device_bytes, on_the_host
 from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.ci import ComponentReadout
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.state import State, init_state
-from param_decomp_jax.step import training_step
+from param_decomp_jax.method.state import State, init_state
+from param_decomp_jax.method.step import training_step
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.checkpoints.fingerprints import fingerprint_program
 from param_decomp_lab.checkpoints.store import copy_program
 from param_decomp_lab.config import RunConfig

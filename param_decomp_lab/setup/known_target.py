@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig

@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from param_decomp_jax.ci import longest_row
-from param_decomp_jax.placement import process_batch_rows
+from param_decomp_jax.sharding.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition

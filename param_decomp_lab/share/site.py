@@ -168,7 +168,7 @@ def read_components(run: SharedRun, given: Sequence[str]) -> dict[str, np.ndarra
             raise UserError(f"--components {text}: should be SITE:NUMBERS such as layers.3.mlp.down_proj:1,2,17")
         site = parts[1].removeprefix("model.").removesuffix(".weight")
         for number in parts[2].split(","):
-            run.harvest.number_of(site, int(number))
+            run.harvest.index.number_of(site, int(number))
             found[site].add(int(number))
     return _ascending(run, found)
 

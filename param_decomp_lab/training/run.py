@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from param_decomp_jax.ci import ComponentReadout
-from param_decomp_jax.initial_components import n_batches
-from param_decomp_jax.state import State
+from param_decomp_jax.method.initial_components import n_batches
+from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.checkpoints.store import Checkpoints

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from param_decomp_jax.placement import from_slices, shardings
+from param_decomp_jax.sharding.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
 from param_decomp_jax.targets.base import Target
 from param_decomp_jax.targets.registry import read_config

@@ -110,4 +110,4 @@ def test_damaged_or_wrong(run: Run, averages: Averages, mine: Path) -> None:
         assert message in outcome.err.replace("\n", " ")
     (averages.folder / "edges.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="is damaged"):
-        Averages(averages.folder, run.harvest).into("layers.0.mlp.down_proj", 0)
+        Averages(averages.folder, run.harvest.index).into("layers.0.mlp.down_proj", 0)

@@ -20,9 +20,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
-from param_decomp_jax.losses import Faithfulness
-from param_decomp_jax.memory import STATE_PARTS
-from param_decomp_jax.state import State, init_state
+from param_decomp_jax.method.losses import Faithfulness
+from param_decomp_jax.method.state import State, init_state
+from param_decomp_jax.sharding.memory import STATE_PARTS
 from param_decomp_lab.checkpoints.damage import Damaged, find_file_damage
 from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
 from param_decomp_lab.config import RunConfig

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
-from param_decomp_jax.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
+from param_decomp_jax import ci
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing
+from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
+from param_decomp_jax.sharding.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import init_components
-from param_decomp_jax.masks import Sources
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.decomposition.components import init_components
+from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.method.masks import Sources
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from param_decomp_aot.compile import compile_for
-from param_decomp_jax.mesh import MeshShape, make_mesh, sharding
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding
 from param_decomp_lab.checkpoints.fingerprints import (
     PartwiseFingerprint,
     combine_fingerprints,

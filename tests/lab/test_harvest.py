@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import chisquare
 
-from param_decomp_jax.step import run_clean_pass
+from param_decomp_jax.method.step import run_clean_pass
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.harvest.examples import Examples

@@ -17,9 +17,9 @@ import pytest
 from filelock import FileLock
 from tokenizers import Tokenizer
 
-from param_decomp_jax.recon import Reconstruction, n_forwards
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import training_step
+from param_decomp_jax.method.recon import Reconstruction, n_forwards
+from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.config import load_config
