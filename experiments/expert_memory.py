@@ -20,8 +20,8 @@ from rich.console import Console
 from param_decomp_aot.compile import compile_for
 from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul_wide
 from param_decomp_jax.sharding.mesh import MeshShape
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.probe.cards import card
+from param_decomp_lab.ui.tables import plain_table
 
 B, T, K, E, D, M = 8, 512, 8, 64, 2048, 1024
 

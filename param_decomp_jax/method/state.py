@@ -71,6 +71,13 @@ class State(eqx.Module):
     step: Int[Array, ""]
 
 
+class Learned(NamedTuple):
+    """The trained part of a decomposition, with the field names of `State`."""
+
+    components: Components
+    ci: CIFunction
+
+
 class InitKeys(NamedTuple):
     components: PRNGKeyArray
     ci: PRNGKeyArray

@@ -31,8 +31,8 @@ from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
 from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
 from param_decomp_lab.baselines.saelens import DictionaryFolder
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
 
 OWN = "decomposition"

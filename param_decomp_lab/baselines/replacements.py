@@ -17,11 +17,11 @@ from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import MLP
 from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.saelens import DictionaryFolder, read_dictionary
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
-from param_decomp_lab.untrusted.paths import checked_path
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.paths import checked_path
+from param_decomp_lab.safe_io.printable import first_few, printable
 
 ACTIVE, LARGEST = "active latents", "largest"
 NAME_CHARACTERS = 60

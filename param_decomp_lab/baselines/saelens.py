@@ -19,8 +19,8 @@ from param_decomp_jax.analysis.hooks import Hook
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_lab.config.strict import ConfigSource, Strict, Width, rule_error, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import first_few, printable
 from param_decomp_lab.weights.safetensors_files import open_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"

@@ -20,7 +20,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node, merge_groups
 from param_decomp_lab.graph.show import graph_file
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
 
 LISTED = 100
 """Graphs in a list, the newest first."""

@@ -16,10 +16,10 @@ from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, Reconstruc
 from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import PDConfig
-from param_decomp_lab.display.descriptions import describe_term
-from param_decomp_lab.display.numbers import amount, byte_size, exact
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.setup.known_target import KnownTarget
+from param_decomp_lab.ui.descriptions import describe_term
+from param_decomp_lab.ui.numbers import amount, byte_size, exact
+from param_decomp_lab.ui.tables import plain_table
 
 
 def sites_table(sites: Sites, state: State) -> Table:

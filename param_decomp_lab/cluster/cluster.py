@@ -12,10 +12,10 @@ from param_decomp_lab.cluster.cost import grouping_cost
 from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.publish import publish
 from param_decomp_lab.cluster.request import ClusterRequest
-from param_decomp_lab.display.progress import Report, progress
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Groups, Harvest
-from param_decomp_lab.harvest_files.groups import CLUSTERS, CLUSTERS_FILE, SeedResult, labels_at
+from param_decomp_lab.harvest.files import Groups, Harvest
+from param_decomp_lab.harvest.files.groups import CLUSTERS, CLUSTERS_FILE, SeedResult, labels_at
+from param_decomp_lab.ui.progress import Report, progress
 
 
 def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Console | None = None) -> Groups:

@@ -2,9 +2,9 @@
 
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import number, percent
-from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.ui.numbers import number, percent
+from param_decomp_lab.ui.tables import plain_table
 
 LARGEST = 10
 SITES = 3

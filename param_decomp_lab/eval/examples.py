@@ -20,7 +20,7 @@ from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.eval.statistics import Statistics
-from param_decomp_lab.run_folder.folder import EXAMPLES_FILE
+from param_decomp_lab.runs.folder import EXAMPLES_FILE
 
 MOST_OF_A_SITE = 16
 MOST = 4096

@@ -20,8 +20,8 @@ from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
-from param_decomp_lab.ground_truth.toys import (
+from param_decomp_lab.eval.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
+from param_decomp_lab.eval.ground_truth import (
     dense_ci_error,
     dense_columns,
     identity_ci_error,

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.harvest_files.groups import Groups
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.harvest.files.groups import Groups
+from param_decomp_lab.safe_io.json_text import read_json
 
 VERSION = 1
 FOLDER = "graphs"

@@ -25,10 +25,10 @@ from param_decomp_jax.method.adversary import FreshAttack
 from param_decomp_jax.method.inspection import stack_sites, unstack_sites
 from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
 from param_decomp_jax.method.step import Problem
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Optimized, ReadingErrors
 from param_decomp_lab.graph.incoming import Opened
-from param_decomp_lab.jitted import jitted
 
 Loss = Literal["kl", "logit"]
 Progress = Callable[[int, int, int], None]

@@ -19,12 +19,11 @@ from param_decomp_jax.method.initial_components import (
     weighted_singular_vectors,
 )
 from param_decomp_jax.method.multi_step import training_steps
-from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.state import Learned, init_state
 from param_decomp_jax.method.state_sharding import moments_shardings
 from param_decomp_jax.method.step import Problem, warmup_step, warmup_transformation
 from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.sharding.placement import shardings, with_shardings
-from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.setup.base import Outline
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from param_decomp_lab.graph import Graph
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
 from param_decomp_lab.share.nodes import Columns, Labels, node_ids, node_json, probability
 from param_decomp_lab.share.numbering import Numbering
 from param_decomp_lab.share.readers import Reader, reader_metadata, refuse_unshown

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
 from param_decomp_lab.graph import Graph
-from param_decomp_lab.harvest_files.averages import AverageOptions, write_averages
+from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
 from param_decomp_lab.opening import Run
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
 

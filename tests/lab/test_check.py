@@ -19,8 +19,8 @@ from param_decomp_jax.method.routing import Everywhere
 from param_decomp_jax.method.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.check.plots import curve
-from param_decomp_lab.display.descriptions import describe_live_sets
-from param_decomp_lab.display.numbers import byte_size
+from param_decomp_lab.ui.descriptions import describe_live_sets
+from param_decomp_lab.ui.numbers import byte_size
 from param_decomp_lab.weights.target_folder import read_architecture, save_target
 from tests.core import tiny as core
 from tests.core import toys

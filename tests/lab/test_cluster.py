@@ -23,9 +23,9 @@ from param_decomp_lab.cluster.loops import numbering_part, own_part
 from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
-from param_decomp_lab.harvest_files.tables import FIRINGS_FILE, PLAN_FILE, POSITIONS_FILE
+from param_decomp_lab.harvest.files import Harvest
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.tables import FIRINGS_FILE, PLAN_FILE, POSITIONS_FILE
 from tests import reference
 from tests.lab.tiny_run import pd_here
 

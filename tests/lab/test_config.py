@@ -25,7 +25,7 @@ from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml, read_mapping
+from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mapping
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name

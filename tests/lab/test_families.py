@@ -23,8 +23,8 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
 from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.config import site_patterns
-from param_decomp_lab.opening.forward import masked
-from param_decomp_lab.run_folder.target_file import describe
+from param_decomp_lab.runs.forward import masked
+from param_decomp_lab.weights.recorded_target import describe
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
 from tests.core import tiny as tiny_core
 from tests.lab.tiny_run import Tiny
