@@ -128,7 +128,7 @@ def _logits(
 
 
 def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
-    """C8, with scales of 1 in place of those that `calibration.py:calibrate` takes from a batch."""
+    """C8, with scales of 1 in place of those that `method/calibration.py:calibrate` takes from a batch."""
 
     def readout(stack: Stack) -> Readout:
         # Arrays of their own: a step reuses the memory of the state it is given.

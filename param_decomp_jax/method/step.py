@@ -49,7 +49,7 @@ class Problem:
 
 
 class HeldCopies(NamedTuple):
-    """Copies of trained arrays as they are held for a step (`mesh.py:hold`), None where there is none."""
+    """Copies of trained arrays as they are held for a step (`sharding/mesh.py:hold`), None where there is none."""
 
     components: Any
     ci: Any

@@ -1,6 +1,6 @@
 """The memory policy: how a step is laid out in time and space so that it needs less memory, with the same numbers.
 
-`remat.py` and `offload.py` carry it out. This file needs no JAX: configurations are read with it.
+`sharding/remat.py` and `method/offload.py` carry it out. This file needs no JAX: configurations are read with it.
 """
 
 from dataclasses import dataclass

@@ -353,7 +353,7 @@ def test_target_file(finished: Path) -> None:
 
 def test_the_package_gives_the_function() -> None:
     """Whatever has been imported before."""
-    import param_decomp_lab.runs.load as module
+    import param_decomp_lab.opening.run as module
 
     assert param_decomp_lab.load_run is module.load_run
     with pytest.raises(AttributeError, match="load_rum"):
