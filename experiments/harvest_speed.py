@@ -41,12 +41,12 @@ def main() -> None:
     blocks = max(1, round(given.positions / (whole.block_rows * whole.length)))
     plan = replace(whole, rows=min(whole.rows, blocks * whole.block_rows))
     names = tuple(run.sites)
-    alone = jax.jit(partial(importances, run.problem), static_argnums=(4, 5))
+    alone = jax.jit(partial(importances, run.problem), static_argnums=(3, 4))
 
     def clean_and_ci(block: int) -> Any:
         x = source.block(plan, block)
         placed = from_host(x, batch_sharding(run.mesh, x.shape))
-        return alone(*run.learned, run.weights, placed, names, "lower")
+        return alone(run.learned, run.weights, placed, names, "lower")
 
     def through(start: Callable[[int], Any]) -> float:
         """Seconds for all blocks, one of them ahead, as in a harvest."""

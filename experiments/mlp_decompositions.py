@@ -129,7 +129,7 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
     """The jitted evaluation of a language model: six maskings, their KL and cross-entropy; nothing is donated."""
 
     def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
-        clean_pass, reader = read_batch(problem, state.components, state.ci, weights, tokens)
+        clean_pass, reader = read_batch(problem, state.learned, weights, tokens)
         target, key = problem.target, jax.random.key(0)
         assert isinstance(target, Transformer)
         return ce_and_kl(target, clean_pass, state.components, reader, key, Stochastic(), 0.0)

@@ -15,6 +15,7 @@ from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.decomposition.components import Components, row_or_product, site_axes, with_views
 from param_decomp_jax.decomposition.sites import Stack
 from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.memory import Intermediate
@@ -23,17 +24,16 @@ from param_decomp_jax.targets.base import Weights
 
 
 def read_batch(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, outputs: bool = False
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, outputs: bool = False
 ) -> tuple[CleanPass, ImportanceReader]:
     """The clean pass of a batch and how its importances are read, as λ. ``outputs`` keeps the sites' outputs too."""
-    clean_pass = run_clean_pass(problem, ci, weights, inputs, outputs)
-    return clean_pass, importance_reader(
-        problem, ci, causal_importance(problem, clean_pass, components, ci), clean_pass
-    )
+    clean_pass = run_clean_pass(problem, learned.ci, weights, inputs, outputs)
+    ci_outputs = causal_importance(problem, clean_pass, *learned)
+    return clean_pass, importance_reader(problem, learned.ci, ci_outputs, clean_pass)
 
 
 def importance_logits(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
     """What λ is squashed from, of every site, by stack: beyond 0 and 1 it still tells a strong case from a weak one. Of
     experts, that of every slot.
@@ -43,20 +43,24 @@ def importance_logits(
     target = problem.target
     memory = replace(target.memory, save=target.memory.save | {"logits"})
     at_once = replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
-    components = with_views(components, target.sites)
-    clean_pass = run_clean_pass(at_once, ci, weights, inputs, outputs=False)
-    ci_outputs = causal_importance(at_once, clean_pass, components, ci)
+    clean_pass = run_clean_pass(at_once, learned.ci, weights, inputs, outputs=False)
+    ci_outputs = causal_importance(at_once, clean_pass, *_with_views(problem, learned))
     assert isinstance(ci_outputs, Logits)
     return ci_outputs.by_stack
 
 
 def site_logits(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
     """`importance_logits` of some sites, by name, made of these alone; −∞ where a site does not exist (X4)."""
-    components = with_views(components, problem.target.sites)
-    _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
-    return _logits_by_name(problem, reader, components, names)
+    learned = _with_views(problem, learned)
+    _, reader = read_batch(_lazily(problem), learned, weights, inputs)
+    return _logits_by_name(problem, reader, learned.components, names)
+
+
+def _with_views(problem: Problem, learned: Learned) -> Learned:
+    """The same, with components of every stack."""
+    return learned._replace(components=with_views(learned.components, problem.target.sites))
 
 
 def _by_name(
@@ -130,12 +134,12 @@ class SiteReading(NamedTuple):
 
 
 def read_sites(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array, names: Collection[str]
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> tuple[CleanPass, dict[str, SiteReading]]:
     """The clean pass of a batch, and what some sites' components do in it, by name."""
-    sites = problem.target.sites
-    components = with_views(components, sites)
-    clean_pass, reader = read_batch(_lazily(problem, {"site_inputs"}), components, ci, weights, inputs)
+    learned = _with_views(problem, learned)
+    components = learned.components
+    clean_pass, reader = read_batch(_lazily(problem, {"site_inputs"}), learned, weights, inputs)
     logits = _logits_by_name(problem, reader, components, names)
 
     def activations(stack: Stack, layer: int) -> Array:
@@ -165,8 +169,7 @@ def _lazily(problem: Problem, kept: Collection[Intermediate] = ()) -> Problem:
 
 def chosen_logits(
     problem: Problem,
-    components: Components,
-    ci: Any,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     chosen: Mapping[str, Int[np.ndarray, "layers n"]],
@@ -176,9 +179,8 @@ def chosen_logits(
     ``chosen``: their numbers, by stack; of experts ``[layers, experts, n]``. Of experts the result is ``[layers,
     experts, *n, n]``, −∞ where a site does not exist (X4).
     """
-    target = problem.target
-    components = with_views(components, target.sites)
-    _, reader = read_batch(_lazily(problem), components, ci, weights, inputs)
+    learned = _with_views(problem, learned)
+    _, reader = read_batch(_lazily(problem), learned, weights, inputs)
 
     def stack_logits(stack: Stack) -> Array:
         of_sites = reader.slices(stack, stack.first, stack.first + stack.n_layers)
@@ -204,15 +206,15 @@ def chosen_logits(
 
         numbers = jnp.asarray(chosen[stack.name])
         features = reader.layer_features([stack], stack.first, stack.first + stack.n_layers)
-        of_stack = (of_sites, components[stack.name].V, numbers, features, reader.chosen.get(stack.name))
+        of_stack = (of_sites, learned.components[stack.name].V, numbers, features, reader.chosen.get(stack.name))
         return jax.lax.map(logits_of_one, of_stack)
 
-    return {stack.name: stack_logits(stack) for stack in target.sites.stacks}
+    return {stack.name: stack_logits(stack) for stack in problem.target.sites.stacks}
 
 
 def lower_importances(
-    problem: Problem, components: Components, ci: Any, weights: Weights, inputs: Array
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
     """λ of every site on one batch, by stack, as `importance_logits`."""
     lower, _ = squashings(problem.decomposition.squashing)
-    return jax.tree.map(lower, importance_logits(problem, components, ci, weights, inputs))
+    return jax.tree.map(lower, importance_logits(problem, learned, weights, inputs))

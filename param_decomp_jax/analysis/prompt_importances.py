@@ -15,14 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.analysis.importances import read_batch
 from param_decomp_jax.ci import ImportanceReader
-from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.method.adversary import FreshAttack, attack, initial_sources
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.losses import Lp, SmoothL0, penalty_of
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle, GivenSources, Sources, Stochastic, interpolate
 from param_decomp_jax.method.recon import draw_stochastic, run_masked
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
 
@@ -88,8 +87,7 @@ def start_lowering(problem: Problem, importances: Importances, leading: tuple[in
 
 def lower(
     problem: Problem,
-    components: Components,
-    ci: CIFunction,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     allowed: Float[Array, " readings"],
@@ -102,7 +100,7 @@ def lower(
 
     ``allowed``: error of each reading that is aimed at. ``at_start``: `penalty_total` of the importances at the start.
     """
-    errors = PromptErrors(problem, components, ci, weights, inputs, descent.measure)
+    errors = PromptErrors(problem, learned, weights, inputs, descent.measure)
     key = jax.random.key(1)
 
     def one(_: Int[Array, ""], state: Lowered) -> Lowered:
@@ -156,8 +154,7 @@ def penalty_total(descent: Descent, importances: Importances, step: Int[Array, "
 
 def reading_errors(
     problem: Problem,
-    components: Components,
-    ci: CIFunction,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     importances: Importances,
@@ -166,7 +163,7 @@ def reading_errors(
     test: ReadingTest,
 ) -> Float[Array, " readings"]:
     """The error of each reading of these importances (O2)."""
-    errors = PromptErrors(problem, components, ci, weights, inputs, measure)
+    errors = PromptErrors(problem, learned, weights, inputs, measure)
     for_draws, for_attacks = jax.random.split(key)
     drawn = jax.lax.map(
         lambda number: errors.of([_masks(importances, errors.draw(jax.random.fold_in(for_draws, number)))])[0],
@@ -188,16 +185,16 @@ class PromptErrors:
     def __init__(
         self,
         problem: Problem,
-        components: Components,
-        ci: CIFunction,
+        learned: Learned,
         weights: Weights,
         inputs: Array,
         measure: Measure,
     ) -> None:
         self._problem, self._measure, self._weights = problem, measure, weights
-        self._components, ci = hold_for_reading(problem, components, ci)
+        learned = hold_for_reading(problem, learned)
+        self._components = learned.components
         self.clean_pass: CleanPass
-        self.clean_pass, reader = read_batch(problem, self._components, ci, weights, inputs)
+        self.clean_pass, reader = read_batch(problem, learned, weights, inputs)
         # Masks are given whole, as sources of what counts as λ = 0.
         self._reader: ImportanceReader = replace(reader, squash=jnp.zeros_like)
         self._live = tuple(range(len(problem.target.sites)))

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import CIFunction, ImportanceReader, LazyLogits, per_component
 from param_decomp_jax.ci.readout import ReadoutCI, activations, initial_scales
-from param_decomp_jax.decomposition.components import Components, with_views
+from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, head_inputs, run_clean_pass
 from param_decomp_jax.nn.grouped import Groups, OverPositions
 from param_decomp_jax.sharding.mesh import constrain
@@ -18,9 +19,10 @@ ABOVE = 0.001
 """Share of the positions at which the size of h is above the percentile."""
 
 
-def calibrate(problem: Problem, components: Components, ci: CIFunction, weights: Weights, inputs: Array) -> CIFunction:
-    """The CI function with the scales of its readout (C8), if it has one. ``components``: as trained; ``inputs``: the
+def calibrate(problem: Problem, learned: Learned, weights: Weights, inputs: Array) -> CIFunction:
+    """The CI function with the scales of its readout (C8), if it has one. ``learned``: as trained; ``inputs``: the
     batch of step 0."""
+    components, ci = learned
     if not isinstance(ci, ReadoutCI):
         return ci
     sites = problem.target.sites

@@ -70,6 +70,10 @@ class State(eqx.Module):
     adversaries: dict[str, Adversary]
     step: Int[Array, ""]
 
+    @property
+    def learned(self) -> "Learned":
+        return Learned(self.components, self.ci)
+
 
 class Learned(NamedTuple):
     """The trained part of a decomposition, with the field names of `State`."""

@@ -30,7 +30,7 @@ from param_decomp_jax.method.objective import Metrics, Objective, term_keys
 from param_decomp_jax.method.offload import fetch, store
 from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
 from param_decomp_jax.method.recon import ForwardDraws, Reconstruction, warm_up_error
-from param_decomp_jax.method.state import Decomposition, State
+from param_decomp_jax.method.state import Decomposition, Learned, State
 from param_decomp_jax.sharding.mesh import at_rest, constrain, held, hold, replace_fields
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import PlainLinears
@@ -149,9 +149,9 @@ def _headless(ci: Any) -> Any:
     return replace_fields(ci, heads={})
 
 
-def hold_for_reading(problem: Problem, components: Components, ci: CIFunction) -> tuple[Components, CIFunction]:
+def hold_for_reading(problem: Problem, learned: Learned) -> Learned:
     """Components of every stack and the CI function, with the copies that the policy has of them."""
-    return with_copies(problem, components, ci, hold_trained(problem, components, ci))
+    return Learned(*with_copies(problem, *learned, hold_trained(problem, *learned)))
 
 
 def with_copies(

@@ -26,6 +26,7 @@ from param_decomp_jax.analysis.dictionaries import Dictionary
 from param_decomp_jax.analysis.importances import importance_logits
 from param_decomp_jax.ci import squashings
 from param_decomp_jax.decomposition.components import Components, Factors, with_views
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem
 from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
@@ -214,7 +215,7 @@ class _Measurement:
     def own(self) -> Iterator[Point]:
         run = self._run
         with jax.set_mesh(run.mesh):
-            logits = [jitted(_logits)(self._problem, *run.learned, run.weights, batch) for batch in self._batches]
+            logits = [jitted(_logits)(self._problem, run.learned, run.weights, batch) for batch in self._batches]
             parts = with_views(run.learned.components, self._sites)
         lower, _ = squashings(self._problem.decomposition.squashing)
         importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
@@ -314,5 +315,5 @@ def _firing(logits: Mapping[str, Array], importances: Mapping[str, Array]) -> Ma
     return {name: jnp.where(importances[name] > 0, z - jnp.min(z) + 1, 0) for name, z in logits.items()}
 
 
-def _logits(problem: Problem, components: Any, ci: Any, weights: Any, inputs: Array) -> dict[str, Array]:
-    return importance_logits(problem, components, ci, weights, inputs)
+def _logits(problem: Problem, learned: Learned, weights: Any, inputs: Array) -> dict[str, Array]:
+    return importance_logits(problem, learned, weights, inputs)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.method.state import Decomposition, Learned, init_state
+from param_decomp_jax.method.state import Decomposition, init_state
 from param_decomp_lab.check.data import check_data, data_notes
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
@@ -45,7 +45,7 @@ def check(config: RunConfig, console: Console) -> None:
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
         state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))
-        refuse_mismatch(parent, Learned(state.components, state.ci))
+        refuse_mismatch(parent, state.learned)
     console.print(_overview(config, spec, target, parent))
     n_sites = None
     if isinstance(target, KnownTarget):

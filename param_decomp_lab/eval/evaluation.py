@@ -17,7 +17,7 @@ from param_decomp_jax.method.adversary import PersistentAttack
 from param_decomp_jax.method.masks import Stochastic
 from param_decomp_jax.method.objective import Objective, term_keys
 from param_decomp_jax.method.recon import Reconstruction
-from param_decomp_jax.method.state import State
+from param_decomp_jax.method.state import Learned, State
 from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_outputs
 from param_decomp_jax.sharding.mesh import replace_fields
 from param_decomp_jax.sharding.mesh import whole as whole_on
@@ -105,10 +105,10 @@ class Evaluation:
         self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
         threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
 
-        def statistics(components: Any, ci: Any, weights: Weights, inputs: Array) -> Any:
-            components, ci = hold_for_reading(problem, components, ci)
-            clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
-            return batch_statistics(problem, components, reader, threshold, clean_pass.at.size)
+        def statistics(learned: Learned, weights: Weights, inputs: Array) -> Any:
+            learned = hold_for_reading(problem, learned)
+            clean_pass, reader = read_batch(problem, learned, weights, inputs)
+            return batch_statistics(problem, learned.components, reader, threshold, clean_pass.at.size)
 
         self._statistics = jax.jit(statistics, out_shardings=whole)
 
@@ -117,8 +117,9 @@ class Evaluation:
     ) -> tuple[Adversaries, dict[str, Any]]:
         problem, metrics = self._problem, self._metrics
         spec = problem.decomposition
-        components, ci = hold_for_reading(problem, state.components, state.ci)
-        clean_pass, reader = read_batch(problem, components, ci, weights, inputs, outputs=keeps_outputs(problem))
+        learned = hold_for_reading(problem, state.learned)
+        components = learned.components
+        clean_pass, reader = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
         losses_key, ce_kl_key = jax.random.split(key)
         objective = Objective(spec, state.step, term_keys(spec, losses_key))
         _, losses = objective.total_loss(clean_pass, components, reader, {})
@@ -154,7 +155,7 @@ class Evaluation:
         seen = without_training_state(state)
         return {
             "evaluation": Program(self._fast, (seen, weights, inputs, key, adversaries)),
-            "figures": Program(self._statistics, (state.components, state.ci, weights, inputs)),
+            "figures": Program(self._statistics, (state.learned, weights, inputs)),
         }
 
     def due(self, step: int, total: int) -> bool:
@@ -203,7 +204,7 @@ class Evaluation:
         key, inputs = self._problem.decomposition.key("eval"), self._batches(0)
         adversaries = self._start(key, inputs)
         self._fast.lower(without_training_state(state), weights, inputs, key, adversaries).compile()
-        self._statistics.lower(state.components, state.ci, weights, inputs).compile()
+        self._statistics.lower(state.learned, weights, inputs).compile()
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
         """The batches of an evaluation. Checks ``stop`` before each; raises EvaluationStopped."""
@@ -215,10 +216,7 @@ class Evaluation:
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
         """Histograms, means and densities of λ per site over the evaluation's batches."""
         limit = None if self._metrics.histograms is None else self._metrics.histograms.n_batches_accum
-        batches = [
-            jax.device_get(self._statistics(state.components, state.ci, weights, inputs))
-            for inputs in self.batches(stop)
-        ]
+        batches = [jax.device_get(self._statistics(state.learned, weights, inputs)) for inputs in self.batches(stop)]
         return Statistics.over(self._problem.target.sites, batches, limit)
 
     def figures(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.analysis.importances import chosen_logits, squash_existing
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.method.state import State
+from param_decomp_jax.method.state import Learned, State
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Weights
@@ -55,11 +55,11 @@ def find_examples(
     chosen = {name: np.argsort(-mean, kind="stable")[:n_components] for name, mean in statistics.means.items()}
     by_stack = {s.name: s.lay_out(np.stack([chosen[sites.all[n].name] for n in s.sites])) for s in sites.stacks}
 
-    def of_batch(components: Any, ci: Any, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:
-        return inputs, chosen_logits(problem, components, ci, weights, inputs, by_stack)
+    def of_batch(learned: Learned, weights: Weights, inputs: Array) -> tuple[Array, dict[str, Array]]:
+        return inputs, chosen_logits(problem, learned, weights, inputs, by_stack)
 
     jitted = jax.jit(of_batch, out_shardings=whole(mesh))  # whole, so that it can be fetched
-    per_batch = [jax.device_get(jitted(state.components, state.ci, weights, inputs)) for inputs in batches]
+    per_batch = [jax.device_get(jitted(state.learned, weights, inputs)) for inputs in batches]
     tokens = np.concatenate([tokens for tokens, _ in per_batch])
     per_site = [sites.unstack(logits) for _, logits in per_batch]
     return Examples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})

@@ -53,7 +53,7 @@ class Probe:
 
         def importances(state: State, weights: Weights) -> Any:
             inputs = LEVEL * jnp.eye(target.architecture.n_features)
-            return lower_importances(problem, state.components, state.ci, weights, inputs)
+            return lower_importances(problem, state.learned, weights, inputs)
 
         def matrices(state: State, weights: Weights) -> Any:
             return target.site_weights(weights), with_views(state.components, target.sites)

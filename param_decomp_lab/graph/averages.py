@@ -14,6 +14,7 @@ from param_decomp_jax.analysis.average_attribution import Normalizers, edge_sums
 from param_decomp_jax.analysis.importances import lower_importances
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.inspection import unstack_sites
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.compilation import jitted
@@ -150,7 +151,7 @@ class _Averager:
         """What a program gives by stack, ``[layers, *experts, C, …]``, of the harvest's components."""
         run = self._run
         with jax.set_mesh(run.mesh):
-            found = program(self._problem, *run.learned, run.weights, *arguments)
+            found = program(self._problem, run.learned, run.weights, *arguments)
         return self._flat(jax.device_get(found))
 
     def _flat(self, by_stack: dict[str, np.ndarray]) -> np.ndarray:
@@ -161,7 +162,7 @@ class _Averager:
         """Of every component of the harvest: sums of λ and of a², and the number of positions."""
         run = self._run
         with jax.set_mesh(run.mesh):
-            found: Normalizers = jitted(_normalizers_of_batch)(self._problem, *run.learned, run.weights, batch)
+            found: Normalizers = jitted(_normalizers_of_batch)(self._problem, run.learned, run.weights, batch)
         importance, square, positions = jax.device_get(found)
         of_components = {name: np.broadcast_to(x[..., None], square[name].shape) for name, x in positions.items()}
         wide = (self._flat(x).astype(np.float64) for x in (importance, square, of_components))
@@ -192,13 +193,13 @@ def _largest(weights: Float64[np.ndarray, "n K"], target: np.ndarray, most: int,
 
 
 def _sums_of_batch(
-    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, targets: Targets
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, targets: Targets
 ) -> dict[str, Array]:
-    importances = lower_importances(problem, components, ci, weights, inputs)
-    found = edge_sums(problem, components, weights, inputs, importances, targets)
+    importances = lower_importances(problem, learned, weights, inputs)
+    found = edge_sums(problem, learned.components, weights, inputs, importances, targets)
     return {name: jnp.moveaxis(x, 0, -1) for name, x in found.items()}
 
 
-def _normalizers_of_batch(problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array) -> Normalizers:
-    importances = lower_importances(problem, components, ci, weights, inputs)
-    return normalizers(problem, components, weights, inputs, importances)
+def _normalizers_of_batch(problem: Problem, learned: Learned, weights: Weights, inputs: Array) -> Normalizers:
+    importances = lower_importances(problem, learned, weights, inputs)
+    return normalizers(problem, learned.components, weights, inputs, importances)

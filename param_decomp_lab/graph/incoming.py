@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.analysis.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
 from param_decomp_jax.analysis.importances import SiteReading, read_sites
 from param_decomp_jax.ci.inputs import ChosenExperts
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
@@ -28,7 +29,7 @@ class Opened(Protocol):
     """What is needed of an opened run (`runs/opened.py:OpenedRun`)."""
 
     problem: Problem
-    learned: Any
+    learned: Learned
     mesh: Mesh
 
     @property
@@ -75,16 +76,17 @@ class Incoming:
         self._opened, self._inputs = opened, inputs
         self.problem = for_attribution(opened.problem)
         self.sites = self.problem.target.sites
-        components, ci = opened.learned
         with jax.set_mesh(opened.mesh):
-            chosen, readings = jitted(_read)(self.problem, components, ci, opened.weights, inputs)
+            chosen, readings = jitted(_read)(self.problem, opened.learned, opened.weights, inputs)
         own = {name: _flat(reading.importance) for name, reading in readings.items()}
         self.importances = own if importances is None else dict(importances)
         a = {name: _flat(reading.activation) for name, reading in readings.items()}
         on_host = {name: _merge_positions(np.asarray(x)) for name, x in chosen.items()}
         self.firing, self._tables = find_firing(self.sites, self.importances, a, on_host, threshold)
         with jax.set_mesh(opened.mesh):
-            self._cut: Cut = jitted(take_apart)(self.problem, components, opened.weights, inputs, self._tables)
+            self._cut: Cut = jitted(take_apart)(
+                self.problem, opened.learned.components, opened.weights, inputs, self._tables
+            )
         self.layout = self._lay_out(on_host)
         held = sum(x.size * x.dtype.itemsize for x in self._cut.held.values())
         self.at_once = int(np.clip(GRADIENT_BYTES // max(held, 1), 1, MOST_AT_ONCE))
@@ -133,7 +135,7 @@ class Incoming:
         return IncomingEdges(weights, delta)
 
     def _edges(self, targets: Targets | Outputs) -> Edges:
-        components, _ = self._opened.learned
+        components = self._opened.learned.components
         with jax.set_mesh(self._opened.mesh):
             found: Edges = jitted(edges)(
                 self.problem, components, self._opened.weights, self._inputs, self._cut, self._tables, targets
@@ -168,10 +170,10 @@ def _merge_positions(chosen: np.ndarray) -> np.ndarray:
 
 
 def _read(
-    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array
 ) -> tuple[ChosenExperts, dict[str, SiteReading]]:
     names = [site.name for site in problem.target.sites.all]
-    clean_pass, readings = read_sites(problem, components, ci, weights, inputs, names)
+    clean_pass, readings = read_sites(problem, learned, weights, inputs, names)
     return clean_pass.chosen, readings
 
 

@@ -119,8 +119,8 @@ def optimize(
     for done in range(0, request.steps, EVERY):
         n = min(EVERY, request.steps - done)
         with jax.set_mesh(opened.mesh):
-            state = jitted(lower, (0, 8, 9))(
-                problem, *opened.learned, opened.weights, inputs, jnp.asarray(allowed), at_start, state, descent, n
+            state = jitted(lower, (0, 7, 8))(
+                problem, opened.learned, opened.weights, inputs, jnp.asarray(allowed), at_start, state, descent, n
             )
         for cutoff in sorted(CUTOFFS, reverse=True):
             candidate = jax.tree.map(lambda x, cutoff=cutoff: jnp.where(x > cutoff, x, 0), state.importances)
@@ -160,8 +160,8 @@ class _Judge:
         attack = FreshAttack("random", request.attack_step_size, request.attack_steps, "unique_per_datapoint")
         test = ReadingTest(request.draws, request.attack_starts, attack)
         with jax.set_mesh(opened.mesh):
-            found = jitted(reading_errors, (0, 7, 8))(
-                self._problem, *opened.learned, opened.weights, self._inputs, importances, key, self._measure, test
+            found = jitted(reading_errors, (0, 6, 7))(
+                self._problem, opened.learned, opened.weights, self._inputs, importances, key, self._measure, test
             )
         return np.asarray(found)
 

@@ -1,7 +1,7 @@
 """What the devices compute of a batch: importances and activations of the sites, and the target's predictions."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.analysis.importances import SiteReading, read_sites
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import TokenInputs
 from param_decomp_jax.targets.base import Weights
@@ -47,8 +48,7 @@ class BatchValues(NamedTuple):
 
 def batch_values(
     problem: Problem,
-    components: Any,
-    ci: Any,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     valid: Int[Array, " blocks"],
@@ -60,7 +60,7 @@ def batch_values(
     count. ``sampled``: numbers of the positions, within each block, whose predictions are wanted; ``n_outputs`` of the
     largest: next-token probabilities, or a toy's outputs."""
     target, blocks, rows = problem.target, len(valid), len(inputs) // len(valid)
-    clean, readings = read_sites(problem, components, ci, weights, inputs, names)
+    clean, readings = read_sites(problem, learned, weights, inputs, names)
 
     def by_block(x: Float[Array, "*n d"]) -> Float[Array, "blocks n d"]:
         return x.reshape(blocks, -1, x.shape[-1])

@@ -136,7 +136,7 @@ class Harvester:
         self._counter = BlockCounter(plan, state)
         self._names = tuple(site.name for site in plan.sites)
         by_block = batch_sharding(run.mesh, (run.mesh.size,))
-        self._program = jax.jit(partial(batch_values, run.problem), static_argnums=(6, 7), out_shardings=by_block)
+        self._program = jax.jit(partial(batch_values, run.problem), static_argnums=(5, 6), out_shardings=by_block)
         self._devices = run.mesh.size
 
     def run(self, share: Share, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
@@ -179,8 +179,7 @@ class Harvester:
         sampled = np.stack([self._counter.sampled(block) for block in filled]).astype(np.int32)
         run = self._run
         placed = [from_host(x, batch_sharding(run.mesh, x.shape)) for x in (inputs, valid, sampled)]
-        learned = run.learned
-        values = self._program(learned.components, learned.ci, run.weights, *placed, self._names, plan.outputs)
+        values = self._program(run.learned, run.weights, *placed, self._names, plan.outputs)
         return blocks, inputs, values
 
     def _count(self, blocks: list[int], inputs: np.ndarray, values: BatchValues, pool: ThreadPoolExecutor) -> None:

@@ -1,7 +1,6 @@
 """The functions that an opened run compiles, once per shape of inputs."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,17 @@ from param_decomp_jax.method.adversary import FreshAttack, attack
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle, GivenSources, Sources, interpolate
 from param_decomp_jax.method.recon import run_masked
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 
 
 def importances(
-    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
 ) -> dict[str, Array]:
     """Causal importances of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
-    logits = site_logits(problem, components, ci, weights, inputs, names)
+    logits = site_logits(problem, learned, weights, inputs, names)
     lower, upper = squashings(problem.decomposition.squashing)
     if kind == "logits":
         return logits
@@ -31,17 +31,16 @@ def importances(
 
 
 def activations(
-    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...]
+    problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: tuple[str, ...]
 ) -> dict[str, Array]:
     """Activations of the components of the sites ``names``, by name."""
-    _, readings = read_sites(problem, components, ci, weights, inputs, names)
+    _, readings = read_sites(problem, learned, weights, inputs, names)
     return {name: reading.activation for name, reading in readings.items()}
 
 
 def masked(
     problem: Problem,
-    components: Any,
-    ci: Any,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     sources: Bundle,
@@ -49,18 +48,18 @@ def masked(
     pinned: bool,
 ) -> Array:
     """The target's output with the ``live`` sites masked: by λ if ``pinned`` (sources are 0, M1), else by sources."""
-    components, ci = hold_for_reading(problem, components, ci)
-    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+    learned = hold_for_reading(problem, learned)
+    clean_pass, reader = read_batch(problem, learned, weights, inputs)
     if not pinned:
         reader = replace(reader, squash=jnp.zeros_like)
-    [forward], _ = run_masked(clean_pass, components, reader, [Stream(live, GivenSources(sources, clean_pass.batch))])
+    stream = Stream(live, GivenSources(sources, clean_pass.batch))
+    [forward], _ = run_masked(clean_pass, learned.components, reader, [stream])
     return _predictions(problem, weights, forward.output)
 
 
 def attacked(
     problem: Problem,
-    components: Any,
-    ci: Any,
+    learned: Learned,
     weights: Weights,
     inputs: Array,
     importances: Bundle,
@@ -72,8 +71,8 @@ def attacked(
 ) -> Bundle:
     """Sources that an attack finds from ``start`` (A1, I3): it raises the error (R1) of the output against the one that
     the importances alone give. Masks are ``value`` where they are ``fixed``, whatever the sources are."""
-    components, ci = hold_for_reading(problem, components, ci)
-    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+    learned = hold_for_reading(problem, learned)
+    clean_pass, reader = read_batch(problem, learned, weights, inputs)
     reader = replace(reader, squash=jnp.zeros_like)
     live = tuple(range(len(problem.target.sites)))
 
@@ -85,7 +84,7 @@ def attacked(
     def run(sources: Bundle) -> Array:
         masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}
         stream = Stream(live, GivenSources(masks, clean_pass.batch))
-        [forward], _ = run_masked(clean_pass, components, reader, [stream])
+        [forward], _ = run_masked(clean_pass, learned.components, reader, [stream])
         return forward.output
 
     no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}

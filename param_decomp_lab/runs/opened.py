@@ -188,7 +188,7 @@ class OpenedRun:
         batch, single = self.as_batch(inputs)
         weights = self.weights
         with jax.set_mesh(self.mesh):
-            found = self._importances(*self.learned, weights, batch, names, kind)
+            found = self._importances(self.learned, weights, batch, names, kind)
         return {name: found[name][0] if single else found[name] for name in names}
 
     def activations(self, inputs: Inputs, sites: str | Sequence[str] | None = None) -> dict[str, Float[Array, "*n C"]]:
@@ -201,7 +201,7 @@ class OpenedRun:
         batch, single = self.as_batch(inputs)
         weights = self.weights
         with jax.set_mesh(self.mesh):
-            found = self._activations(*self.learned, weights, batch, names)
+            found = self._activations(self.learned, weights, batch, names)
         return {name: found[name][0] if single else found[name] for name in names}
 
     def output(self, inputs: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n d"]:
@@ -223,7 +223,7 @@ class OpenedRun:
             else:
                 pinned = all(isinstance(mask, str) for mask in wanted.values())
                 live, sources = self._sources(wanted, batch, delta, pinned)
-                y = self._masked(*self.learned, weights, batch, sources, live, pinned)
+                y = self._masked(self.learned, weights, batch, sources, live, pinned)
         return y[0] if single else y
 
     def logits(self, tokens: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n vocabulary"]:
@@ -264,7 +264,7 @@ class OpenedRun:
         weights = self.weights
         with jax.set_mesh(self.mesh):
             found = self._attacked(
-                *self.learned, weights, batch, laid_out(importances), laid_out(fixed), value, started, steps, step_size
+                self.learned, weights, batch, laid_out(importances), laid_out(fixed), value, started, steps, step_size
             )
         by_site = unstack_sites(sites, jax.device_get(found))
         of_components = {name: x.components.reshape(-1, x.components.shape[-1]) for name, x in by_site.items()}
@@ -282,25 +282,25 @@ class OpenedRun:
             masks = {name: np.zeros((1,) * len(leading) + (self.sites[name].C,), np.float32) for name in wanted}
         else:
             with_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
-            found = self._importances(*self.learned, self.weights, batch, with_ci, "lower") if with_ci else {}
+            found = self._importances(self.learned, self.weights, batch, with_ci, "lower") if with_ci else {}
             masks = {name: np.asarray(found[name]) if name in found else mask for name, mask in wanted.items()}
         return bundle(self.target.sites, masks, leading, delta)
 
     @cached_property
     def _importances(self) -> Any:
-        return jax.jit(partial(importances, self.problem), static_argnums=(4, 5))
+        return jax.jit(partial(importances, self.problem), static_argnums=(3, 4))
 
     @cached_property
     def _activations(self) -> Any:
-        return jax.jit(partial(activations, self.problem), static_argnums=(4,))
+        return jax.jit(partial(activations, self.problem), static_argnums=(3,))
 
     @cached_property
     def _masked(self) -> Any:
-        return jax.jit(partial(masked, self.problem), static_argnums=(5, 6))
+        return jax.jit(partial(masked, self.problem), static_argnums=(4, 5))
 
     @cached_property
     def _attacked(self) -> Any:
-        return jax.jit(partial(attacked, self.problem), static_argnums=(8, 9))
+        return jax.jit(partial(attacked, self.problem), static_argnums=(7, 8))
 
     @cached_property
     def _clean(self) -> Any:

@@ -111,7 +111,7 @@ def calibration_program(outline: Outline) -> Program:
 
     def calibrated(components: Any, ci: Any, weights: Any, inputs: Any) -> Any:
         zero = jnp.zeros((), jnp.int32)
-        return calibrate(outline.problem, components, ci, weights, outline.train.batch_of(inputs, zero, zero))
+        return calibrate(outline.problem, Learned(components, ci), weights, outline.train.batch_of(inputs, zero, zero))
 
     function = jax.jit(calibrated, donate_argnums=1, out_shardings=_places(state.ci))
     return Program(function, (state.components, state.ci, outline.weights, outline.train.input_shapes(1)))

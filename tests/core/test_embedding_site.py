@@ -107,7 +107,7 @@ def test_activations_are_rows_of_v(ci: CIConfig) -> None:
     state = tiny.ruffled_state(problem)
     tokens = jnp.asarray(tiny.TOKENS)
     read = jax.jit(lambda *a: read_sites(problem, *a, tokens, [EMBEDDING])[1])
-    found = read(state.components, state.ci, tiny.weights())[EMBEDDING]
+    found = read(state.learned, tiny.weights())[EMBEDDING]
     factors = tiny.ref_components(state.components, problem.target.sites)[EMBEDDING]
     want = factors["V"][tiny.TOKENS] * np.linalg.norm(factors["U"], axis=1)
     np.testing.assert_allclose(found.activation, want, rtol=1e-5, atol=1e-6)

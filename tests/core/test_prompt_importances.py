@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     @property
     def network(self) -> tuple[Any, ...]:
-        return self.state.components, self.state.ci, self.weights, jnp.asarray(self.inputs)
+        return self.state.learned, self.weights, jnp.asarray(self.inputs)
 
 
 def make_case(target: Any, weights: Any, inputs: np.ndarray, measure: Measure, penalty: Any, **changes: Any) -> Case:
@@ -337,13 +337,13 @@ def test_eight_devices_are_one(name: str, shape: MeshShape) -> None:
 
         want = jax.device_get(jax.jit(both)(case.network, case.importances))
         mesh = make_mesh(shape)
-        components, ci, weights, inputs = case.network
+        learned, weights, inputs = case.network
         places = state_shardings(mesh, problem.decomposition, case.state)
-        learned = jax.tree.map(jax.device_put, (components, ci), (places.components, places.ci))
+        learned = jax.tree.map(jax.device_put, learned, places.learned)
         frozen = jax.tree.map(jax.device_put, weights, shardings(mesh, problem.target.weight_axes(weights), weights))
         row = jax.device_put(inputs, batch_sharding(mesh, inputs.shape))
         with jax.set_mesh(mesh):
-            got = jax.device_get(jax.jit(lambda *args: both(*args))((*learned, frozen, row), case.importances))
+            got = jax.device_get(jax.jit(lambda *args: both(*args))((learned, frozen, row), case.importances))
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-12)
         jax.clear_caches()  # programs for eight devices are large, and no other test asks for the same

@@ -14,6 +14,7 @@ from param_decomp_jax.ci.readout import initial_scales
 from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.method.adversary import BroadcastAcrossBatch
 from param_decomp_jax.method.calibration import calibrate, percentiles
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.state_sharding import state_shardings
 from param_decomp_jax.method.step import Problem, run_clean_pass
 from param_decomp_jax.nn.grouped import OverPositions, group
@@ -228,7 +229,7 @@ def test_scales_of_eight_devices_are_those_of_one() -> None:
         tiny.weights(devices.CONFIG),
         devices.tokens(0),
     )
-    want = jax.jit(partial(calibrate, problem))(state.components, state.ci, weights, jnp.asarray(tokens))
+    want = jax.jit(partial(calibrate, problem))(state.learned, weights, jnp.asarray(tokens))
     mesh = make_mesh(MeshShape(2, 2, 2))
     where = state_shardings(mesh, problem.decomposition, state)
     placed = jax.tree.map(jax.device_put, state, where)
@@ -236,7 +237,7 @@ def test_scales_of_eight_devices_are_those_of_one() -> None:
     batch = jax.device_put(tokens, batch_sharding(mesh, tokens.shape))
     with jax.set_mesh(mesh):
         program = jax.jit(partial(calibrate, problem), out_shardings=where.ci)
-        got = program(placed.components, placed.ci, own, batch)
+        got = program(Learned(placed.components, placed.ci), own, batch)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -271,7 +272,7 @@ def test_calibration_keeps_no_inputs_for_a_function_without_one() -> None:
     """It gives such a function back as it is."""
     problem = tiny.problem(TERMS)
     state = tiny.ruffled_state(problem)
-    assert calibrate(problem, state.components, state.ci, tiny.weights(), jnp.asarray(tiny.TOKENS)) is state.ci
+    assert calibrate(problem, state.learned, tiny.weights(), jnp.asarray(tiny.TOKENS)) is state.ci
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -64,7 +64,7 @@ def test_averages_are_those_of_the_graphs_of_the_rows(run: Run, averages: Averag
 def test_both_ways(averages: Averages) -> None:
     edges = averages.table.to_pylist()
     assert len(edges) == len(averages) > 0
-    named = averages.harvest.named
+    named = averages.index.named
     edge = edges[len(edges) // 2]
     (target,), (source,) = (named(np.asarray([edge[end]])) for end in ("target", "source"))
     assert (*source, pytest.approx(edge["weight"])) in averages.into(*target)

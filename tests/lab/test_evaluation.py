@@ -258,7 +258,7 @@ def test_logits_of_chosen_components_and_sites(ci: Any) -> None:
     problem = core.problem((), ci=ci)
     state = core.ruffled_state(problem)
     tokens = jnp.arange(np.prod(core.LEADING), dtype=jnp.int32).reshape(core.LEADING) % 7
-    arguments = state.components, state.ci, core.weights(), tokens
+    arguments = state.learned, core.weights(), tokens
     of_all = jax.jit(partial(importance_logits, problem))(*arguments)
     chosen = {
         s.name: np.array([[2, 0, 2]] * s.n_layers) + np.arange(s.n_layers)[:, None] for s in problem.target.sites.stacks

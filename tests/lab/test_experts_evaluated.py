@@ -11,6 +11,7 @@ import pytest
 from param_decomp_jax.analysis.importances import read_batch, site_logits
 from param_decomp_jax.ci import GlobalMLP
 from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.eval.examples import n_shown
 from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
@@ -35,15 +36,15 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
     sites = problem.target.sites
 
     @jax.jit
-    def measured(components: Any, ci: Any, weights: Any) -> Any:
-        components = with_views(components, sites)
-        _, reader = read_batch(problem, components, ci, weights, tokens)
+    def measured(learned: Learned, weights: Any) -> Any:
+        components = with_views(learned.components, sites)
+        _, reader = read_batch(problem, learned._replace(components=components), weights, tokens)
         l0 = mean_l0(problem, components, reader, [0.0, THRESHOLD], tokens.size)
         statistics = batch_statistics(problem, components, reader, THRESHOLD, tokens.size)
-        logits = site_logits(problem, components, ci, weights, tokens, chosen)
+        logits = site_logits(problem, learned, weights, tokens, chosen)
         return l0, routed_shares(reader, sites, tokens.size), statistics, logits
 
-    l0, routed, statistics, logits = jax.device_get(measured(state.components, state.ci, weights))
+    l0, routed, statistics, logits = jax.device_get(measured(state.learned, weights))
     lower = {name: np.clip(z, 0, 1) for name, z in logits.items()}  # of −∞, 0
     exists = {name: np.isfinite(z).all(-1) for name, z in logits.items() if ref.expert_of(name)}
     assert all(0 < own.mean() < 1 for own in exists.values())

@@ -105,9 +105,7 @@ def test_experts(run: Run) -> None:
     target, weights = with_experts.target(), with_experts.weights()
     problem = tiny.problem((), target)
     state = tiny.ruffled_state(problem)
-    opened = SimpleNamespace(
-        problem=problem, learned=(state.components, state.ci), mesh=run.mesh, weights=jax.device_put(weights)
-    )
+    opened = SimpleNamespace(problem=problem, learned=state.learned, mesh=run.mesh, weights=jax.device_put(weights))
     tokens = tiny.TOKENS[:1, :3]
     incoming = Incoming(opened, jnp.asarray(tokens), 0.0)
     plain = tiny.ref_target(target, weights, tokens)
