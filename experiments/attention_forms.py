@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 
 from param_decomp_aot.compile import compile_for
 from param_decomp_aot.topology import target_configs
-from param_decomp_jax.attention import attend, blocked, plain
-from param_decomp_jax.mesh import MeshShape
-from param_decomp_jax.placement import batch_sharding
+from param_decomp_jax.nn.attention import attend, blocked, plain
+from param_decomp_jax.sharding.mesh import MeshShape
+from param_decomp_jax.sharding.placement import batch_sharding
 from param_decomp_lab.probe.cards import TABLE
 
 Shape = tuple[int, int, int, int, int]

@@ -18,8 +18,8 @@ import numpy as np
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
-from param_decomp_lab.opening.prompt import read_output
 from param_decomp_lab.opening.selection import selected
+from param_decomp_lab.runs.prompt import read_output
 from param_decomp_lab.setup.language_model import held_out_rows
 
 BATCH = 8

@@ -19,7 +19,7 @@ from param_decomp_lab.cluster.activity import Activity
 from param_decomp_lab.cluster.agreement import agreement
 from param_decomp_lab.cluster.merging import Merger
 from param_decomp_lab.cluster.request import ClusterRequest
-from param_decomp_lab.harvest_files.groups import labels_at
+from param_decomp_lab.harvest.files.groups import labels_at
 
 LARGEST = 20
 DENSITIES = (1e-4, 4e-3)

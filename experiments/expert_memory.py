@@ -4,7 +4,7 @@
 
 One layer of OLMoE's size (64 experts of 2048 x 1024, 8 a token) on 4,096 tokens in bf16, forward and backward:
 
-- the product of all slots with their experts' matrices by `jax.lax.ragged_dot`, and by `grouped.py`;
+- the product of all slots with their experts' matrices by `jax.lax.ragged_dot`, and by `nn/grouped.py`;
 - the whole mixture with the weighted sum of a token's experts in bf16, as it is, and in fp32.
 """
 
@@ -18,10 +18,10 @@ from jaxtyping import Array
 from rich.console import Console
 
 from param_decomp_aot.compile import compile_for
-from param_decomp_jax.grouped import Groups, group, grouped_matmul_wide
-from param_decomp_jax.mesh import MeshShape
-from param_decomp_lab.display.tables import plain_table
+from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul_wide
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.probe.cards import card
+from param_decomp_lab.ui.tables import plain_table
 
 B, T, K, E, D, M = 8, 512, 8, 64, 2048, 1024
 
@@ -73,7 +73,7 @@ def main() -> None:
     table = plain_table("One layer of 64 experts on 4,096 tokens, with gradients, H100", ("", "left"), ("GiB", "right"))
     for name, function, shapes in (
         ("one product, jax.lax.ragged_dot", ragged, one),
-        ("one product, grouped.py", grouped, one),
+        ("one product, nn/grouped.py", grouped, one),
         ("the mixture, sum in fp32", lambda *of: mixture(True, *of), whole),
         ("the mixture, sum in bf16", lambda *of: mixture(False, *of), whole),
     ):

@@ -193,7 +193,7 @@ def _damage_sae(work: Path, random: Random) -> Fault:
 
 def _sae_is_the_files(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
     """Tensors, and that it fits a target; where its file is whole, its tensors are what they were."""
-    from param_decomp_jax.sites import Sites
+    from param_decomp_jax.decomposition.sites import Sites
     from param_decomp_jax.targets.llama import LlamaConfig
     from param_decomp_lab.baselines.saelens import read_dictionary
 
@@ -949,13 +949,13 @@ def _listed(fault: Fault, whole: Any) -> None:
 
 
 def _architecture(fault: Fault, whole: Any) -> None:
-    from param_decomp_lab.opening.load import find_checkpoint
+    from param_decomp_lab.runs.load import find_checkpoint
 
     find_checkpoint(Path(RUN))
 
 
 def _bos(fault: Fault, whole: Any) -> None:
-    from param_decomp_lab.run_folder.data_file import read_data
+    from param_decomp_lab.runs.data_file import read_data
 
     read_data(Path(RUN))
 
@@ -984,8 +984,8 @@ def _damage_checkpoint(work: Path, random: Random) -> Fault:
 
 def _verified(fault: Fault, whole: Any) -> Any:
     """What is checked before arrays are read."""
-    from param_decomp_lab.checkpoints.damage import array_shapes, find_file_damage, read_description
-    from param_decomp_lab.opening.load import find_checkpoint
+    from param_decomp_lab.runs.checkpoints.damage import array_shapes, find_file_damage, read_description
+    from param_decomp_lab.runs.load import find_checkpoint
 
     step = Path(RUN) / "ckpts" / "6"
     find_file_damage(step, ["learned", "training"])
@@ -1064,7 +1064,7 @@ def _damage_metrics(work: Path, random: Random) -> Fault:
 def _request(fault: Fault, whole: Any) -> None:
     """What `pd eval --metrics` asks for."""
     from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config, read_metric_file
-    from param_decomp_lab.run_folder.folder import saved_config
+    from param_decomp_lab.runs.folder import saved_config
 
     request = EvaluationRequest(read_metric_file(Path("metrics.yaml")))
     evaluation_config(saved_config(Path(RUN)), request, "the evaluation")

@@ -43,8 +43,8 @@ from experiments.mlp_decompositions import (
 from param_decomp_aot.buffers import live_at_peak, table
 from param_decomp_aot.compile import Estimate, Memory, estimate
 from param_decomp_aot.topology import target_configs
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.memory import PLAIN
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.probe.cards import TABLE
 from param_decomp_lab.probe.measure import dumped
 

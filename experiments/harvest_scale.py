@@ -26,13 +26,13 @@ import numpy as np
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import SiteSums
 from param_decomp_lab.harvest.examples import AROUND
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest.firings import ListedFirings
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.keys import keys as hashes
 from param_decomp_lab.harvest.plan import examples_kept, positions_sampled
 from param_decomp_lab.harvest.publish import publish
 from param_decomp_lab.harvest.state import HarvestState
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
 
 LENGTH, VOCABULARY, WIDTH = 512, 50_257, 64
 BLOCK_ROWS = 8

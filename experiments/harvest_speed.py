@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 
-from param_decomp_jax.placement import batch_sharding, from_host
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_lab import load_run
 from param_decomp_lab.harvest.harvest import Harvester
 from param_decomp_lab.harvest.plan import HarvestRequest, Source, make_plan
 from param_decomp_lab.harvest.share import Share
 from param_decomp_lab.harvest.state import HarvestState
-from param_decomp_lab.opening.forward import importances
+from param_decomp_lab.runs.forward import importances
 
 
 def main() -> None:

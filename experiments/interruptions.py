@@ -53,9 +53,9 @@ TIMEOUT_S = 3600.0
 def announcing(file: Path, arguments: Sequence[str]) -> None:
     """`pd` with these arguments. A line of ``file``: nanoseconds, `begin`, `end`, `did` or `restored`, and of what."""
     import param_decomp_lab.training.run as run
-    from param_decomp_lab.checkpoints.store import Checkpoints
     from param_decomp_lab.cli import main
     from param_decomp_lab.eval.evaluation import Evaluation
+    from param_decomp_lab.runs.checkpoints.store import Checkpoints
     from param_decomp_lab.training.recorder import Recorder
 
     out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

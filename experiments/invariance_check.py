@@ -72,10 +72,11 @@ def child(setting: Setting, number: int, coordinator: str, policy: str, exact: b
         jax.distributed.initialize(coordinator, setting.processes, number)
     import jax.numpy as jnp
 
-    from param_decomp_jax.mesh import MeshShape, make_mesh, sharding, whole
-    from param_decomp_jax.placement import from_process_rows, process_batch_rows, shardings, state_shardings
-    from param_decomp_jax.state import init_state
-    from param_decomp_jax.step import training_step
+    from param_decomp_jax.method.state import init_state
+    from param_decomp_jax.method.state_sharding import state_shardings
+    from param_decomp_jax.method.step import training_step
+    from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding, whole
+    from param_decomp_jax.sharding.placement import from_process_rows, process_batch_rows, shardings
 
     problem, leading = _problem(policy, exact)
     spec, target = problem.decomposition, problem.target

@@ -30,7 +30,7 @@ from experiments.memory_study_page import habits_table
 from param_decomp_aot.compile import compile_for
 from param_decomp_aot.flops import matmul_flops
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.probe.answer import GIB
 from param_decomp_lab.probe.cards import card
 

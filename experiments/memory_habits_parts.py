@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.mesh import constrain, gather
-from param_decomp_jax.numerics import matmul, rms_norm, wide
+from param_decomp_jax.nn.numerics import matmul, rms_norm, wide
+from param_decomp_jax.sharding.memory import PLAIN
+from param_decomp_jax.sharding.mesh import constrain, gather
 from param_decomp_jax.targets.plain_linears import frozen_axes
 
 bf16, f32 = jnp.bfloat16, jnp.float32

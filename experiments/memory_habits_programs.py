@@ -32,11 +32,11 @@ from experiments.memory_habits_parts import (
     run,
     whole,
 )
-from param_decomp_jax.components import U_AXES, V_AXES, Factors
-from param_decomp_jax.losses import faithfulness
-from param_decomp_jax.memory import LEAN, PLAIN
-from param_decomp_jax.mesh import Axes, constrain, gather
-from param_decomp_jax.numerics import matmul, rms_norm, wide
+from param_decomp_jax.decomposition.components import U_AXES, V_AXES, Factors
+from param_decomp_jax.method.losses import faithfulness
+from param_decomp_jax.nn.numerics import matmul, rms_norm, wide
+from param_decomp_jax.sharding.memory import LEAN, PLAIN
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather
 
 split = lax.with_sharding_constraint
 policies = jax.checkpoint_policies

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.eval.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
 
 SIZE = 8.0
 LINEAR = 1.0

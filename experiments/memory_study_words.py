@@ -10,8 +10,8 @@ blocks of components 15.9, unrolled layers 7.5, a KL that is not fused 6.5, dona
 attention 4.7. Each of these is on in `lean`; their prices in arithmetic are 11 %, 7 %, 2 %, and nothing.
 
 **Beyond `lean`.** The moments of V, U on the host take off 4.0 of 14.5 GiB, more than the 2.85 that they are. That they
-come back to the device only when the gradients are there had to be said to XLA (a barrier in `offload.py`): without it
-they came back at the beginning, and the peak was the same with and without. The barrier has an effect of its own: where
+come back to the device only when the gradients are there had to be said to XLA (a barrier in `method/offload.py`):
+without it they came back at the beginning, and the peak was the same with and without. The barrier has an effect of its own: where
 it was put before the update of moments that stay on the device, the peak was 13.9 (one fp32 copy of a stack's gradient
 less, and some bf16 ones). That has not been made the rule: it moves no batch that fits.
 Adafactor's sums instead of Adam's moments of V, U take off 2.8, Lion's one moment or two in bf16 1.4 each: what they

@@ -14,21 +14,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from param_decomp_aot.flops import Flops, matmul_flops
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.analysis.importances import read_batch
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.importances import read_batch
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.optim import AdamW
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings, with_shardings
-from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
-from param_decomp_jax.rotary import Llama3Scaling
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import Decomposition, init_state
-from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.optim import AdamW
+from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.state import Decomposition, init_state
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem, training_step
+from param_decomp_jax.nn.rotary import Llama3Scaling
+from param_decomp_jax.sharding.memory import BALANCED, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.sharding.mesh import whole
+from param_decomp_jax.sharding.placement import batch_sharding, shardings, with_shardings
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.transformer import Transformer

@@ -170,8 +170,8 @@ def stepping(options: argparse.Namespace) -> None:
     import jax
     from rich.console import Console
 
-    from param_decomp_jax.placement import state_shardings
-    from param_decomp_jax.state import init_state
+    from param_decomp_jax.method.state import init_state
+    from param_decomp_jax.method.state_sharding import state_shardings
     from param_decomp_jax.targets.llama import LlamaConfig
     from param_decomp_lab.config import load_config
     from param_decomp_lab.data.sources import TokenSource

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from param_decomp_jax.ci import LayerwiseMLP
-from param_decomp_jax.losses import Faithfulness
-from param_decomp_jax.recon import Reconstruction, live_sets, n_samples
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.losses import Faithfulness
+from param_decomp_jax.method.recon import Reconstruction, live_sets, n_samples
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 

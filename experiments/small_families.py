@@ -12,13 +12,13 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.report.configuration import component_counts
-from param_decomp_lab.report.evaluation import kl, l0_names, l0_table
-from param_decomp_lab.report.metrics import series_by_key
-from param_decomp_lab.run_folder.ending import ENDING_FILE
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.runs.configuration import component_counts
+from param_decomp_lab.runs.ending import ENDING_FILE
+from param_decomp_lab.runs.evaluation_rows import kl, l0_names, l0_table
+from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.runs.series import series_by_key
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 
 FAMILIES = ("gpt2", "pythia", "moe")
 TOKENIZE = ("data", "tokenize", "--stdlib", "--seq-len", "64", "--out", "data/demo")

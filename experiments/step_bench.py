@@ -35,10 +35,10 @@ from experiments.mlp_decompositions import (
     step_of,
 )
 from param_decomp_jax.ci import GlobalTransformer
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.memory import PLAIN
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -27,8 +27,8 @@ def work(config: Path, overrides: list[str], steps: int) -> None:
     import numpy as np
     from rich.console import Console
 
-    from param_decomp_jax.placement import state_shardings
-    from param_decomp_jax.state import init_state
+    from param_decomp_jax.method.state import init_state
+    from param_decomp_jax.method.state_sharding import state_shardings
     from param_decomp_lab.config import load_config
     from param_decomp_lab.setup import set_up
     from param_decomp_lab.training.run import compile_steps

@@ -28,10 +28,10 @@ from typing import Any
 
 import yaml
 
-from param_decomp_lab.display.numbers import duration
 from param_decomp_lab.eval.run_evaluation import evaluate_run
-from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.run_folder.folder import CONFIG_FILE, HISTORY_FILE
+from param_decomp_lab.runs.folder import CONFIG_FILE, HISTORY_FILE
+from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.ui.numbers import duration
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "toys"

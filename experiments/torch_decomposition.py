@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from param_decomp_jax.ci import LayerwiseMLP
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, Term
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.optim import AdamW, Optimizer
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, live_sets, n_samples
-from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.state import Decomposition
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, Term
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.optim import AdamW, Optimizer
+from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction, live_sets, n_samples
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.state import Decomposition
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig

@@ -36,10 +36,10 @@ import numpy as np
 
 from experiments.scalar_mlp_bound import Counts, Rates, counts, rate_measurement
 from experiments.turns import Message, Worker, say
-from param_decomp_jax.inspection import loss_and_gradients, step_draws, unstack_sites
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.inspection import loss_and_gradients, step_draws, unstack_sites
+from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, is_shape
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.config import RunConfig, load_config

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from param_decomp_jax.attribution import for_attribution
-from param_decomp_jax.dictionaries import Dictionary, Encoder
-from param_decomp_jax.hooks import Hook, activation
+from param_decomp_jax.analysis.attribution import for_attribution
+from param_decomp_jax.analysis.dictionaries import Dictionary, Encoder
+from param_decomp_jax.analysis.hooks import Hook, activation
 from param_decomp_lab import load_run
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.opening import Run

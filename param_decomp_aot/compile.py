@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from param_decomp_aot.topology import UNLIMITED, card_memory, gpus, with_memory
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 
 Options = Mapping[str, str | int | bool]
 

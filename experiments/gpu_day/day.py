@@ -35,8 +35,8 @@ from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe import MEM_FRACTION
 from param_decomp_lab.probe.compiler import installed
 from param_decomp_lab.processes.stop_signal import STOPPED
-from param_decomp_lab.run_folder.folder import commit_of_the_code
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.runs.folder import commit_of_the_code
+from param_decomp_lab.safe_io.json_text import read_json
 
 GIB = 2**30
 RESERVE_S = PATIENCE_S + 30.0

@@ -135,10 +135,10 @@ def train_command(item: Decomposition, run: Path, inputs: Inputs, planned: Seque
 
 def summarize(run: Path) -> dict[str, Any]:
     """What came of a run that has ended or was stopped, and its report."""
-    from param_decomp_lab.metrics.sinks import read_metrics
     from param_decomp_lab.report import write_report
-    from param_decomp_lab.report.metrics import series_by_key, training_seconds
-    from param_decomp_lab.run_folder.folder import HISTORY_FILE, checkpoint_steps, saved_config
+    from param_decomp_lab.runs.folder import HISTORY_FILE, checkpoint_steps, saved_config
+    from param_decomp_lab.runs.metrics_file import read_metrics
+    from param_decomp_lab.runs.series import series_by_key, training_seconds
 
     series = series_by_key(read_metrics(run))
     config = saved_config(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.gpu_day.items import Item
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.safe_io.json_text import read_json
 
 TRIES = 2
 """How often an item is begun that does not come to an end."""

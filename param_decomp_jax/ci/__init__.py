@@ -25,7 +25,7 @@ from param_decomp_jax.ci.outputs import (
 from param_decomp_jax.ci.readout import with_readout
 from param_decomp_jax.ci.squash import Squashing, squashings
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
 
 __all__ = [
     "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "ComponentReadout", "FunctionConfig", "GlobalMLP",

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.inputs import SiteInputs, SummableInputs
-from param_decomp_jax.components import with_lead
-from param_decomp_jax.draws import draw_per_site
-from param_decomp_jax.grouped import Groups, grouped_matmul_wide
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, Held, constrain, gather, replace_fields
-from param_decomp_jax.numerics import matmul_wide
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.decomposition.components import with_lead
+from param_decomp_jax.decomposition.draws import draw_per_site
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.nn.grouped import Groups, grouped_matmul_wide
+from param_decomp_jax.nn.numerics import matmul_wide
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, Held, constrain, gather, replace_fields
 
 HIDDEN_GAIN = 2**0.5
 """Gain of the initial weights into a hidden layer; 1 into an output."""

@@ -16,12 +16,12 @@ from param_decomp_jax.ci.affine import HIDDEN_GAIN, Affine, GlobalCI, JointAffin
 from param_decomp_jax.ci.inputs import CIInputs, LayerRange
 from param_decomp_jax.ci.outputs import StackFeatures
 from param_decomp_jax.ci.transformer import EPS, Block, GlobalTransformer, init_blocks, through_blocks
-from param_decomp_jax.draws import draw_per_site
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
-from param_decomp_jax.numerics import rms_norm
-from param_decomp_jax.remat import over_layers
-from param_decomp_jax.sites import Segment, Sites, Stack
+from param_decomp_jax.decomposition.draws import draw_per_site
+from param_decomp_jax.decomposition.sites import Segment, Sites, Stack
+from param_decomp_jax.nn.numerics import rms_norm
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather_tree, replace_fields
+from param_decomp_jax.sharding.remat import over_layers
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.sharding.memory import MemoryPolicy
 
 
 @runtime_checkable

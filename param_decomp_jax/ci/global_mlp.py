@@ -18,9 +18,9 @@ from param_decomp_jax.ci.affine import (
     init_joint_affine,
 )  # fmt: skip
 from param_decomp_jax.ci.inputs import CIInputs
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import constrain, gather_tree, replace_fields
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import constrain, gather_tree, replace_fields
 
 
 @dataclass(frozen=True)

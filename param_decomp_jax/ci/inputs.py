@@ -13,8 +13,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.grouped import Groups, group
-from param_decomp_jax.sites import PRE_IDENTITY, Segment, Sites
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Segment, Sites
+from param_decomp_jax.nn.grouped import Groups, group
 from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer, frozen_axes
 

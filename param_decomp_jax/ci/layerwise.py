@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
 from param_decomp_jax.ci.scalar_mlp import apply_scalar_mlps
-from param_decomp_jax.draws import draw_per_site
-from param_decomp_jax.grouped import Groups, product_wide
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import replace_fields
-from param_decomp_jax.numerics import matmul_wide
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.decomposition.draws import draw_per_site
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.nn.grouped import Groups, product_wide
+from param_decomp_jax.nn.numerics import matmul_wide
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import replace_fields
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs
 from param_decomp_jax.ci.squash import Squash
-from param_decomp_jax.components import Components, site_axes
-from param_decomp_jax.grouped import Groups, OverPositions, group
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, at_rest, constrain, cut_tree, gather_tree, uncut, with_block
-from param_decomp_jax.numerics import wide
-from param_decomp_jax.remat import component_blocks, over_layers
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.decomposition.components import Components, site_axes
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.nn.grouped import Groups, OverPositions, group
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, at_rest, constrain, cut_tree, gather_tree, uncut, with_block
+from param_decomp_jax.sharding.remat import component_blocks, over_layers
 
 Summarise = Callable[[Float[Array, "*n C"], OverPositions], Any]
 """From the logits of some components of one site to sums over the positions: arrays ``[C, …]``."""

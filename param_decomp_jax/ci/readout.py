@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
 from param_decomp_jax.ci.squash import two_sided_leaky
-from param_decomp_jax.components import row_or_product
-from param_decomp_jax.grouped import Groups
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes, replace_fields
-from param_decomp_jax.numerics import wide
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.decomposition.components import row_or_product
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.nn.grouped import Groups
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, replace_fields
 
 
 class Readout(eqx.Module):
@@ -128,7 +128,7 @@ def _logits(
 
 
 def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
-    """C8, with scales of 1 in place of those that `calibration.py:calibrate` takes from a batch."""
+    """C8, with scales of 1 in place of those that `method/calibration.py:calibrate` takes from a batch."""
 
     def readout(stack: Stack) -> Readout:
         # Arrays of their own: a step reuses the memory of the state it is given.

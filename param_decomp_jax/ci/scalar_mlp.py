@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp
-from param_decomp_jax.numerics import wide
+from param_decomp_jax.nn.numerics import wide
 
 BLOCK = 1 << 19
 """Largest number of hidden activations that are computed at once. Where there are more, components are computed block

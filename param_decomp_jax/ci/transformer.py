@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.attention import attend
 from param_decomp_jax.ci.affine import (
     MLP,
     Affine,
@@ -22,12 +21,13 @@ from param_decomp_jax.ci.affine import (
     init_mlp,
 )
 from param_decomp_jax.ci.inputs import CIInputs
-from param_decomp_jax.memory import Attention, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather_tree, replace_fields
-from param_decomp_jax.numerics import matmul, rms_norm
-from param_decomp_jax.remat import over_layers
-from param_decomp_jax.rotary import frequencies, rotate
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.nn.attention import attend
+from param_decomp_jax.nn.numerics import matmul, rms_norm
+from param_decomp_jax.nn.rotary import frequencies, rotate
+from param_decomp_jax.sharding.memory import Attention, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather_tree, replace_fields
+from param_decomp_jax.sharding.remat import over_layers
 
 EPS = float(np.finfo(np.float32).eps)
 

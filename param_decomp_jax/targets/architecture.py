@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 import jax
 
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes
-from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes
 from param_decomp_jax.targets.base import Target
 
 A = TypeVar("A")

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from param_decomp_jax.grouped import Groups
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import Axes
-from param_decomp_jax.remat import over_layers
-from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
+from param_decomp_jax.nn.grouped import Groups
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes
+from param_decomp_jax.sharding.remat import over_layers
 
 Weights = Any
 """A pytree of frozen arrays; always an argument of the jitted step, never closed over."""

@@ -12,13 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.components import look_up
-from param_decomp_jax.fused_kl import Head, fused_kl
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, held_axes
-from param_decomp_jax.numerics import kl_divergence, matmul_wide
-from param_decomp_jax.remat import token_blocks
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.components import look_up
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.nn.fused_kl import Head, fused_kl
+from param_decomp_jax.nn.numerics import kl_divergence, matmul_wide
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, constrain, held_axes
+from param_decomp_jax.sharding.remat import token_blocks
 from param_decomp_jax.targets.base import (
     Forward,
     LayerLinears,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.grouped import group
-from param_decomp_jax.mesh import gather
-from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.nn.grouped import group
+from param_decomp_jax.nn.numerics import matmul_wide
+from param_decomp_jax.sharding.mesh import gather
 from param_decomp_jax.targets.base import LayerLinears
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import Experts

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from param_decomp_jax.draws import positions, uniform
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import held_axes
-from param_decomp_jax.numerics import mean_squared_error, wide
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.draws import positions, uniform
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.nn.numerics import mean_squared_error, wide
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import held_axes
 from param_decomp_jax.targets.base import Weights
 
 

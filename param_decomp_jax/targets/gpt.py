@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.attention import attend
-from param_decomp_jax.fused_kl import Head
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import gather
-from param_decomp_jax.numerics import layer_norm, matmul, matmul_wide
-from param_decomp_jax.remat import named, over_layers
-from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.nn.attention import attend
+from param_decomp_jax.nn.fused_kl import Head
+from param_decomp_jax.nn.numerics import layer_norm, matmul, matmul_wide
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import gather
+from param_decomp_jax.sharding.remat import named, over_layers
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
 from param_decomp_jax.targets.base import LayerLinears, Weights
 from param_decomp_jax.targets.decoder import Decoder

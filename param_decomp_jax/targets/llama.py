@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.config_json import DEFAULT_POSITIONS, REFUSED, ConfigJson, common_keys
 from param_decomp_jax.targets.rope_json import read_rope, rope_keys
 from param_decomp_jax.targets.transformer import Family

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from param_decomp_jax.components import look_up
-from param_decomp_jax.grouped import Groups, grouped_matmul
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, constrain, gather
-from param_decomp_jax.numerics import matmul
-from param_decomp_jax.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.decomposition.components import look_up
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.nn.grouped import Groups, grouped_matmul
+from param_decomp_jax.nn.numerics import matmul
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather
 
 
 def frozen_axes(memory: MemoryPolicy) -> Axes:

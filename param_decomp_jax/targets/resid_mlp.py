@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.numerics import matmul
-from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.nn.numerics import matmul
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, Tensors
 from param_decomp_jax.targets.base import (
     Forward,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import log
 from typing import Any
 
-from param_decomp_jax.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from param_decomp_jax.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.config_json import ConfigJson, as_number, same_value, shown
 from param_decomp_jax.targets.transformer_config import TransformerConfig

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.sites import Matrix, Sites, Stack
+from param_decomp_jax.decomposition.sites import Matrix, Sites, Stack
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, Tensors
 from param_decomp_jax.targets.base import Forward, Linears, UniformLayers, Weights, run_layers, site_weights
 from param_decomp_jax.targets.features import FeatureTarget

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.attention import Window, attend
-from param_decomp_jax.fused_kl import Head
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import gather
-from param_decomp_jax.numerics import layer_norm, matmul_wide, rms_norm
-from param_decomp_jax.remat import named
-from param_decomp_jax.rotary import frequencies, rotate
-from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.nn.attention import Window, attend
+from param_decomp_jax.nn.fused_kl import Head
+from param_decomp_jax.nn.numerics import layer_norm, matmul_wide, rms_norm
+from param_decomp_jax.nn.rotary import frequencies, rotate
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import gather
+from param_decomp_jax.sharding.remat import named
 from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, hooked, site_weights
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_jax.targets.experts import mixture

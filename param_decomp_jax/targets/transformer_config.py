@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
-from param_decomp_jax.rotary import LinearScaling, Llama3Scaling, Pairs, RopeScaling, YarnScaling
-from param_decomp_jax.sites import Matrix
+from param_decomp_jax.decomposition.sites import Matrix
+from param_decomp_jax.nn.rotary import LinearScaling, Llama3Scaling, Pairs, RopeScaling, YarnScaling
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 

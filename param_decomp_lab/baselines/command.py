@@ -18,15 +18,15 @@ from param_decomp_lab.baselines.replacements import caption, read_dictionaries
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.eval.figures.save import figure_path, save_figure
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluation_batches
-from param_decomp_lab.figures.save import figure_path, save_figure
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.run_folder.output_file import check_output_file
+from param_decomp_lab.runs.output_file import check_output_file
 from param_decomp_lab.setup.language_model import training_rows
+from param_decomp_lab.ui.numbers import number
+from param_decomp_lab.ui.tables import plain_table
 
 POSITIONS = 1 << 14
 """At which second moments are measured, at least: many more than a matrix has inputs."""

@@ -9,11 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from param_decomp_lab.baselines.matching import shares
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison
-from param_decomp_lab.display.numbers import number
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.run_folder.folder import EVALUATIONS
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.runs.folder import EVALUATIONS
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.ui.numbers import number
 
 NAME = "baselines"
 """Of the file, and of the figure beside the run's others."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from param_decomp_jax.attribution import for_attribution
-from param_decomp_jax.baselines import (
+from param_decomp_jax.analysis.attribution import for_attribution
+from param_decomp_jax.analysis.baselines import (
     MaskedErrors,
     Masks,
     activations,
@@ -22,17 +22,17 @@ from param_decomp_jax.baselines import (
     mean_l0,
     second_moments,
 )
+from param_decomp_jax.analysis.dictionaries import Dictionary
+from param_decomp_jax.analysis.importances import importance_logits
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.components import Components, Factors, with_views
-from param_decomp_jax.dictionaries import Dictionary
-from param_decomp_jax.importances import importance_logits
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.components import Components, Factors, with_views
+from param_decomp_jax.method.step import Problem
 from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
 from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
 from param_decomp_lab.baselines.saelens import DictionaryFolder
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
 
 OWN = "decomposition"

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from param_decomp_jax.dictionaries import Dictionary, fewer, most_active, read_and_encode, replaced_errors
-from param_decomp_jax.sites import PRE_IDENTITY, Site
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.dictionaries import Dictionary, fewer, most_active, read_and_encode, replaced_errors
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Site
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
 from param_decomp_jax.targets.transformer_config import MLP
 from param_decomp_lab.baselines.matching import mixed, shares
 from param_decomp_lab.baselines.saelens import DictionaryFolder, read_dictionary
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.jitted import jitted
 from param_decomp_lab.opening import Run
-from param_decomp_lab.untrusted.paths import checked_path
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.paths import checked_path
+from param_decomp_lab.safe_io.printable import first_few, printable
 
 ACTIVE, LARGEST = "active latents", "largest"
 NAME_CHARACTERS = 60

@@ -14,13 +14,13 @@ import numpy as np
 from pydantic import model_validator
 from safetensors import SafetensorError
 
-from param_decomp_jax.dictionaries import Dictionary, Encoder, Normalization
-from param_decomp_jax.hooks import Hook
+from param_decomp_jax.analysis.dictionaries import Dictionary, Encoder, Normalization
+from param_decomp_jax.analysis.hooks import Hook
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_lab.config.strict import ConfigSource, Strict, Width, rule_error, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import first_few, printable
 from param_decomp_lab.weights.safetensors_files import open_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"
@@ -116,8 +116,8 @@ class _Config(Strict):
 
 @dataclass(frozen=True)
 class DictionaryFolder:
-    """A folder that was read. ``tensors``: as `param_decomp_jax.dictionaries.Tensors`, in float32, with decoder norms
-    folded in. ``model``, ``prepends_bos``: what it says of the model and the text it was trained on."""
+    """A folder that was read. ``tensors``: `param_decomp_jax.analysis.dictionaries.Tensors` in float32, with norms of
+    the decoder folded in. ``model``, ``prepends_bos``: what it says of the model and the text it was trained on."""
 
     folder: Path
     config: _Config

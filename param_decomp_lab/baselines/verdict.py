@@ -2,7 +2,7 @@
 
 from param_decomp_lab.baselines.measure import LAMBDA, OWN, WITH_K_ON, Comparison, Point
 from param_decomp_lab.baselines.parts import Choice
-from param_decomp_lab.display.numbers import number
+from param_decomp_lab.ui.numbers import number
 
 
 def verdict(found: Comparison) -> str:

@@ -8,15 +8,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Groups, Harvest, Summary, find_harvests
-from param_decomp_lab.harvest_files.averages import AVERAGES_FILE, Averages, find_averages
-from param_decomp_lab.harvest_files.groups import CLUSTERS_FILE, find_groups
-from param_decomp_lab.harvest_files.labels import Labels
-from param_decomp_lab.harvest_files.plan import HARVESTS, NAME
-from param_decomp_lab.harvest_files.scores import Scores
-from param_decomp_lab.harvest_files.tables import PLAN_FILE
-from param_decomp_lab.report.listing import DEPTH, RunStatus, read_run, run_folders
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.harvest.files import Groups, Harvest, Summary, find_harvests
+from param_decomp_lab.harvest.files.averages import AVERAGES_FILE, Averages, find_averages
+from param_decomp_lab.harvest.files.groups import CLUSTERS_FILE, find_groups
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.plan import HARVESTS, NAME
+from param_decomp_lab.harvest.files.scores import Scores
+from param_decomp_lab.harvest.files.tables import PLAN_FILE
+from param_decomp_lab.runs.listing import DEPTH, RunStatus, read_run, run_folders
+from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS_OPEN = 4
 
@@ -114,7 +114,7 @@ class Opened:
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def _groups(self, folder: Path, inode: int) -> Groups:
         del inode
-        return Groups(folder, self.harvest)
+        return Groups(folder, self.harvest.index, self.harvest.n_sampled)
 
     @property
     def averages(self) -> Averages | None:
@@ -125,7 +125,7 @@ class Opened:
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def _averages(self, folder: Path, inode: int) -> Averages:
         del inode
-        return Averages(folder, self.harvest)
+        return Averages(folder, self.harvest.index)
 
     @cached_property
     def scores(self) -> Scores:

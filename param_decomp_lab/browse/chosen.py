@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Summary
-from param_decomp_lab.harvest_files.tables import RARE_TOKEN, table_file
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.harvest.files import Summary
+from param_decomp_lab.harvest.files.tables import RARE_TOKEN, table_file
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.printable import printable
 
 PAGE = 50
 """Components of a page."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from param_decomp_lab.display.numbers import percent
+from param_decomp_lab.ui.numbers import percent
 
 MOST_LEAVES = 200
 LEAF, WIDTH = 18, 100
@@ -44,7 +44,7 @@ class Dendrogram:
 
 
 def dendrogram(leaves: Sequence[int], merges: Sequence[dict[str, Any]], n_sampled: int) -> Dendrogram:
-    """The tree of ``merges`` (`harvest_files/groups.py:Groups.merges_of`), the last of which is its root.
+    """The tree of ``merges`` (`harvest/files/groups.py:Groups.merges_of`), the last of which is its root.
 
     A merge stands at the share of the positions at which either part is active that only one of them is: 0 where they
     always are together. It never stands to the left of one that it contains. Of a tree with more than `MOST_LEAVES` the

@@ -18,10 +18,9 @@ from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
 from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
-from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node
-from param_decomp_lab.graph.groups import merge_groups
+from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node, merge_groups
 from param_decomp_lab.graph.show import graph_file
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
 
 LISTED = 100
 """Graphs in a list, the newest first."""

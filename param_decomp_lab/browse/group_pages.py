@@ -14,9 +14,9 @@ from param_decomp_lab.browse.chosen import around
 from param_decomp_lab.browse.dendrogram import WIDTH, dendrogram
 from param_decomp_lab.browse.pages import NotThere, Pages, shown_tokens
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Groups
-from param_decomp_lab.harvest_files.tables import RARE_TOKEN
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.harvest.files.tables import RARE_TOKEN
+from param_decomp_lab.safe_io.printable import printable
 
 PAGE = 50
 """Groups of a page, and members."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import uvicorn
 
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 FIRST_PORT, PORTS = 8720, 30
 

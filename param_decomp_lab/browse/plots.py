@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int
 
-from param_decomp_lab.display.numbers import exact, number
-from param_decomp_lab.harvest_files import Summary
-from param_decomp_lab.harvest_files.tables import IMPORTANCE_BINS, OCTAVES
+from param_decomp_lab.harvest.files import Summary
+from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS, OCTAVES
+from param_decomp_lab.ui.numbers import exact, number
 
 
 @dataclass(frozen=True)

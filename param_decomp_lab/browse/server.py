@@ -297,7 +297,7 @@ def _report_policy(page: str) -> str:
 
 def static_files() -> dict[str, tuple[bytes, str]]:
     """Content and type of the files that all pages use, by name."""
-    shared = (HERE.parent / "display" / "base.css").read_bytes()
+    shared = (HERE.parent / "ui" / "base.css").read_bytes()
     return {
         "browse.css": (shared + (HERE / "browse.css").read_bytes(), "text/css"),
         "browse.js": ((HERE / "browse.js").read_bytes(), "text/javascript"),

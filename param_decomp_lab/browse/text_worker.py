@@ -223,7 +223,7 @@ def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:
 
 
 def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> Answer:
-    from param_decomp_lab.opening.prompt import read_prompt
+    from param_decomp_lab.runs.prompt import read_prompt
 
     inputs, tokens = read_prompt(run, text)
     importances, activations = run.causal_importances(inputs, sites), run.activations(inputs, sites)

@@ -8,24 +8,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.state import Decomposition, init_state
+from param_decomp_jax.method.state import Decomposition, Learned, init_state
 from param_decomp_lab.check.data import check_data, data_notes
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
-from param_decomp_lab.checkpoints.store import Learned
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
-from param_decomp_lab.display.descriptions import describe_ci, describe_memory, shown_path
-from param_decomp_lab.display.numbers import exact
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.run_folder.folder import refuse_taken
+from param_decomp_lab.runs.folder import refuse_taken
+from param_decomp_lab.runs.parent import Parent, find_parent, refuse_mismatch
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.setup.named_text import named_text
-from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch
+from param_decomp_lab.ui.descriptions import describe_ci, describe_memory, shown_path
+from param_decomp_lab.ui.numbers import exact
+from param_decomp_lab.ui.warnings import print_warnings
 
 __all__ = ["check"]
 

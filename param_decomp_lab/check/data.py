@@ -6,11 +6,11 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData, count_rows
-from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with, text_of_data
 from param_decomp_lab.setup.named_text import named_text
 from param_decomp_lab.setup.target_source import target_folder
+from param_decomp_lab.ui.descriptions import shown_path
 
 
 def check_data(config: RunConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from param_decomp_jax.recon import Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.recon import Reconstruction, n_attack_passes, n_forwards
 from param_decomp_lab.check.tables import titled
 from param_decomp_lab.config import term_names
 from param_decomp_lab.config.core_specs import term
@@ -20,9 +20,9 @@ from param_decomp_lab.config.metric_schema import (
     PermutedCIPlots,
     UVPlots,
 )
-from param_decomp_lab.display.descriptions import describe_term
-from param_decomp_lab.display.numbers import exact
-from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.ui.descriptions import describe_term
+from param_decomp_lab.ui.numbers import exact
+from param_decomp_lab.ui.tables import plain_table
 
 FIGURES = (CIHistograms, ComponentActivationDensity, CIMeanPerComponent, PermutedCIPlots, UVPlots)
 

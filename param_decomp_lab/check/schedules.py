@@ -8,12 +8,12 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import Decomposition
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.state import Decomposition
 from param_decomp_lab.check.plots import curve
-from param_decomp_lab.display.numbers import exact
-from param_decomp_lab.display.tables import plain_table
+from param_decomp_lab.ui.numbers import exact
+from param_decomp_lab.ui.tables import plain_table
 
 HEIGHT = 2
 """Lines per curve; a constant one takes a single line."""

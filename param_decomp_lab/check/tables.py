@@ -10,16 +10,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.losses import Term
-from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
-from param_decomp_jax.sites import PRE_IDENTITY, Sites
-from param_decomp_jax.state import State
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites
+from param_decomp_jax.method.losses import Term
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import PDConfig
-from param_decomp_lab.display.descriptions import describe_term
-from param_decomp_lab.display.numbers import amount, byte_size, exact
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.setup.known_target import KnownTarget
+from param_decomp_lab.ui.descriptions import describe_term
+from param_decomp_lab.ui.numbers import amount, byte_size, exact
+from param_decomp_lab.ui.tables import plain_table
 
 
 def sites_table(sites: Sites, state: State) -> Table:

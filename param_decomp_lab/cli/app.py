@@ -36,11 +36,11 @@ from param_decomp_lab.cli.report import report
 from param_decomp_lab.cli.runs import runs
 from param_decomp_lab.cli.train import train
 from param_decomp_lab.cli.wandb import send
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotFetch, CannotTell, CannotWrite, NonFiniteLoss, UserError
 from param_decomp_lab.folders import FULL_ERRORS
-from param_decomp_lab.untrusted.paths import path_mistake
-from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.safe_io.paths import path_mistake
+from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.ui.console import PlainConsole
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -50,7 +50,7 @@ app = typer.Typer(
 def _show_version(asked: bool) -> None:
     if not asked:
         return
-    from param_decomp_lab.run_folder.folder import commit_of_the_code
+    from param_decomp_lab.runs.folder import commit_of_the_code
 
     commit = commit_of_the_code()
     python, jax = platform.python_version(), version("jax")

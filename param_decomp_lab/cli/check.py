@@ -1,7 +1,7 @@
 """`pd check`."""
 
 from param_decomp_lab.cli.options import Config, Overrides
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def check(config: Config, overrides: Overrides = None) -> None:

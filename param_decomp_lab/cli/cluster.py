@@ -43,8 +43,8 @@ def cluster(
     from param_decomp_lab.cluster.cluster import cluster as find
     from param_decomp_lab.cluster.request import ClusterRequest
     from param_decomp_lab.cluster.tables import print_groups
-    from param_decomp_lab.display.console import PlainConsole
-    from param_decomp_lab.harvest_files import chosen_harvest
+    from param_decomp_lab.harvest.files import chosen_harvest
+    from param_decomp_lab.ui.console import PlainConsole
 
     console = PlainConsole()
     request = ClusterRequest(alpha, seeds, min_density, draw)

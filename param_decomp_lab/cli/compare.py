@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.display.console import wide_console
+from param_decomp_lab.ui.console import wide_console
 
 
 def compare(

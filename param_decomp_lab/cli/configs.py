@@ -31,8 +31,8 @@ def configs(
     """
 
     from param_decomp_lab.config.shipped import find, shipped, write_copies
-    from param_decomp_lab.display.console import PlainConsole
-    from param_decomp_lab.display.tables import plain_table
+    from param_decomp_lab.ui.console import PlainConsole
+    from param_decomp_lab.ui.tables import plain_table
 
     console = PlainConsole()
     if not names:

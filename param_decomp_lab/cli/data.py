@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 app = typer.Typer(no_args_is_help=True, help="Token data for language models.")
 
@@ -121,7 +121,7 @@ def tokenize(
     from param_decomp_lab.data.tokenize import make_plan, tokenize
     from param_decomp_lab.data.tokenize_processes import available_cores
     from param_decomp_lab.data.tokenizers import BYTES
-    from param_decomp_lab.untrusted.printable import first_few
+    from param_decomp_lab.safe_io.printable import first_few
 
     if stdlib + bool(inputs) + (dataset is not None) != 1:
         raise UserError("pass either text files, folders or globs, or --dataset NAME, or --stdlib")

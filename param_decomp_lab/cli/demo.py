@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from param_decomp_lab.cli.options import Overrides
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
 PRETRAIN = ("pretrain", "configs/demo/pretrain.yaml")

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from param_decomp_lab.cli.options import RunFolder, Step
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def export(
@@ -77,10 +77,10 @@ def _edit(
     dtype: str | None,
     overwrite: bool,
 ) -> None:
-    from param_decomp_lab.display.numbers import number
     from param_decomp_lab.export.edit import EDIT_FILE, edit_table, export_edited
     from param_decomp_lab.folders import refuse_existing
     from param_decomp_lab.opening import load_run
+    from param_decomp_lab.ui.numbers import number
     from param_decomp_lab.weights.dtypes import DTYPES
 
     if dtype is not None and dtype not in DTYPES:

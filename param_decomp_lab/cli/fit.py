@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Config, Gpu, Overrides
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 from param_decomp_lab.probe.search import Goal
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def fit(

@@ -85,11 +85,11 @@ def graph(
 
         pd graph runs/p-5e6f7a8b "3=0.75" --target 3
     """
-    from param_decomp_lab.display.console import PlainConsole
     from param_decomp_lab.errors import UserError
     from param_decomp_lab.graph.show import ProgressLine, graph_file, show_graph
     from param_decomp_lab.opening import load_run
-    from param_decomp_lab.run_folder.output_file import check_output_file
+    from param_decomp_lab.runs.output_file import check_output_file
+    from param_decomp_lab.ui.console import PlainConsole
 
     console = PlainConsole()
     if dataset == (prompt is not None):
@@ -100,8 +100,8 @@ def graph(
         check_output_file(out, "--out")
     opened = load_run(run, step, devices=devices, target=moved)
     if dataset:
-        from param_decomp_lab.average.averages import AverageRequest, average_attributions
-        from param_decomp_lab.average.show import AveragesBar, show_averages
+        from param_decomp_lab.graph.averages import AverageRequest, average_attributions
+        from param_decomp_lab.graph.show_averages import AveragesBar, show_averages
 
         with AveragesBar(PlainConsole(stderr=True)) as bar:
             averages = average_attributions(opened, opened.harvest, AverageRequest(rows, largest, least_firings), bar)

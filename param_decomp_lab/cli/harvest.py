@@ -52,12 +52,12 @@ def harvest(
 
         srun --ntasks 8 --gpus-per-task 1 pd harvest runs/p-1a2b3c4d --tokens 100e6
     """
-    from param_decomp_lab.display.console import PlainConsole
     from param_decomp_lab.harvest.harvest import harvest as collect
     from param_decomp_lab.harvest.plan import HarvestRequest
     from param_decomp_lab.harvest.share import find_share
     from param_decomp_lab.opening import load_run
     from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
+    from param_decomp_lab.ui.console import PlainConsole
 
     console = PlainConsole()
     share = find_share(processes, process_id)

@@ -89,7 +89,6 @@ def label(
 
         pd label runs/p-1a2b3c4d --score --model gpt-5-mini --price-in 0.25 --price-out 2 --texts 20 --max-cost 6
     """
-    from param_decomp_lab.display.console import PlainConsole
     from param_decomp_lab.label.choose import Selection
     from param_decomp_lab.label.command import label as give_labels
     from param_decomp_lab.label.endpoint import Endpoint, read_key
@@ -100,6 +99,7 @@ def label(
     from param_decomp_lab.label.score_command import score as give_scores
     from param_decomp_lab.label.session import Request
     from param_decomp_lab.processes.stop_signal import STOPPED, StopSignal
+    from param_decomp_lab.ui.console import PlainConsole
 
     console = PlainConsole()
     prices = Prices(price_in, price_out)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Nodes, Overrides
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def launch(

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Gpu, Nodes, Overrides
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import CannotTell
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def probe(
@@ -56,7 +56,7 @@ def probe(
     from param_decomp_lab.probe.command import write_json
     from param_decomp_lab.probe.pages import write_pages
     from param_decomp_lab.probe.show import show, table_console
-    from param_decomp_lab.run_folder.output_file import check_output_file
+    from param_decomp_lab.runs.output_file import check_output_file
 
     if json_file is not None:
         check_output_file(json_file, "--json")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Config, Coordinator, Overrides, ProcessCount, ProcessNumber
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def profile(

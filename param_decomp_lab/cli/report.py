@@ -1,7 +1,7 @@
 """`pd report`."""
 
 from param_decomp_lab.cli.options import RunFolder
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def report(run: RunFolder) -> None:

@@ -25,7 +25,7 @@ def runs(
 
         pd runs --json | jq '.[] | select(.state == "failed") | .folder'
     """
-    from param_decomp_lab.report.listing import find_runs, show_runs
+    from param_decomp_lab.runs.listing import find_runs, show_runs
 
     found = find_runs(folders or [Path("runs")])
     show_runs(found, as_json=json_out)

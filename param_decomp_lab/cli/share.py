@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from param_decomp_lab.cli.options import RunFolder
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 if TYPE_CHECKING:
     from param_decomp_lab.share.readers import Reader

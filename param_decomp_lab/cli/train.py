@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from param_decomp_lab.cli.options import Coordinator, Overrides, ProcessCount, ProcessNumber
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 if TYPE_CHECKING:
     from param_decomp_lab.processes.group import Processes
@@ -78,8 +78,8 @@ def _train(
     stop: "StopSignal",
 ) -> None:
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.display.warnings import print_warnings
     from param_decomp_lab.training import run
+    from param_decomp_lab.ui.warnings import print_warnings
 
     with processes.sharing_errors():
         loaded = None if config is None else load_config(config, overrides)

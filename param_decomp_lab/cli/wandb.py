@@ -3,7 +3,7 @@
 import typer
 
 from param_decomp_lab.cli.options import RunFolder
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_lab.ui.console import PlainConsole
 
 
 def send(run: RunFolder) -> None:
@@ -18,7 +18,7 @@ def send(run: RunFolder) -> None:
 
         WANDB_BASE_URL=https://wandb.example.org pd wandb runs/p-1a2b3c4d
     """
-    from param_decomp_lab.metrics.wandb_sink import send_to_wandb
+    from param_decomp_lab.tracking.wandb_sink import send_to_wandb
 
     if not send_to_wandb(run, PlainConsole()):
         raise typer.Exit(1)

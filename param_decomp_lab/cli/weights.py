@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from param_decomp_lab.cli.options import Config, Overrides
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.ui.console import PlainConsole
 
 app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose.")
 
@@ -58,7 +58,7 @@ def import_torch(
 
         pd weights import-torch ~/.cache/huggingface/hub/models--a--b/snapshots/0123 --out models/b --dtype bfloat16
     """
-    from param_decomp_lab.display.descriptions import shown_path
+    from param_decomp_lab.ui.descriptions import shown_path
     from param_decomp_lab.weights.dtypes import DTYPES
     from param_decomp_lab.weights.import_torch import import_torch
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from scipy.sparse import csc_array
 
-from param_decomp_lab.harvest_files import Harvest
+from param_decomp_lab.harvest.files import Harvest
 
 
 @dataclass(frozen=True)

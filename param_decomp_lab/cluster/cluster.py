@@ -12,10 +12,10 @@ from param_decomp_lab.cluster.cost import grouping_cost
 from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.publish import publish
 from param_decomp_lab.cluster.request import ClusterRequest
-from param_decomp_lab.display.progress import Report, progress
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Groups, Harvest
-from param_decomp_lab.harvest_files.groups import CLUSTERS, CLUSTERS_FILE, SeedResult, labels_at
+from param_decomp_lab.harvest.files import Groups, Harvest
+from param_decomp_lab.harvest.files.groups import CLUSTERS, CLUSTERS_FILE, SeedResult, labels_at
+from param_decomp_lab.ui.progress import Report, progress
 
 
 def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Console | None = None) -> Groups:
@@ -27,7 +27,7 @@ def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Co
     if (out / CLUSTERS_FILE).is_file():
         with suppress(OSError):  # where nothing may be written
             os.utime(out)
-        return Groups(out, harvest)
+        return Groups(out, harvest.index, harvest.n_sampled)
     activity = harvested_activity(harvest)
     least = max(1.0, request.min_density * activity.n_positions)
     components = np.flatnonzero(activity.firings >= least)
@@ -42,7 +42,7 @@ def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Co
         histories = _merge(activity, request, report)
     seed, results = compare(histories, len(components), before)
     publish(out, request.options, components, activity.firings, histories[seed], seed, results, before)
-    return Groups(out, harvest)
+    return Groups(out, harvest.index, harvest.n_sampled)
 
 
 def _merge(activity: Activity, request: ClusterRequest, report: Report) -> list[History]:

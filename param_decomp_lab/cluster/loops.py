@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int32, Int64, UInt8
 
-from param_decomp_lab.compiled import compiled
+from param_decomp_lab.compilation import compiled
 
 SAMPLE = 512
 """Firings of a component that are looked at for others that fire there. One that pays fires at 50 of them or more, on

@@ -12,7 +12,7 @@ from jaxtyping import Int64
 
 from param_decomp_lab.cluster.merging import History
 from param_decomp_lab.folders import new_folder
-from param_decomp_lab.harvest_files.groups import (
+from param_decomp_lab.harvest.files.groups import (
     CLUSTERS_FILE,
     COMPONENTS,
     COMPONENTS_FILE,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files.groups import Options
+from param_decomp_lab.harvest.files.groups import Options
 
 MOST_SEEDS = 100
 

@@ -2,9 +2,9 @@
 
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import number, percent
-from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.ui.numbers import number, percent
+from param_decomp_lab.ui.tables import plain_table
 
 LARGEST = 10
 SITES = 3
@@ -28,7 +28,7 @@ def print_groups(groups: Groups, console: Console) -> None:
         )
     if several:
         console.print(table)
-    C = sum(site.C for site in groups.harvest.plan.sites)
+    C = len(groups.index)
     apart = C - len(groups.components)
     rare = f", or at less than {groups.options.min_density:g} of the positions" if groups.options.min_density else ""
     lines = [

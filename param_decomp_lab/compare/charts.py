@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.compare.fronts import Front, RunPoint
-from param_decomp_lab.display.numbers import number
 from param_decomp_lab.report.charts import SCALE, Axis, Tick, axis
+from param_decomp_lab.ui.numbers import number
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from param_decomp_lab.compare.page import Compared, compared, render
 from param_decomp_lab.compare.records import Record, read_records
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import CannotWrite
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.report.listing import STYLES
-from param_decomp_lab.run_folder.output_file import check_output_file
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.runs.listing import STYLES
+from param_decomp_lab.runs.output_file import check_output_file
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.numbers import number
+from param_decomp_lab.ui.tables import plain_table
 
 
 def compare_runs(

@@ -6,7 +6,7 @@ from typing import Any
 
 from param_decomp_lab.compare.records import Record
 from param_decomp_lab.config.resolve import flat_keys
-from param_decomp_lab.report.configuration import method_part
+from param_decomp_lab.runs.configuration import method_part
 
 ABSENT = "–"
 NOTHING = ("null", "false")

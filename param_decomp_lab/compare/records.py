@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.report.configuration import component_counts
-from param_decomp_lab.report.evaluation import attacks, kl, l0_names, l0_table
-from param_decomp_lab.report.listing import RunStatus, find_runs
-from param_decomp_lab.report.metrics import Series, series_by_key
-from param_decomp_lab.run_folder.folder import CONFIG_FILE
-from param_decomp_lab.untrusted.printable import printable
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.runs.configuration import component_counts
+from param_decomp_lab.runs.evaluation_rows import attacks, kl, l0_names, l0_table
+from param_decomp_lab.runs.folder import CONFIG_FILE
+from param_decomp_lab.runs.listing import RunStatus, find_runs
+from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.runs.series import Series, series_by_key
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 
 MASKINGS = {"ci_masked": "λ as masks", "rounded_masked": "λ rounded", "stoch_masked": "stochastic"}
 """The maskings whose KL is compared."""

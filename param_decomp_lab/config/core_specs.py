@@ -2,8 +2,10 @@
 
 from typing import Literal, assert_never
 
-from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing, schedules, state
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax import ci
+from param_decomp_jax.decomposition import schedules
+from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing, state
+from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.config import loss_schema as schema
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.memory import OptimizerName

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from param_decomp_jax.memory import (
+from param_decomp_jax.sharding.memory import (
     BALANCED,
     FAST,
     INTERMEDIATES,

@@ -9,8 +9,8 @@ from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.strict import ConfigSource, Strict, nearest
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.printable import shortened
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.safe_io.printable import shortened
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 # `data` and `target` are keys of both files; these are the wrapper's part of them.
 _SHARED: dict[str, type[Strict]] = {"data": DataFolders, "target": TargetSource}

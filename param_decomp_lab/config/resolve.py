@@ -14,7 +14,7 @@ from param_decomp_lab.config.overrides import apply_overrides, override_source, 
 from param_decomp_lab.config.strict import NO_MEANING, ConfigSource, Mistake, Strict, validate
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 
 FOLDER = Path(str(files("param_decomp_lab"))) / "configs"
 

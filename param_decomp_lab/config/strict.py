@@ -12,8 +12,8 @@ from pydantic import Strict as Strictness
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
-from param_decomp_lab.untrusted.printable import first_few, printable, shortened
+from param_decomp_lab.safe_io.paths import home_mistake, path_mistake
+from param_decomp_lab.safe_io.printable import first_few, printable, shortened
 
 Item = TypeVar("Item")
 ListOf = Annotated[tuple[Item, ...], Strictness(False)]  # a YAML list; its items stay strict

@@ -19,8 +19,8 @@ from jaxtyping import Int, Int32, UInt
 
 from param_decomp_lab.data.meta import COLUMN
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.printable import printable
 
 SUFFIX = ".arrow"
 CHECKSUM = "crc32"

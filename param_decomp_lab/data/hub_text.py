@@ -14,10 +14,10 @@ from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.plan import Role, Unit
 from param_decomp_lab.data.records import BadRecord, Column, column_documents, require_column
 from param_decomp_lab.data.spans import ROWS_AT_ONCE
-from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
-from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within
-from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.safe_io.answers import ANSWER_S, answer_within
+from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.ui.quiet_hub import quiet_hub
 
 ROWS_PER_UNIT = 1 << 16
 """Of a slice."""

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from param_decomp_lab.data.hub_text import explained
 from param_decomp_lab.data.tokenizers import BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
-from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.answers import ask_for_file
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.answers import ask_for_file
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.quiet_hub import quiet_hub
 
 
 def cached_tokenizer(name: str) -> str | None:

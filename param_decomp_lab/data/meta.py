@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_type_hints
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.safe_io.files import LISTING_BYTES
+from param_decomp_lab.safe_io.json_text import read_json
 
 META_FILE = "meta.json"
 COLUMN = "input_ids"

@@ -11,8 +11,8 @@ from jaxtyping import Int, Int32
 
 from param_decomp_lab.data.meta import COLUMN
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.printable import first_few
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.printable import first_few
 
 # Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
 CACHE_BYTES = 1 << 30

@@ -11,8 +11,8 @@ from param_decomp_lab.data.meta import Split
 from param_decomp_lab.data.records import TEXT, Column
 from param_decomp_lab.data.spans import FileSpan, Span
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import INTEGER
-from param_decomp_lab.untrusted.printable import shortened
+from param_decomp_lab.safe_io.json_text import INTEGER
+from param_decomp_lab.safe_io.printable import shortened
 
 UNIT_BYTES = 1 << 24
 """Of text in a unit, about."""

@@ -11,8 +11,8 @@ from jaxtyping import Int32
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.tokenizers import LARGEST_ID
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import TITLES
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.json_text import TITLES
+from param_decomp_lab.safe_io.printable import first_few, printable
 
 
 @dataclass(frozen=True)

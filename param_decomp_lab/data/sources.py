@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.mesh import sharding
-from param_decomp_jax.placement import batch_sharding, from_process_rows
+from param_decomp_jax.sharding.mesh import sharding
+from param_decomp_jax.sharding.placement import batch_sharding, from_process_rows
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.read_ahead import ReadAhead
@@ -30,7 +30,7 @@ class BatchShapes(Protocol):
         ...
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """The batch of a step inside the program (`param_decomp_jax.multi_step.BatchFunction`)."""
+        """The batch of a step inside the program (`param_decomp_jax.method.multi_step.BatchFunction`)."""
         ...
 
 

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 from param_decomp_lab.data.pieces import Document
 from param_decomp_lab.data.records import BadRecord, Column, column_documents, record_document, require_column
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.json_text import TITLES, parse_json
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.json_text import TITLES, parse_json
+from param_decomp_lab.safe_io.printable import printable
 
 Format = Literal["text", "json", "parquet"]
 FORMATS: tuple[Format, ...] = get_args(Format)

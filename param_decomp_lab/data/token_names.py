@@ -1,13 +1,13 @@
 """Names of token ids, the same in harvests, the browser, graphs, prompts for labels, and shared files.
 
 No two ids of a tokenizer have one name, and a name depends on the tokenizer alone, not on which ids are shown. Names
-hold nothing that `untrusted.printable` would escape.
+hold nothing that `safe_io.printable` would escape.
 """
 
 import re
 from collections.abc import Mapping, Sequence, Set
 
-from param_decomp_lab.untrusted.printable import UNPRINTABLE, shortened
+from param_decomp_lab.safe_io.printable import UNPRINTABLE, shortened
 
 NAME_CHARACTERS = 100
 """Longest name, but for an id appended to it."""

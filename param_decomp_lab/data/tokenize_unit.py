@@ -16,8 +16,8 @@ from param_decomp_lab.data.plan import Plan, Settings, Unit
 from param_decomp_lab.data.records import BadRecord
 from param_decomp_lab.data.token_writer import TokenWriter, Written, before_document
 from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.printable import shortened
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.printable import shortened
 
 PIECES_AT_ONCE = 1024
 CHARS_AT_ONCE = 1 << 22

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from param_decomp_lab.data.token_names import BYTE_PIECES, LOST, Piece, decoded_piece
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import read_text
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.files import read_text
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import printable
 
 BYTES = "bytes"
 NO_TOKENIZER = "none"

@@ -19,9 +19,9 @@ from param_decomp_lab.data.plan import Plan
 from param_decomp_lab.data.tokenize_unit import UnitRecord
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import explain_writing, not_written, put_in_place, refuse_existing
-from param_decomp_lab.untrusted.files import LISTING_BYTES
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.printable import first_few, printable
+from param_decomp_lab.safe_io.files import LISTING_BYTES
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import first_few, printable
 
 PLAN_FILE, LOCK_FILE, PUBLISH_FILE = "plan.json", "lock", "publishing"
 

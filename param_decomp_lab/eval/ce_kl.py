@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.ci.squash import Squash
-from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import Components
-from param_decomp_jax.masked import Stream
-from param_decomp_jax.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
-from param_decomp_jax.mesh import constrain, cut, uncut
-from param_decomp_jax.numerics import kl_divergence
-from param_decomp_jax.recon import run_masked
-from param_decomp_jax.remat import token_blocks
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
+from param_decomp_jax.method.recon import run_masked
+from param_decomp_jax.nn.numerics import kl_divergence
+from param_decomp_jax.sharding.mesh import constrain, cut, uncut
+from param_decomp_jax.sharding.remat import token_blocks
 from param_decomp_jax.targets.decoder import Decoder
 
 MASKINGS = ("unmasked", "ci_masked", "rounded_masked", "stoch_masked", "random_masked", "zero_masked")

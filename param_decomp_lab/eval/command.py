@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.eval.request import EvaluationRequest
 from param_decomp_lab.eval.run_evaluation import Evaluated, as_json, evaluate_run
 from param_decomp_lab.folders import is_irregular, write_whole
-from param_decomp_lab.run_folder.folder import EVALUATIONS
-from param_decomp_lab.run_folder.output_file import check_output_file, run_around
+from param_decomp_lab.runs.folder import EVALUATIONS
+from param_decomp_lab.runs.output_file import check_output_file, run_around
+from param_decomp_lab.ui.numbers import number
+from param_decomp_lab.ui.tables import plain_table
 
 
 def evaluate(

@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
-from param_decomp_jax.adversary import PersistentAttack
-from param_decomp_jax.importances import read_batch
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.mesh import replace_fields
-from param_decomp_jax.mesh import whole as whole_on
-from param_decomp_jax.objective import Objective, term_keys
-from param_decomp_jax.recon import Reconstruction
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, hold_for_reading, keeps_outputs
+from param_decomp_jax.analysis.importances import read_batch
+from param_decomp_jax.method.adversary import PersistentAttack
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.objective import Objective, term_keys
+from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_outputs
+from param_decomp_jax.sharding.mesh import replace_fields
+from param_decomp_jax.sharding.mesh import whole as whole_on
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.features import FeatureTarget
@@ -36,14 +36,14 @@ from param_decomp_lab.config.metric_schema import (
     ComponentActivationDensity,
 )  # fmt: skip
 from param_decomp_lab.config.site_patterns import expert_of, matches_module
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
+from param_decomp_lab.eval.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0, routed_shares
 from param_decomp_lab.eval.toy_probe import Probe
-from param_decomp_lab.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.setup.programs import Program
+from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.warnings import print_warnings
 
 
 class EvaluationStopped(Exception):

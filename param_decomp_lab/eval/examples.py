@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.analysis.importances import chosen_logits, squash_existing
 from param_decomp_jax.ci import squashings
-from param_decomp_jax.importances import chosen_logits, squash_existing
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.eval.statistics import Statistics
-from param_decomp_lab.run_folder.folder import EXAMPLES_FILE
+from param_decomp_lab.runs.folder import EXAMPLES_FILE
 
 MOST_OF_A_SITE = 16
 MOST = 4096

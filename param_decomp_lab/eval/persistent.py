@@ -9,14 +9,14 @@ from dataclasses import replace
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
 from param_decomp_jax.ci import ImportanceReader
-from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.components import Components
-from param_decomp_jax.masks import Bundle
-from param_decomp_jax.recon import Reconstruction, reconstruction, warm_up_error
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.state import State
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.masks import Bundle
+from param_decomp_jax.method.recon import Reconstruction, reconstruction, warm_up_error
+from param_decomp_jax.method.state import State
 
 Adversaries = dict[str, Adversary]
 

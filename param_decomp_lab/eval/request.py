@@ -9,8 +9,8 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import read_text
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.safe_io.files import read_text
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 SETTABLE = ("eval", "data", "memory")
 """Top-level keys that `--set` may change; others would change the decomposition."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from param_decomp_jax.state import State
+from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import FeatureInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig, ToyFile

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci import ImportanceReader, per_component
-from param_decomp_jax.components import Components
-from param_decomp_jax.grouped import OverPositions
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_lab.config.site_patterns import of_all_experts
 
 BINS = 100

@@ -11,17 +11,17 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_jax.components import with_views
-from param_decomp_jax.importances import lower_importances
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.importances import lower_importances
+from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
-from param_decomp_lab.ground_truth.toys import (
+from param_decomp_lab.eval.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
+from param_decomp_lab.eval.ground_truth import (
     dense_ci_error,
     dense_columns,
     identity_ci_error,

@@ -12,9 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from param_decomp_lab.checkpoints.damage import Damaged, find_file_damage, read_description
-from param_decomp_lab.checkpoints.fingerprints import PartwiseFingerprint
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.runs.checkpoints.damage import Damaged, find_file_damage, read_description
+from param_decomp_lab.runs.checkpoints.fingerprints import PartwiseFingerprint
 
 Part = tuple[slice, ...]
 

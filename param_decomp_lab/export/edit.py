@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from param_decomp_jax.numerics import kl_divergence
-from param_decomp_jax.placement import batch_sharding, from_host
-from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.nn.numerics import kl_divergence
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.opening import Run
-from param_decomp_lab.opening.forward import clean
-from param_decomp_lab.opening.prompt import read_prompt
 from param_decomp_lab.opening.selection import Selection, selected
-from param_decomp_lab.opening.target import weights_folder
+from param_decomp_lab.runs.forward import clean
+from param_decomp_lab.runs.prompt import read_prompt
+from param_decomp_lab.runs.target import weights_folder
 from param_decomp_lab.setup.language_model import held_out_rows
 from param_decomp_lab.weights.dtypes import Dtype
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, save_target, stored_dtype
@@ -176,8 +176,8 @@ def _prompted(run: Run, edited: Weights, prompt: str) -> Prompted:
 
 def edit_table(edit: Edit) -> list[Any]:
     """For the terminal: a table for each prompt."""
-    from param_decomp_lab.display.numbers import number, percent
-    from param_decomp_lab.display.tables import plain_table
+    from param_decomp_lab.ui.numbers import number, percent
+    from param_decomp_lab.ui.tables import plain_table
 
     tables = []
     for prompted in edit.prompts:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
 
 BLOCKS = "blocks"
 """Part of the name of arrays with a leading axis for the blocks of a CI transformer."""

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from param_decomp_jax.attribution import Firing, Targets
-from param_decomp_jax.sites import Sites, Stack
+from param_decomp_jax.analysis.attribution import Firing, Targets
+from param_decomp_jax.decomposition.sites import Sites, Stack
 
 LEAST = 8
 """Width of a table at least; widths are powers of two, so that prompts of a length share their programs."""

@@ -1,8 +1,9 @@
 """An attribution graph as it is kept: nodes, edges, and what was left out."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +11,17 @@ from pydantic import TypeAdapter
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.harvest_files.groups import Groups
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.harvest.files.groups import Groups
+from param_decomp_lab.safe_io.json_text import read_json
 
 VERSION = 1
 FOLDER = "graphs"
 """Subfolder of a run's folder."""
 LARGEST = 64 << 20
 """Bytes of a file that is read."""
+
+GroupOf = Callable[[str, int], int | None]
+"""The group of a component, by site and number; None where it has none (`Groups.group_of`)."""
 
 NodeKind = Literal["component", "embedding", "rest", "biases", "output", "group"]
 
@@ -29,7 +33,7 @@ class Node:
     output's value (E3). ``importance``: λ, of components alone. ``influence``: E6; of an output, its probability
     among those chosen. ``probability``: of an output that is a token, the model's own.
 
-    A group stands for several components at one position, ``members`` by their ids (`graph/groups.py`): its ``number``
+    A group stands for several components at one position, ``members`` by their ids (`merge_groups`): its ``number``
     is that of the group, ``site`` that of its member of largest influence, ``importance`` the largest λ."""
 
     kind: NodeKind
@@ -158,9 +162,7 @@ class Graph:
         return sorted(found, key=lambda pair: -abs(pair[1].weight))
 
     def grouped(self, groups: Groups) -> "Graph":
-        """The same graph with the members of a group at one position as one node (`graph/groups.py:merge_groups`)."""
-        from param_decomp_lab.graph.groups import merge_groups
-
+        """The same graph with the members of a group at one position as one node (`merge_groups`)."""
         return merge_groups(self, groups.group_of)
 
     def _number(self, node: Node | str) -> int:
@@ -222,3 +224,51 @@ def _rows(columns: Any) -> Iterator[dict[str, Any]]:
     names = list(columns)
     for values in zip(*columns.values(), strict=True):
         yield dict(zip(names, values, strict=True))
+
+
+def merge_groups(graph: Graph, group_of: GroupOf) -> Graph:
+    """Members of a group at the same position become one node, whose influence is the sum of theirs; a member that is
+    alone there stays as it is.
+
+    Edges that run together are added up, and those within a group are gone. Of a group's incoming edge, the share is
+    the mean over its members, weighted by their influence. Weights are added as they are: those into a group are of
+    several activations, each in units of its own.
+    """
+    together: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for n, node in enumerate(graph.nodes):
+        if node.kind == "component":
+            group = group_of(node.site, node.number)
+            if group is not None:
+                together[group, node.position].append(n)
+    place: dict[int, int] = {}
+    merged: list[tuple[Node, list[int]]] = []
+    for (group, position), members in together.items():
+        if len(members) > 1:
+            nodes = [graph.nodes[n] for n in members]
+            best = max(nodes, key=lambda node: node.influence)
+            importance = max(node.importance for node in nodes)
+            total = sum(node.influence for node in nodes)
+            ids = tuple(node.id for node in nodes)
+            merged.append((Node("group", best.site, position, group, 0.0, importance, total, members=ids), members))
+    inside = {n for _, members in merged for n in members}
+    kept = [([n], graph.nodes[n]) for n in range(len(graph.nodes)) if n not in inside]
+    entries = kept + [(members, node) for node, members in merged]
+    entries.sort(key=lambda entry: (entry[1].kind != "output", -entry[1].influence))
+    for k, (members, _) in enumerate(entries):
+        place.update(dict.fromkeys(members, k))
+    return replace(graph, nodes=tuple(node for _, node in entries), edges=_added_up(graph, place, entries))
+
+
+def _added_up(graph: Graph, place: dict[int, int], entries: list[tuple[list[int], Node]]) -> tuple[Edge, ...]:
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for edge in graph.edges:
+        source, target = place[edge.source], place[edge.target]
+        if source == target:
+            continue
+        members, node = entries[target]
+        part = 1.0
+        if len(members) > 1:
+            part = graph.nodes[edge.target].influence / node.influence if node.influence > 0 else 1 / len(members)
+        weight, share = sums.get((source, target), (0.0, 0.0))
+        sums[source, target] = weight + edge.weight, share + part * edge.share
+    return tuple(Edge(source, target, *values) for (source, target), values in sums.items())

@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
+from param_decomp_jax.analysis.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
+from param_decomp_jax.analysis.importances import SiteReading, read_sites
 from param_decomp_jax.ci.inputs import ChosenExperts
-from param_decomp_jax.importances import SiteReading, read_sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.graph.firing import find_firing
-from param_decomp_lab.jitted import jitted
 
 GRADIENT_BYTES = 1 << 29
 """Of the gradients with respect to what the sites give, for all targets that are computed at once."""
@@ -25,7 +25,7 @@ MOST_AT_ONCE = 64
 
 
 class Opened(Protocol):
-    """What is needed of an opened run (`opening/run.py:Run`)."""
+    """What is needed of an opened run (`runs/opened.py:OpenedRun`)."""
 
     problem: Problem
     learned: Any

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from param_decomp_jax.adversary import FreshAttack
-from param_decomp_jax.attribution import for_attribution
-from param_decomp_jax.inspection import stack_sites, unstack_sites
-from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
-from param_decomp_jax.prompt_importances import (
+from param_decomp_jax.analysis.attribution import for_attribution
+from param_decomp_jax.analysis.prompt_importances import (
     Descent,
     Importances,
     Measure,
@@ -23,12 +20,15 @@ from param_decomp_jax.prompt_importances import (
     reading_errors,
     start_lowering,
 )
-from param_decomp_jax.schedules import Anneal
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.schedules import Anneal
+from param_decomp_jax.method.adversary import FreshAttack
+from param_decomp_jax.method.inspection import stack_sites, unstack_sites
+from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.step import Problem
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Optimized, ReadingErrors
 from param_decomp_lab.graph.incoming import Opened
-from param_decomp_lab.jitted import jitted
 
 Loss = Literal["kl", "logit"]
 Progress = Callable[[int, int, int], None]

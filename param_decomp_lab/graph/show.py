@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 from rich.progress import TextColumn, TimeElapsedColumn
 
-from param_decomp_lab.display.numbers import number, percent
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.graph.graph import FOLDER, Graph, Node, Optimized
+from param_decomp_lab.ui.numbers import number, percent
+from param_decomp_lab.ui.tables import plain_table
 
 SHOWN = 20
 """Components that are printed."""

@@ -9,11 +9,11 @@ from jaxtyping import Float, Int, Int64
 
 from param_decomp_lab.harvest import keys
 from param_decomp_lab.harvest.device import SiteSums
+from param_decomp_lab.harvest.files.plan import Plan
 from param_decomp_lab.harvest.firings import Firings, Tables
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
 from param_decomp_lab.harvest.state import HarvestState
-from param_decomp_lab.harvest_files.plan import Plan
 
 
 class SiteBlock(NamedTuple):

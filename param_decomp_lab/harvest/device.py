@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.importances import SiteReading, read_sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.importances import SiteReading, read_sites
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import TokenInputs
 from param_decomp_jax.targets.base import Weights
 

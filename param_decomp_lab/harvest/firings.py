@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, UInt32, UInt64
 
-from param_decomp_lab.compiled import compiled
-from param_decomp_lab.harvest_files.tables import OCTAVES
+from param_decomp_lab.compilation import compiled
+from param_decomp_lab.harvest.files.tables import OCTAVES
 
 AT_ONCE = 1 << 13
 """Firings that are collected before they are counted: they stay in the processor's cache."""

@@ -20,21 +20,21 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from param_decomp_jax.placement import batch_sharding, from_host
+from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import is_of_the_disk, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import BatchValues, SiteSums, SiteValues, batch_values
+from param_decomp_lab.harvest.files.plan import HARVESTS, Plan
+from param_decomp_lab.harvest.files.tables import PLAN_FILE
 from param_decomp_lab.harvest.firings import find_firings
 from param_decomp_lab.harvest.plan import HarvestRequest, Source, as_inputs, make_plan
 from param_decomp_lab.harvest.publish import publish
 from param_decomp_lab.harvest.share import Share
 from param_decomp_lab.harvest.state import HarvestState, blocks_done, last_save
-from param_decomp_lab.harvest_files.plan import HARVESTS, Plan
-from param_decomp_lab.harvest_files.tables import PLAN_FILE
-from param_decomp_lab.opening import Run
-from param_decomp_lab.run_folder.identity import what_became_of
-from param_decomp_lab.run_folder.lock import only_job
+from param_decomp_lab.runs.identity import what_became_of
+from param_decomp_lab.runs.lock import only_job
+from param_decomp_lab.runs.opened import OpenedRun
 
 SAVE_EVERY_S = 60.0
 SHARE_FOR_SAVING = 0.05
@@ -44,7 +44,7 @@ SILENCE_S = 900.0
 
 
 def harvest(
-    run: Run,
+    run: OpenedRun,
     request: HarvestRequest | None = None,
     share: Share | None = None,
     console: Console | None = None,
@@ -131,7 +131,7 @@ def _watched(folder: Path) -> Iterator[Callable[[], None]]:
 class Harvester:
     """Runs the blocks of one process."""
 
-    def __init__(self, run: Run, plan: Plan, source: Source, state: HarvestState) -> None:
+    def __init__(self, run: OpenedRun, plan: Plan, source: Source, state: HarvestState) -> None:
         self._run, self._plan, self._source, self._state = run, plan, source, state
         self._counter = BlockCounter(plan, state)
         self._names = tuple(site.name for site in plan.sites)

@@ -16,10 +16,10 @@ from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.examples import AROUND
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest.inputs import Inputs
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
-from param_decomp_lab.opening import Run
-from param_decomp_lab.opening.masks import chosen_sites
+from param_decomp_lab.runs.masks import chosen_sites
+from param_decomp_lab.runs.opened import OpenedRun
 from param_decomp_lab.setup.language_model import training_rows
 from param_decomp_lab.setup.toys import HARVEST, feature_source
 
@@ -55,7 +55,7 @@ class HarvestRequest:
 class Source:
     """The inputs of a harvest, by block: rows of token data, or a toy's features drawn for it."""
 
-    def __init__(self, run: Run, request: HarvestRequest) -> None:
+    def __init__(self, run: OpenedRun, request: HarvestRequest) -> None:
         self._run, self._request = run, request
         reads = run.architecture.inputs
         if isinstance(reads, FeatureInputs):
@@ -99,7 +99,7 @@ def as_inputs(plan: Plan, block: np.ndarray) -> Inputs:
     return Inputs(tokens=block.ravel()) if plan.inputs == "tokens" else Inputs(features=block)
 
 
-def make_plan(run: Run, request: HarvestRequest, source: Source) -> Plan:
+def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> Plan:
     """Raises UserError for what cannot be harvested."""
     names = chosen_sites(run.problem.target.sites, request.sites)
     sites = tuple(

@@ -20,11 +20,8 @@ from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.harvest import keys
 from param_decomp_lab.harvest.examples import EMPTY, Examples, Kind, place_in_group
-from param_decomp_lab.harvest.plan import Source
-from param_decomp_lab.harvest.state import HarvestState, SiteState
-from param_decomp_lab.harvest.totals import UNIT
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
-from param_decomp_lab.harvest_files.tables import (
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.tables import (
     FIRINGS_FILE,
     GROUPS,
     INPUTS_FILE,
@@ -38,7 +35,10 @@ from param_decomp_lab.harvest_files.tables import (
     Table,
     table_file,
 )
-from param_decomp_lab.opening import Run
+from param_decomp_lab.harvest.plan import Source
+from param_decomp_lab.harvest.state import HarvestState, SiteState
+from param_decomp_lab.harvest.totals import UNIT
+from param_decomp_lab.runs.opened import OpenedRun
 
 TOKENS_KEPT = 32
 """Tokens of a component that are kept for being most frequent where it fires, and for being most raised there."""
@@ -51,7 +51,7 @@ LOW = np.uint64(32)
 """Bits of the lower number of a pair."""
 
 
-def publish(run: Run, plan: Plan, source: Source, state: HarvestState, out: Path) -> None:
+def publish(run: OpenedRun, plan: Plan, source: Source, state: HarvestState, out: Path) -> None:
     """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does.
 
     ``state`` is emptied on the way, since writing takes memory too.
@@ -110,7 +110,7 @@ def _groups(table: Table, C: int) -> Iterator[slice]:
         yield slice(first, min(C, first + GROUPS[table]))
 
 
-def _write_components(run: Run, site: PlannedSite, state: SiteState, top_tokens: np.ndarray, file: Path) -> None:
+def _write_components(run: OpenedRun, site: PlannedSite, state: SiteState, top_tokens: np.ndarray, file: Path) -> None:
     found = state.totals
 
     def columns(part: slice) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _tokens_of(engine: duckdb.DuckDBPyConnection, files: Sequence[Path], site: i
     ).to_arrow_table()
 
 
-def _write_weights(run: Run, site: PlannedSite, file: Path) -> None:
+def _write_weights(run: OpenedRun, site: PlannedSite, file: Path) -> None:
     lens = _lens(run, site)
 
     def columns(part: slice) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return order, np.take_along_axis(cosines, order, axis=1)
 
 
-def _lens(run: Run, site: PlannedSite) -> Any:
+def _lens(run: OpenedRun, site: PlannedSite) -> Any:
     """The logit lens of a site that writes to the residual stream; None for another.
 
     ``U_c`` goes through the unembedding, with the scales of the final norm and not its division, which is linear in no

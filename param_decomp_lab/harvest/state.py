@@ -18,7 +18,7 @@ from param_decomp_lab.harvest.examples import AROUND, Examples
 from param_decomp_lab.harvest.positions import BlockPositions
 from param_decomp_lab.harvest.token_counts import TokenCounts
 from param_decomp_lab.harvest.totals import Totals
-from param_decomp_lab.untrusted.files import LISTING_BYTES, read_text, regular_file
+from param_decomp_lab.safe_io.files import LISTING_BYTES, read_text, regular_file
 
 DONE_FILE = "done.json"
 

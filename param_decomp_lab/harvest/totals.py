@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64, Int64, UInt32
 
 from param_decomp_lab.harvest.device import AnyArray, SiteSums
-from param_decomp_lab.harvest_files.tables import ACTIVATION_BINS, IMPORTANCE_BINS
+from param_decomp_lab.harvest.files.tables import ACTIVATION_BINS, IMPORTANCE_BINS
 
 UNIT = 2.0**-26
 """Sums are kept as whole multiples of this: integers add up to the same in every order, floats do not."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from param_decomp_lab.display.numbers import duration
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.label.endpoint import Endpoint, Reply
 from param_decomp_lab.label.ledger import Ledger, Question, Status
+from param_decomp_lab.ui.numbers import duration
 
 TRIES = 6
 """Requests for one question while the server is busy or in trouble."""

@@ -8,7 +8,7 @@ import numpy as np
 from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.config.strict import nearest
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest
+from param_decomp_lab.harvest.files import Harvest
 
 Order = Literal["density", "importance"]
 Component = tuple[str, int]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from param_decomp_lab.harvest_files.labels import BY_MODEL, LONGEST_NAME, Label
+from param_decomp_lab.harvest.files.labels import BY_MODEL, LONGEST_NAME, Label
 from param_decomp_lab.label.asking import Ended
 from param_decomp_lab.label.choose import Component, choose_components
 from param_decomp_lab.label.endpoint import Endpoint

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from param_decomp_lab.harvest_files import Example
+from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.label.choose import Component
 from param_decomp_lab.label.naming import shown_examples
 from param_decomp_lab.label.texts import LEAST_SHOWN, Text, Texts, as_text, firing_places

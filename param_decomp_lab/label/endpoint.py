@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.label.money import Message, Prices, most_tokens
-from param_decomp_lab.untrusted.json_text import parse_json
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.json_text import parse_json
+from param_decomp_lab.safe_io.printable import printable
 
 ANSWER_BYTES = 1 << 20
 """Limit for an answer."""

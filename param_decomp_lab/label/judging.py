@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from param_decomp_lab.harvest_files.scores import Kind
+from param_decomp_lab.harvest.files.scores import Kind
 from param_decomp_lab.label.choose import Component
 from param_decomp_lab.label.draws import Draws, Judged
 from param_decomp_lab.label.ledger import Question

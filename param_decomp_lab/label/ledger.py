@@ -16,11 +16,11 @@ from typing import Any, Literal
 from rich.console import Console
 
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.harvest_files.databases import BUSY_S, read_rows
-from param_decomp_lab.harvest_files.plan import HARVESTS
+from param_decomp_lab.harvest.files.databases import BUSY_S, read_rows
+from param_decomp_lab.harvest.files.plan import HARVESTS
 from param_decomp_lab.label.endpoint import Endpoint, Reply, now
 from param_decomp_lab.label.money import Message
-from param_decomp_lab.run_folder.lock import only_job
+from param_decomp_lab.runs.lock import only_job
 
 FOLDER = "labelling"
 FILE = "requests.sqlite"

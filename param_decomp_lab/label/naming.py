@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from param_decomp_lab.display.numbers import number, percent, signed
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Example
-from param_decomp_lab.harvest_files.tables import RARE_TOKEN
+from param_decomp_lab.harvest.files import Example
+from param_decomp_lab.harvest.files.tables import RARE_TOKEN
 from param_decomp_lab.label.choose import Component
 from param_decomp_lab.label.ledger import Question
 from param_decomp_lab.label.texts import Texts, as_text, firing_places
-from param_decomp_lab.untrusted.json_text import parse_json
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.json_text import parse_json
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.numbers import number, percent, signed
 
 TOP_SHOWN = 8
 UNIFORM_SHOWN = 8

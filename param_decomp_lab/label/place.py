@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest, harvest_of, harvests_of
-from param_decomp_lab.harvest_files.labels import Labels
-from param_decomp_lab.harvest_files.plan import HARVESTS
-from param_decomp_lab.harvest_files.scores import Scores
-from param_decomp_lab.harvest_files.tables import PLAN_FILE
+from param_decomp_lab.harvest.files import Harvest, harvest_of, harvests_of
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.plan import HARVESTS
+from param_decomp_lab.harvest.files.scores import Scores
+from param_decomp_lab.harvest.files.tables import PLAN_FILE
 from param_decomp_lab.label.texts import Texts
 
 

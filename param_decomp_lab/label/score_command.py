@@ -7,10 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from param_decomp_lab.config.strict import nearest
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files.scores import CHANCE, Kind, Score
+from param_decomp_lab.harvest.files.scores import CHANCE, Kind, Score
 from param_decomp_lab.label.asking import Ended
 from param_decomp_lab.label.choose import Component, choose_components
 from param_decomp_lab.label.draws import Draws
@@ -20,6 +18,8 @@ from param_decomp_lab.label.ledger import Question
 from param_decomp_lab.label.place import LabelledRun
 from param_decomp_lab.label.scoring import Tally, overall
 from param_decomp_lab.label.session import Progress, Request, Stop, open_session, say_end
+from param_decomp_lab.ui.numbers import number
+from param_decomp_lab.ui.tables import plain_table
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from param_decomp_lab.harvest_files.scores import Score
+from param_decomp_lab.harvest.files.scores import Score
 from param_decomp_lab.label.judging import Answer, Truth
 
 

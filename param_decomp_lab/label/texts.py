@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Example, Harvest
+from param_decomp_lab.harvest.files import Example, Harvest
 
 MARKS = str.maketrans({"«": "\\u00ab", "»": "\\u00bb"})
 """Within a token, what marks it."""

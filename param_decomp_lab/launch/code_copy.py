@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.run_folder.folder import COMMIT_FILE
+from param_decomp_lab.runs.folder import COMMIT_FILE
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "slurm", "pyproject.toml")

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from param_decomp_lab.check.data import check_data
 from param_decomp_lab.config import RunConfig, load_config
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE, Code
 from param_decomp_lab.launch.fits import PlannedProbe, all_fit
@@ -23,7 +22,8 @@ from param_decomp_lab.launch.prepare import add_code, make_run, record_job
 from param_decomp_lab.launch.sweep import Choice, choices
 from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.processes.stop_signal import STOPPED
-from param_decomp_lab.run_folder.folder import CONFIG_FILE, refuse_taken
+from param_decomp_lab.runs.folder import CONFIG_FILE, refuse_taken
+from param_decomp_lab.ui.warnings import print_warnings
 
 NO_CHOICE = Choice()
 SCRIPT = "job.sbatch"

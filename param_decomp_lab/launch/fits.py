@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.launch.layout import Layout
 from param_decomp_lab.probe.subprocess import ProbeOutput, probe_in_subprocess
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.warnings import print_warnings
 
 SKIP_PROBE = "to submit without this check: --no-probe"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.command import gpus_per_node_of_mesh

@@ -12,8 +12,8 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
 from param_decomp_lab.launch.code_copy import CODE, Code
-from param_decomp_lab.run_folder.folder import CONFIG_FILE, begin_run_folder, refuse_taken
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.runs.folder import CONFIG_FILE, begin_run_folder, refuse_taken
+from param_decomp_lab.safe_io.json_text import read_json
 
 LAUNCH_FILE = "launch.json"
 RECIPE_FILE = "target.yaml"

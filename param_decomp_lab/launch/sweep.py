@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 UNSWEPT = ("run_id", "out_dir")
 """Keys that cannot be swept: every run gets its own id, and all share one folder."""

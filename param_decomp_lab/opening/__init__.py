@@ -1,6 +1,6 @@
-"""Opening a run for reading: its components, CI function and target, on any number of devices."""
+"""Opening a run for reading: what it learned and its target, its harvest and graphs, on any number of devices."""
 
-from param_decomp_lab.opening.load import load_run
-from param_decomp_lab.opening.run import Component, Run
+from param_decomp_lab.opening.run import Run, load_run
+from param_decomp_lab.runs.opened import Component
 
 __all__ = ["Component", "Run", "load_run"]

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.opening.prompt import read_prompt
 from param_decomp_lab.opening.selection import Selection, selected
+from param_decomp_lab.runs.prompt import read_prompt
 
 ReadingName = Literal["ci", "random", "attack"]
 READINGS: tuple[ReadingName, ...] = ("ci", "random", "attack")

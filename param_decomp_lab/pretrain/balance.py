@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, frozen_axes
 from param_decomp_jax.targets.transformer import Transformer

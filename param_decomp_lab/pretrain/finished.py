@@ -7,8 +7,8 @@ from typing import Any
 
 from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
 
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"

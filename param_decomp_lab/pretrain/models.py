@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
+from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits

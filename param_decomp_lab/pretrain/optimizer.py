@@ -6,7 +6,7 @@ import jax
 import optax
 from pydantic import Field, model_validator
 
-from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, rule_error
 
 

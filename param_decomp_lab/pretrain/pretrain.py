@@ -17,7 +17,6 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
@@ -26,6 +25,7 @@ from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.program import make_evaluation, make_step
 from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
+from param_decomp_lab.ui.console import PlainConsole
 
 
 @dataclass(frozen=True)

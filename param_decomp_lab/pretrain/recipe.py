@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.gpt import GPTConfig, Part
 from param_decomp_jax.targets.llama import LlamaConfig
@@ -31,7 +31,7 @@ from param_decomp_lab.config.strict import (
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 
 LANGUAGE_MODELS = ("llama", "gpt", "family")
 ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)

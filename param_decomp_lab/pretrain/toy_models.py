@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.numerics import mean_squared_error
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.nn.numerics import mean_squared_error
+from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.targets.features import SparseFeatures
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.resid_mlp import ResidMLP

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import Progress
 
-from param_decomp_jax.numerics import mean_squared_error
-from param_decomp_lab.display.console import PlainConsole
+from param_decomp_jax.nn.numerics import mean_squared_error
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
@@ -23,6 +22,7 @@ from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_ba
 from param_decomp_lab.pretrain.recipe import read_recipe
 from param_decomp_lab.pretrain.toy_models import Examination, Toy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
+from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.weights.target_folder import Weights, save_target
 
 FRESH_BATCHES = 8

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from param_decomp_lab import folders
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.compiler import installed
-from param_decomp_lab.untrusted.files import LISTING_BYTES
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.safe_io.files import LISTING_BYTES
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.warnings import print_warnings
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

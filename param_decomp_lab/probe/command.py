@@ -10,9 +10,8 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import load_config
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.probe.answer import Answer, OnProgress, compile_parts
@@ -21,7 +20,8 @@ from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
 from param_decomp_lab.probe.subject import Subject, run_subject
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.safe_io.yaml_text import read_mapping
+from param_decomp_lab.ui.warnings import print_warnings
 
 
 def probe(

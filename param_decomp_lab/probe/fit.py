@@ -19,8 +19,6 @@ from rich.text import Text
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.fastest import Space, fastest
@@ -31,7 +29,9 @@ from param_decomp_lab.probe.subject import EVALUATIONS
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary, sets_mesh
 from param_decomp_lab.probe.write_config import write_config
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.safe_io.yaml_text import read_mapping
+from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.warnings import print_warnings
 
 PROBE_GIB = 4.5
 """RAM of one `pd probe`, at most (docs/measurements/probe.md)."""

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from param_decomp_lab.display.numbers import amount
-from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.figures.save import save_figure
-from param_decomp_lab.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.eval.figures.save import save_figure
+from param_decomp_lab.eval.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
 from param_decomp_lab.probe.search import Point, frontier
+from param_decomp_lab.ui.numbers import amount
+from param_decomp_lab.ui.tables import plain_table
 
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 

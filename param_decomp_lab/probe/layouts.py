@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from param_decomp_jax.memory import FAST, INTERMEDIATES
+from param_decomp_jax.sharding.memory import FAST, INTERMEDIATES
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.method_schema import LanguageModelData

@@ -11,7 +11,7 @@ import jax
 
 from param_decomp_aot.compile import Memory, compile_for
 from param_decomp_aot.topology import UNLIMITED, MissingPlugin, with_memory
-from param_decomp_jax.attention import MissingCudnn
+from param_decomp_jax.nn.attention import MissingCudnn
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.subject import Phase, Subject

@@ -11,9 +11,9 @@ from jaxtyping import Int
 from param_decomp_aot.buffers import Buffer, Peak, Span
 from param_decomp_aot.scopes import from_package, stage
 from param_decomp_aot.timeline import REST, Timeline, bands, moments, phases
-from param_decomp_lab.display.templates import templates_beside
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.timeline_figure import COLORS, GIB, GREY
+from param_decomp_lab.ui.templates import templates_beside
 
 N_MOMENTS = 1600
 N_SPANS = 4000

@@ -3,8 +3,8 @@
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.mesh import MeshShape
-from param_decomp_jax.placement import with_shardings
+from param_decomp_jax.sharding.mesh import MeshShape
+from param_decomp_jax.sharding.placement import with_shardings
 from param_decomp_jax.targets.architecture import FeatureInputs, is_shape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from param_decomp_aot.compile import device_bytes
 from param_decomp_aot.flops import Flops, matmul_flops
-from param_decomp_jax.mesh import MeshShape, whole
+from param_decomp_jax.sharding.mesh import MeshShape, whole
 from param_decomp_lab.data.meta import META_FILE, DataMeta
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.program import step_program

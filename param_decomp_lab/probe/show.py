@@ -9,12 +9,12 @@ from rich.text import Text
 
 from param_decomp_aot.buffers import Buffer
 from param_decomp_aot.scopes import stage
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.display.numbers import duration
-from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.measure import Measured
 from param_decomp_lab.probe.subject import STEP
+from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.numbers import duration
+from param_decomp_lab.ui.tables import plain_table
 
 WIDTH = 112
 VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}

@@ -13,15 +13,14 @@ from jax.sharding import Mesh
 from param_decomp_aot.compile import device_bytes, on_the_host
 from param_decomp_aot.flops import Flops, matmul_flops
 from param_decomp_jax.ci import ComponentReadout
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.state import State, init_state
-from param_decomp_jax.step import training_step
-from param_decomp_lab.checkpoints.fingerprints import fingerprint_program
-from param_decomp_lab.checkpoints.store import copy_program
+from param_decomp_jax.method.state import State, init_state
+from param_decomp_jax.method.step import training_step
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.display.descriptions import describe_memory
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
+from param_decomp_lab.runs.checkpoints.fingerprints import fingerprint_program
+from param_decomp_lab.runs.checkpoints.store import copy_program
 from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget
 from param_decomp_lab.setup.programs import (
@@ -33,6 +32,7 @@ from param_decomp_lab.setup.programs import (
     steps_program,
     warmup_program,
 )
+from param_decomp_lab.ui.descriptions import describe_memory
 
 STEP = "training step"
 EVALUATIONS = ("evaluation", "figures")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.untrusted.files import LISTING_BYTES
-from param_decomp_lab.untrusted.json_text import read_json
+from param_decomp_lab.safe_io.files import LISTING_BYTES
+from param_decomp_lab.safe_io.json_text import read_json
 
 
 @dataclass(frozen=True)

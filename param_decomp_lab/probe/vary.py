@@ -9,7 +9,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Preset
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.search import Kind
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 ROWS_PER_GPU = tuple(2**k for k in range(7))
 """Batches tried where nothing is said: so many rows on each GPU that has rows of its own."""

@@ -11,7 +11,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
 
 WRITTEN_BY = "# Written by pd fit"
 _PATHS = (("data", "train"), ("data", "eval"), ("target", "folder"), ("target", "pretrain"))

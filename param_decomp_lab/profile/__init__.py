@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from param_decomp_jax.state import State
+from param_decomp_jax.method.state import State
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import refuse_unwritable

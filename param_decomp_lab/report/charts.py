@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.report.metrics import Series
+from param_decomp_lab.runs.series import Series
+from param_decomp_lab.ui.numbers import number
 
 LOG_RATIO = 20.0
 """Positive values that spread over more than this factor get a log axis."""

@@ -7,8 +7,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from param_decomp_lab.untrusted.files import read_bytes
-from param_decomp_lab.untrusted.printable import first_few
+from param_decomp_lab.safe_io.files import read_bytes
+from param_decomp_lab.safe_io.printable import first_few
 
 MAX_FIGURE_BYTES = 1 << 26
 """Largest figure that is put into the page."""

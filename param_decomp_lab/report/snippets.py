@@ -11,8 +11,8 @@ from markupsafe import Markup, escape
 
 from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import read_text
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.files import read_text
+from param_decomp_lab.safe_io.printable import printable
 
 VISIBLE = 0.0005
 """A λ below this would read 0.000 and is not marked."""

@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_lab.display.numbers import duration, number, percent
-from param_decomp_lab.display.tables import plain_table
-from param_decomp_lab.report.evaluation import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
-from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
+from param_decomp_lab.runs.evaluation_rows import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
+from param_decomp_lab.runs.series import Series, series_by_key, training_seconds
+from param_decomp_lab.ui.numbers import duration, number, percent
+from param_decomp_lab.ui.tables import plain_table
 
 MANY_SITES = 32
 """With more sites than this the table shows those with the largest and the smallest shares."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from param_decomp_lab.display.numbers import number, percent
-from param_decomp_lab.metrics.collapse import CI_GRADIENTS, LIMIT, growths
-from param_decomp_lab.report.configuration import attack_steps, least_p
-from param_decomp_lab.report.evaluation import L0, attacks, kl, relative
-from param_decomp_lab.report.metrics import Series
+from param_decomp_lab.runs.configuration import attack_steps, least_p
+from param_decomp_lab.runs.evaluation_rows import L0, attacks, kl, relative
+from param_decomp_lab.runs.series import Series
+from param_decomp_lab.tracking.collapse import CI_GRADIENTS, LIMIT, growths
+from param_decomp_lab.ui.numbers import number, percent
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import state_shardings, with_shardings
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.state import State, init_state
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.state import State, init_state
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import with_shardings
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
 from param_decomp_lab.config.strict import nearest
-from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
+from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import target_source
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.dtypes import DTYPES
 from param_decomp_lab.weights.hub import HubModel, Offline
 from param_decomp_lab.weights.safetensors_files import missing_files

@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from param_decomp_jax.ci import longest_row
-from param_decomp_jax.placement import process_batch_rows
+from param_decomp_jax.sharding.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
@@ -13,15 +13,15 @@ from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.row_range import RowRange, TokenRows
 from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.data.token_data import TokenData
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
-from param_decomp_lab.run_folder.target_file import read_as_recorded
 from param_decomp_lab.setup.base import Setup, build_mesh
 from param_decomp_lab.setup.bos import data_note, find_tokenizer, rows_begin_with
 from param_decomp_lab.setup.named_text import named_text, not_made
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.target_source import fetch_target
+from param_decomp_lab.ui.warnings import print_warnings
+from param_decomp_lab.weights.recorded_target import read_as_recorded
 from param_decomp_lab.weights.target_folder import (
     load_target,
     read_architecture,

@@ -26,9 +26,9 @@ from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize
 from param_decomp_lab.data.tokenize_processes import available_cores
 from param_decomp_lab.data.tokenizers import TOKENIZER_FILE, chosen_bos, tokenizer_hash
 from param_decomp_lab.data.unfinished import Busy
-from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import cache_folder
+from param_decomp_lab.ui.descriptions import shown_path
 
 LEAST_FRACTION, LARGEST_FRACTION = 0.01, 0.5
 """Bounds of what is held out of a data set that has no split of its own for it."""

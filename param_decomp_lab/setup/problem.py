@@ -11,7 +11,7 @@ from param_decomp_jax.ci import (
     stacks_read,
     without_readout,
 )
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition

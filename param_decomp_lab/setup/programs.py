@@ -9,16 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from param_decomp_jax.calibration import calibrate
 from param_decomp_jax.ci import init_ci
-from param_decomp_jax.components import components_axes, init_components
-from param_decomp_jax.initial_components import moments_axes, no_moments, output_moments, weighted_singular_vectors
-from param_decomp_jax.mesh import whole
-from param_decomp_jax.multi_step import training_steps
-from param_decomp_jax.placement import moments_shardings, shardings, with_shardings
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
-from param_decomp_lab.checkpoints.store import Learned
+from param_decomp_jax.decomposition.components import components_axes, init_components
+from param_decomp_jax.method.calibration import calibrate
+from param_decomp_jax.method.initial_components import (
+    moments_axes,
+    no_moments,
+    output_moments,
+    weighted_singular_vectors,
+)
+from param_decomp_jax.method.multi_step import training_steps
+from param_decomp_jax.method.state import Learned, init_state
+from param_decomp_jax.method.state_sharding import moments_shardings
+from param_decomp_jax.method.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.sharding.mesh import whole
+from param_decomp_jax.sharding.placement import shardings, with_shardings
 from param_decomp_lab.setup.base import Outline
 
 

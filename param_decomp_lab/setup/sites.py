@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Sites
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Sites
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.config.site_patterns import match_sites, matches_module

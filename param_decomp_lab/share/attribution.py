@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from param_decomp_lab.graph import Graph
-from param_decomp_lab.harvest_files import Groups
+from param_decomp_lab.harvest.files import Groups
 from param_decomp_lab.share.nodes import Columns, Labels, node_ids, node_json, probability
 from param_decomp_lab.share.numbering import Numbering
 from param_decomp_lab.share.readers import Reader, reader_metadata, refuse_unshown
@@ -119,7 +119,7 @@ def _together(graph: Graph, ids: Sequence[str], clusters: Groups | None) -> list
     found: dict[int, list[str]] = defaultdict(list)
     for n in _largest(graph):
         node = graph.nodes[n]
-        group = clusters.group_of(node.site, node.number) if node.site in clusters.harvest.sites else None
+        group = clusters.group_of(node.site, node.number) if node.site in clusters.index.site_number else None
         if group is not None:
             found[group].append(ids[n])
     return [[f"group {group}", *members] for group, members in sorted(found.items()) if len(members) > 1]

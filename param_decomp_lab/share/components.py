@@ -8,10 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from param_decomp_lab.display.progress import Report, progress
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
-from param_decomp_lab.harvest_files.labels import Label
+from param_decomp_lab.harvest.files.labels import Label
 from param_decomp_lab.label.choose import matching_sites
 from param_decomp_lab.share.dashboards import dashboard_batch, explanation
 from param_decomp_lab.share.json_files import write_json
@@ -19,6 +18,7 @@ from param_decomp_lab.share.numbering import NumberedSite, run_numbering
 from param_decomp_lab.share.readers import refuse_model, refuse_source_set
 from param_decomp_lab.share.shared_run import MARKER, SharedRun
 from param_decomp_lab.share.uploads import MOST_FEATURES, upload_batch
+from param_decomp_lab.ui.progress import Report, progress
 
 BATCH = 128
 """Features of a batch: SAEDashboard's default, and the most that an upload takes."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.harvest_files.labels import BY_MODEL, Label
-from param_decomp_lab.harvest_files.tables import IMPORTANCE_BINS
+from param_decomp_lab.harvest.files.labels import BY_MODEL, Label
+from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS
 from param_decomp_lab.share.firings import shown_firings
 from param_decomp_lab.share.shared_run import SharedRun, rounded
 

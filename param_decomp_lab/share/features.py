@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from param_decomp_lab.harvest_files.tables import IMPORTANCE_BINS
+from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS
 from param_decomp_lab.share.shared_run import SharedRun, rounded
 
 EXAMPLES = {"top": "Where it matters most (largest λ)", "uniform": "Uniform sample of its firings"}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from param_decomp_lab.harvest_files import Example
+from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.share.shared_run import SharedRun, ShownExample, rounded
 
 

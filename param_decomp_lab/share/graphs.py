@@ -7,20 +7,20 @@ from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.display.progress import progress
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.graph import FOLDER
-from param_decomp_lab.harvest_files import Harvest, find_harvests
-from param_decomp_lab.harvest_files.labels import Labels
-from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.harvest.files import Harvest, find_harvests
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.share.attribution import About, HandGroups, attribution_graph
 from param_decomp_lab.share.features import feature_file
 from param_decomp_lab.share.json_files import write_json
 from param_decomp_lab.share.numbering import Numbering, pair, run_numbering
 from param_decomp_lab.share.readers import CircuitTracer, Reader
 from param_decomp_lab.share.shared_run import MARKER, SharedRun, usable_name
+from param_decomp_lab.ui.progress import progress
 
 LIST_FILE = "graph-metadata.json"
 FEATURES = "features"

@@ -7,9 +7,9 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph, Node
+from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.share.numbering import Numbering, pair
 from param_decomp_lab.share.shared_run import rounded
-from param_decomp_lab.untrusted.printable import printable
 
 LABEL_CHARACTERS = 300
 COMPONENT, EMBEDDING, OUTPUT, REST = "cross layer transcoder", "embedding", "logit", "mlp reconstruction error"

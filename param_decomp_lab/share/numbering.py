@@ -81,8 +81,8 @@ def unpair(index: int) -> tuple[int, int]:
 
 def run_numbering(folder: Path) -> Numbering:
     """Layer numbers of the run in ``folder``. Reads its configuration only. Raises UserError where no run is."""
-    from param_decomp_lab.opening.target import find_architecture
-    from param_decomp_lab.run_folder.folder import saved_config
+    from param_decomp_lab.runs.folder import saved_config
+    from param_decomp_lab.runs.target import find_architecture
     from param_decomp_lab.setup.problem import make_problem
 
     config = saved_config(folder)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Example, Harvest, chosen_harvest
-from param_decomp_lab.harvest_files.labels import Labels
-from param_decomp_lab.harvest_files.plan import HARVESTS
-from param_decomp_lab.run_folder.folder import CONFIG_FILE
+from param_decomp_lab.harvest.files import Example, Harvest, chosen_harvest
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.plan import HARVESTS
+from param_decomp_lab.runs.folder import CONFIG_FILE
 
 MARKER = "pd-share.json"
 """In every folder that `pd share` makes: what is in it, and from where."""

@@ -19,7 +19,6 @@ from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.browse.server import static_files
 from param_decomp_lab.browse.text_page import Workers
-from param_decomp_lab.display.progress import progress
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.graph import Graph
@@ -28,6 +27,7 @@ from param_decomp_lab.share.graphs import find_graphs, kept_graphs
 from param_decomp_lab.share.json_files import write_json
 from param_decomp_lab.share.links import relative_page
 from param_decomp_lab.share.shared_run import MARKER, SharedRun
+from param_decomp_lab.ui.progress import progress
 
 STATIC = "/static"
 MEMBER_PAGES = 10
@@ -168,7 +168,7 @@ def read_components(run: SharedRun, given: Sequence[str]) -> dict[str, np.ndarra
             raise UserError(f"--components {text}: should be SITE:NUMBERS such as layers.3.mlp.down_proj:1,2,17")
         site = parts[1].removeprefix("model.").removesuffix(".weight")
         for number in parts[2].split(","):
-            run.harvest.number_of(site, int(number))
+            run.harvest.index.number_of(site, int(number))
             found[site].add(int(number))
     return _ascending(run, found)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from param_decomp_lab.harvest_files.labels import Label
+from param_decomp_lab.harvest.files.labels import Label
 from param_decomp_lab.share.firings import shown_firings
 from param_decomp_lab.share.shared_run import SharedRun, rounded
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from param_decomp_lab.checkpoints.fingerprints import combine_fingerprints, fingerprints
-from param_decomp_lab.checkpoints.store import flatten
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.runs.checkpoints.fingerprints import combine_fingerprints, fingerprints
+from param_decomp_lab.runs.checkpoints.store import flatten
 from param_decomp_lab.setup import Setup
 
 

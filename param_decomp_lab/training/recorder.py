@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from param_decomp_jax.multi_step import MetricRows
-from param_decomp_jax.state import Decomposition
+from param_decomp_jax.method.multi_step import MetricRows
+from param_decomp_jax.method.state import Decomposition
 from param_decomp_lab.errors import NonFiniteLoss
 
 

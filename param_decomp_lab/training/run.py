@@ -20,26 +20,22 @@ from rich.console import Console
 from rich.text import Text
 
 from param_decomp_jax.ci import ComponentReadout
-from param_decomp_jax.initial_components import n_batches
-from param_decomp_jax.state import State
+from param_decomp_jax.method.initial_components import n_batches
+from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.decoder import Decoder
-from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, difference
 from param_decomp_lab.config.on_resume import allowed_changes
-from param_decomp_lab.display.warnings import print_warnings
 from param_decomp_lab.errors import NonFiniteLoss, UserError
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.eval.examples import find_examples, write_examples
-from param_decomp_lab.metrics.collapse import CollapseWatch
-from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
-from param_decomp_lab.metrics.wandb_sink import Login, Wandb
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S, StopSignal
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.run_folder.data_file import TextOfRun, write_data
-from param_decomp_lab.run_folder.ending import clear_end, record_end
-from param_decomp_lab.run_folder.folder import (
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
+from param_decomp_lab.runs.data_file import TextOfRun, write_data
+from param_decomp_lab.runs.ending import clear_end, record_end
+from param_decomp_lab.runs.folder import (
     make_run_folder,
     record_start,
     refuse_taken,
@@ -47,12 +43,15 @@ from param_decomp_lab.run_folder.folder import (
     resume_command,
     saved_config,
 )
-from param_decomp_lab.run_folder.identity import FolderIdentity
-from param_decomp_lab.run_folder.lock import only_job
-from param_decomp_lab.run_folder.target_file import read_target, write_target
-from param_decomp_lab.run_folder.unwritable import explain_unwritable
+from param_decomp_lab.runs.identity import FolderIdentity
+from param_decomp_lab.runs.lock import only_job
+from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
+from param_decomp_lab.runs.parent import Parent, find_parent, refuse_mismatch, restore_parent
+from param_decomp_lab.runs.target_file import read_target, write_target
+from param_decomp_lab.runs.unwritable import explain_unwritable
+from param_decomp_lab.safe_io.printable import first_few, printable
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 from param_decomp_lab.setup import Setup, set_up
-from param_decomp_lab.setup.parent import Parent, find_parent, refuse_mismatch, restore_parent
 from param_decomp_lab.setup.programs import (
     calibration_program,
     init_program,
@@ -64,10 +63,12 @@ from param_decomp_lab.setup.programs import (
     warmup_moments_program,
     warmup_program,
 )
+from param_decomp_lab.tracking.collapse import CollapseWatch
+from param_decomp_lab.tracking.sinks import MetricsFile, Terminal, brief
+from param_decomp_lab.tracking.wandb_sink import Login, Wandb
 from param_decomp_lab.training.inputs import changed_inputs, fingerprint_inputs, not_finite
 from param_decomp_lab.training.recorder import Recorder
-from param_decomp_lab.untrusted.printable import first_few, printable
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.ui.warnings import print_warnings
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch. The stop signal is checked between dispatches."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from param_decomp_lab.display.numbers import byte_size
+from param_decomp_lab.ui.numbers import byte_size
 
 LARGE_BYTES = 1 << 24
 """Files from here on are worth a bar."""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.untrusted.printable import first_few
+from param_decomp_lab.safe_io.printable import first_few
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"

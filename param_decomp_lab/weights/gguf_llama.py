@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
-from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig, check_sizes
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.rope_json import DEFAULT_THETA

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from param_decomp_lab.display.quiet_hub import quiet_hub
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.folders import DISK_ERRORS, not_written
-from param_decomp_lab.untrusted.answers import ANSWER_S, answer_within, ask_for_file
-from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.safe_io.answers import ANSWER_S, answer_within, ask_for_file
+from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.ui.quiet_hub import quiet_hub
 from param_decomp_lab.weights.download_progress import LARGE_BYTES
 from param_decomp_lab.weights.hub_download import download_files
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, listed_files, missing_files

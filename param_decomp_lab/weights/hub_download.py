@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from param_decomp_lab.errors import CannotFetch
-from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.weights.download_progress import LARGE_BYTES, download_progress, folder_bytes
 
 

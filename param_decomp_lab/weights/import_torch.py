@@ -20,11 +20,11 @@ from param_decomp_jax.targets.architecture import Architecture, UnsupportedConfi
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
-from param_decomp_lab.untrusted.files import LISTING_BYTES
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.paths import path_within
-from param_decomp_lab.untrusted.printable import printable
-from param_decomp_lab.untrusted.yaml_text import read_mapping
+from param_decomp_lab.safe_io.files import LISTING_BYTES
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.paths import path_within
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, save_tensors
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_name, tensor_shapes

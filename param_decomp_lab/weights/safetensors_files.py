@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import LISTING_BYTES, regular_file
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.paths import path_within
-from param_decomp_lab.untrusted.printable import first_few
+from param_decomp_lab.safe_io.files import LISTING_BYTES, regular_file
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.paths import path_within
+from param_decomp_lab.safe_io.printable import first_few
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

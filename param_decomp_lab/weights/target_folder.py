@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from param_decomp_jax.placement import from_slices, shardings
+from param_decomp_jax.sharding.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
 from param_decomp_jax.targets.base import Target
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.json_text import read_json
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import (
     BLOCK_ELEMENTS,
@@ -150,16 +150,6 @@ def load_target(
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, tensors, is_leaf=_is_leaf)
         return architecture, jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
-
-
-def as_recorded(found: Architecture, recorded: Architecture | None) -> Architecture:
-    """The architecture with which a run reads its target again. ``found``: the folder's. ``recorded``: the run's own.
-
-    Runs that were made when a tied head was not looked at have the embedding in its place, and keep it.
-    """
-    if recorded is None or recorded.tied_tensors is None or recorded.untied() != found:
-        return found
-    return recorded
 
 
 def stored_dtype(folder: Path) -> np.dtype[Any]:

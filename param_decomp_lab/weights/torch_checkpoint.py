@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import regular_file
-from param_decomp_lab.untrusted.printable import first_few, printable, shortened
+from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.safe_io.printable import first_few, printable, shortened
 
 INSTALL = "pip install 'torch>=2.4'"
 WITHIN = ("state_dict", "model_state_dict", "model")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.printable import first_few
+from param_decomp_lab.safe_io.printable import first_few
 from param_decomp_lab.weights.hub import TOKENIZER_FILES
 
 SETTINGS_FILES = (

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.printable import printable
 
 Kind = Literal["tms", "resid_mlp", "llama_simple_mlp", "gpt2"]
 State = Mapping[str, np.ndarray]

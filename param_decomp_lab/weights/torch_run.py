@@ -14,8 +14,8 @@ from rich.console import Console
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
-from param_decomp_lab.untrusted.paths import checked_path
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.paths import checked_path
+from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.weights.import_torch import find_files, import_torch
 from param_decomp_lab.weights.safetensors_files import missing_files
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from param_decomp_lab.errors import CannotFetch, UserError
-from param_decomp_lab.untrusted.paths import path_within
-from param_decomp_lab.untrusted.printable import printable, shortened
+from param_decomp_lab.safe_io.paths import path_within
+from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.weights.download_progress import LARGE_BYTES, download_progress
 from param_decomp_lab.weights.torch_files import SETTINGS_FILES, newest_checkpoint, settings_files, tokenizer_files
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import recon
-from param_decomp_jax.adversary import (
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method import recon
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     Adversary,
     BroadcastAcrossBatch,
@@ -28,11 +29,10 @@ from param_decomp_jax.adversary import (
     source_shape,
     warm_up,
 )  # fmt: skip
-from param_decomp_jax.masks import Bundle, GivenSources, Sources, Stochastic
-from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
-from param_decomp_jax.routing import UniformKSubset
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.step import training_step
+from param_decomp_jax.method.masks import Bundle, GivenSources, Sources, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.method.routing import UniformKSubset
+from param_decomp_jax.method.step import training_step
 from tests import reference as ref
 from tests.cases import slow_but
 from tests.core import tiny

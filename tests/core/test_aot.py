@@ -18,8 +18,8 @@ from param_decomp_aot.flops import matmul_flops
 from param_decomp_aot.instructions import Instructions
 from param_decomp_aot.topology import UNLIMITED, card_memory, gpus, target_configs, with_memory
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.attention import attend
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.nn.attention import attend
+from param_decomp_jax.sharding.mesh import MeshShape
 from tests.plugin import needs_plugin
 
 ROOT = Path(__file__).parents[2]

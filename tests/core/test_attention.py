@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
-from param_decomp_jax.attention import attend, blocked, plain
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.nn.attention import attend, blocked, plain
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from tests.cases import slow_but
 
 TOLERANCE = {np.float32: 2e-5, np.float64: 1e-12}

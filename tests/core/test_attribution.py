@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.attribution import (
+from param_decomp_jax.analysis.attribution import (
     Cut,
     Edges,
     Firing,
@@ -21,9 +21,9 @@ from param_decomp_jax.attribution import (
     split_biases,
     take_apart,
 )
-from param_decomp_jax.components import with_views
-from param_decomp_jax.sites import PRE_IDENTITY
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.gpt import GPT, GPTConfig
 from param_decomp_jax.targets.plain_linears import RESIDUAL, PlainLinears

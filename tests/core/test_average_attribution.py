@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.attribution import Targets, for_attribution
-from param_decomp_jax.average_attribution import Normalizers, edge_sums, normalizers
-from param_decomp_jax.components import Components, Factors, with_views
-from param_decomp_jax.mesh import Axes, MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
-from param_decomp_jax.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem
+from param_decomp_jax.analysis.attribution import Targets, for_attribution
+from param_decomp_jax.analysis.average_attribution import Normalizers, edge_sums, normalizers
+from param_decomp_jax.decomposition.components import Components, Factors, with_views
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, shardings
 from tests import reference as ref
 from tests.core import test_embedding_site as with_embedding
 from tests.core import test_experts as with_experts

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_decomp_jax.baselines import (
+from param_decomp_jax.analysis.baselines import (
     Masks,
     _clean_output,
     _error,
@@ -25,9 +25,9 @@ from param_decomp_jax.baselines import (
     mean_l0,
     second_moments,
 )
-from param_decomp_jax.components import Components, Factors
-from param_decomp_jax.inspection import stack_sites, unstack_sites
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.components import Components, Factors
+from param_decomp_jax.method.inspection import stack_sites, unstack_sites
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_lab.baselines.matching import shares

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.ci import ChunkwiseTransformer, GlobalTransformer, InputPatterns, UnfitGroups, stacks_read
 from param_decomp_jax.ci.chunkwise import runs_of_groups
 from param_decomp_jax.ci.inputs import KeptInputs
-from param_decomp_jax.losses import ImportanceMinimality, Lp
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.mesh import Axes, MeshShape, is_axes, make_mesh, sharding
-from param_decomp_jax.placement import state_shardings
-from param_decomp_jax.recon import AllSites, Reconstruction
-from param_decomp_jax.routing import UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.sites import Site, Sites
-from param_decomp_jax.step import hold_trained
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.losses import ImportanceMinimality, Lp
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.recon import AllSites, Reconstruction
+from param_decomp_jax.method.routing import UniformKSubset
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import hold_trained
+from param_decomp_jax.sharding.memory import PLAIN
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, is_axes, make_mesh, sharding
 from tests.core import test_devices as devices
 from tests.core import test_experts as experts
 from tests.core import tiny, toys

@@ -24,10 +24,10 @@ from param_decomp_jax.ci import (
 )  # fmt: skip
 from param_decomp_jax.ci.affine import Affine, apply_mlp, init_mlp
 from param_decomp_jax.ci.inputs import KeptInputs
-from param_decomp_jax.components import Factors
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import is_axes
-from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.decomposition.components import Factors
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.sharding.memory import INTERMEDIATES, PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import is_axes
 from tests import reference as ref
 from tests.cases import slow_but
 from tests.core import tiny

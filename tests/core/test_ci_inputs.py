@@ -11,8 +11,8 @@ import pytest
 
 from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP, LazyLogits, init_ci
 from param_decomp_jax.ci.inputs import KeptInputs, RecomputedInputs
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
-from param_decomp_jax.step import Problem, causal_importance, run_clean_pass
+from param_decomp_jax.method.step import Problem, causal_importance, run_clean_pass
+from param_decomp_jax.sharding.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.targets.llama import module_name
 from param_decomp_jax.targets.plain_linears import RESIDUAL
 from tests.cases import slow_but

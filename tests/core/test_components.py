@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import (
+from param_decomp_jax.decomposition.components import (
     Factors,
     component_gate,
     delta,
@@ -15,7 +15,7 @@ from param_decomp_jax.components import (
     past_components,
     through_components,
 )
-from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.decomposition.sites import Site, Sites
 from tests import reference as ref
 
 SHAPES = {"x": (3, 4, 6), "W": (6, 5), "V": (6, 7), "U": (7, 5), "mask": (3, 4, 7), "delta": (3, 4), "route": (3, 4)}

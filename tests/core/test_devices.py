@@ -14,28 +14,29 @@ import pytest
 from param_decomp_aot.buffers import ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax import mesh as mesh_module
-from param_decomp_jax import objective as objective_module
-from param_decomp_jax import step as step_module
-from param_decomp_jax.adversary import (
+from param_decomp_jax.ci import LayerwiseMLP
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method import objective as objective_module
+from param_decomp_jax.method import step as step_module
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     PerBatchPerPosition,
     PersistentAttack,
     RepeatAcrossBatch,
 )
-from param_decomp_jax.ci import LayerwiseMLP
-from param_decomp_jax.draws import positions
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
-from param_decomp_jax.masks import Sources, Stochastic
-from param_decomp_jax.memory import BALANCED, FAST, HELD_GROUPS, LEAN, PLAIN, HeldBy, HeldGroup, MemoryPolicy
-from param_decomp_jax.mesh import Axes, MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, from_host, shardings, state_shardings
-from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem, hold_trained, training_step
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
+from param_decomp_jax.method.masks import Sources, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem, hold_trained, training_step
+from param_decomp_jax.sharding import mesh as mesh_module
+from param_decomp_jax.sharding.memory import BALANCED, FAST, HELD_GROUPS, LEAN, PLAIN, HeldBy, HeldGroup, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, from_host, shardings
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
 from tests.core.test_policies import under
@@ -362,9 +363,9 @@ def assert_one_is_eight(problem: Problem, alone: Any, together: Any, exact: bool
 
 @pytest.mark.slow
 def test_copies_are_gone_before_the_update(tmp_path: Path) -> None:
-    """In the compiled step: each copy is gathered between the nodes and within them, once, and XLA frees its buffer when
-    the backward pass ends, at the latest (its last operation reads one on some machines). The updates' temporaries come
-    after that."""
+    """In the compiled step: each copy is gathered between the nodes and within them, once, and XLA frees its buffer
+    when the backward pass ends, at the latest (its last operation reads one on some machines). The updates' temporaries
+    come after that."""
     problem, weights = under(make_tms_problem(), POLICIES["fast"]), toys.weights(toys.SPARSE)
     state = tiny.ruffled_state(problem, step=0, seed=5, leading=LEADING[:1])
     inputs, mesh = feature_vectors(0), make_mesh(MeshShape(fsdp=8, nodes=2))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.dictionaries import Dictionary, fewer, read_and_encode, replaced_errors
-from param_decomp_jax.hooks import Hook, activation, output_with
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.analysis.dictionaries import Dictionary, fewer, read_and_encode, replaced_errors
+from param_decomp_jax.analysis.hooks import Hook, activation, output_with
+from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.targets.gpt import GPT, GPTConfig
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from tests import reference as ref

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import AdamAscent, PerBatchPerPosition, PersistentAttack
-from param_decomp_jax.losses import Faithfulness
-from param_decomp_jax.recon import AllSites, Reconstruction
-from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.state import State
-from param_decomp_jax.step import training_step
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method.adversary import AdamAscent, PerBatchPerPosition, PersistentAttack
+from param_decomp_jax.method.losses import Faithfulness
+from param_decomp_jax.method.recon import AllSites, Reconstruction
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.step import training_step
 from tests.core import tiny
 
 ATTACK = PersistentAttack(AdamAscent(Schedule(0.05)), PerBatchPerPosition(), n_warmup_steps=1)

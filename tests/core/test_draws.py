@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
-from param_decomp_jax.draws import positions, threefry_2x32, uniform
-from param_decomp_jax.masks import (
+from param_decomp_jax.decomposition.draws import positions, threefry_2x32, uniform
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.method.masks import (
     Constant,
     ConstantSources,
     GivenSources,
@@ -24,8 +25,7 @@ from param_decomp_jax.masks import (
     interpolate,
     tile,
 )  # fmt: skip
-from param_decomp_jax.mesh import indices
-from param_decomp_jax.sites import Site, Sites
+from param_decomp_jax.sharding.mesh import indices
 from tests import reference as ref
 from tests.core import tiny
 

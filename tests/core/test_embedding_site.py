@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.analysis.importances import read_sites
 from param_decomp_jax.ci import CIConfig, GlobalMLP, LayerwiseMLP
-from param_decomp_jax.importances import read_sites
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
-from param_decomp_jax.masks import Constant, Stochastic
-from param_decomp_jax.memory import INTERMEDIATES, LEAN, PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import MeshShape
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.memory import INTERMEDIATES, LEAN, PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_jax.targets.base import choose_sites
 from tests.core import test_devices as devices
 from tests.core import tiny

@@ -8,24 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import (
+from param_decomp_jax.ci import GlobalMLP, LayerwiseMLP
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     FreshAttack,
     PerBatchPerPosition,
     PersistentAttack,
 )
-from param_decomp_jax.ci import GlobalMLP, LayerwiseMLP
-from param_decomp_jax.grouped import group, grouped_matmul_wide
-from param_decomp_jax.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
-from param_decomp_jax.masks import Constant, Stochastic
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
-from param_decomp_jax.recon import AllSites, Chunks, Reconstruction
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.step import step_outcome
+from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import step_outcome
+from param_decomp_jax.nn.grouped import group, grouped_matmul_wide
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, shardings
 from param_decomp_jax.targets.qwen3_moe import Qwen3MoeConfig
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_jax.targets.transformer_config import Experts

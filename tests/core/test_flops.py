@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from param_decomp_aot.flops import Flops, matmul_flops
-from param_decomp_jax.memory import MemoryPolicy
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.memory import MemoryPolicy
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.transformer_config import KINDS
 from tests.core import tiny

@@ -11,10 +11,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from param_decomp_jax.fused_kl import Head, fused_kl
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.numerics import kl_divergence, matmul_wide, rms_norm
-from param_decomp_jax.placement import batch_sharding
+from param_decomp_jax.nn.fused_kl import Head, fused_kl
+from param_decomp_jax.nn.numerics import kl_divergence, matmul_wide, rms_norm
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding
 from tests import reference as ref
 from tests.cases import slow_but
 from tests.core import tiny

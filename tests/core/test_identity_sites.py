@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.ci import GlobalMLP, LayerwiseMLP
-from param_decomp_jax.components import Factors
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
-from param_decomp_jax.masked import Stream
-from param_decomp_jax.masks import Constant, ConstantSources
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, errors
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.sites import PRE_IDENTITY
+from param_decomp_jax.decomposition.components import Factors
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
+from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Constant, ConstantSources
+from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction, errors
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
 

@@ -5,10 +5,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from param_decomp_aot import JAX_VERSION
 
@@ -58,21 +59,10 @@ def test_core_module(path: Path) -> None:
     assert not set(mentioned(tree))
 
 
-def lab_module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_packages_of_the_laboratory_import_in_one_direction() -> None:
-    """No circle of packages, imports within functions included."""
-    below: dict[str, set[str]] = {}
-    for path in LAB.rglob("*.py"):
-        own = ".".join(lab_module(path).split(".")[:2])
-        names = {".".join(name.split(".")[:2]) for name in imported(ast.parse(path.read_text()))}
-        below.setdefault(own, set()).update(
-            name for name in names if name.startswith("param_decomp_lab.") and name != own
-        )
-    order = list(TopologicalSorter(below).static_order())
-    assert order.index("param_decomp_lab.config") < order.index("param_decomp_lab.training")
+def test_layers() -> None:
+    """Contracts of pyproject.toml: the core's seven packages are layers, and no package or file is in a circle. The
+    library reads imports within functions and under TYPE_CHECKING, too."""
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
 
 
 def test_the_root_of_the_laboratory_is_small() -> None:
@@ -93,6 +83,12 @@ def modules_after(statement: str) -> set[str]:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("package", ["sharding", "nn", "decomposition", "targets", "ci", "method", "analysis"])
+def test_public_names_come_from_the_head_of_their_package(package: str) -> None:
+    head = import_module(f"param_decomp_jax.{package}")
+    assert all(hasattr(head, name) for name in head.__all__)
 
 
 def test_the_package_alone_is_light() -> None:

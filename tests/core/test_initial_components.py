@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import Components
-from param_decomp_jax.initial_components import n_batches, output_moments, weighted_singular_vectors
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, shardings
-from param_decomp_jax.sites import PRE_IDENTITY, Site, Sites
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Site, Sites
+from param_decomp_jax.method.initial_components import n_batches, output_moments, weighted_singular_vectors
+from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, shardings
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import module_name
 from param_decomp_jax.targets.transformer import Transformer

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent
-from param_decomp_jax.components import Factors
-from param_decomp_jax.inspection import (
+from param_decomp_jax.decomposition.components import Factors
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent
+from param_decomp_jax.method.inspection import (
     loss_and_gradients,
     stack_sites,
     step_draws,
     term_loss_and_gradients,
     unstack_sites,
 )
-from param_decomp_jax.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
-from param_decomp_jax.masks import Constant, Sources, Stochastic
-from param_decomp_jax.recon import AllSites, Chunks, ForwardDraws, Reconstruction, live_sets
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.step import step_outcome
+from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
+from param_decomp_jax.method.masks import Constant, Sources, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, ForwardDraws, Reconstruction, live_sets
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.step import step_outcome
 from param_decomp_jax.targets.tms import TMSConfig
 from tests import reference as ref
 from tests.core import tiny, toys

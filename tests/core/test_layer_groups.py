@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from param_decomp_jax.ci import GlobalMLP
-from param_decomp_jax.inspection import loss_and_gradients, stack_sites, unstack_sites
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.recon import EachSite, Reconstruction
-from param_decomp_jax.routing import Everywhere
+from param_decomp_jax.method.inspection import loss_and_gradients, stack_sites, unstack_sites
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.recon import EachSite, Reconstruction
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.base import UniformLayers, choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from tests.core import tiny, toys

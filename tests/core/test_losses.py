@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.components import Factors, components_axes
-from param_decomp_jax.losses import (
+from param_decomp_jax.decomposition.components import Factors, components_axes
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.losses import (
     Frequency,
     ImportanceMinimality,
     Lp,
@@ -21,11 +22,10 @@ from param_decomp_jax.losses import (
     importance_minimality,
     penalty_sum,
 )  # fmt: skip
-from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.memory import PLAIN as SAVED
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import shardings
-from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
+from param_decomp_jax.sharding.memory import PLAIN as SAVED
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import shardings
 from tests import reference as ref
 from tests.core import tiny
 

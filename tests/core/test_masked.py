@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
-from param_decomp_jax.draws import positions
-from param_decomp_jax.masked import Stream, side_by_side, split_rows
-from param_decomp_jax.masks import Constant, ConstantSources, GivenSources, Sources, Stochastic, StochasticSources
-from param_decomp_jax.memory import INTERMEDIATES, PLAIN, MemoryPolicy
-from param_decomp_jax.recon import attacked_error, errors, run_masked
-from param_decomp_jax.routing import UniformKSubset, draw_routes
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.method.masked import Stream, side_by_side, split_rows
+from param_decomp_jax.method.masks import (
+    Constant,
+    ConstantSources,
+    GivenSources,
+    Sources,
+    Stochastic,
+    StochasticSources,
+)
+from param_decomp_jax.method.recon import attacked_error, errors, run_masked
+from param_decomp_jax.method.routing import UniformKSubset, draw_routes
+from param_decomp_jax.sharding.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.draws import positions
-from param_decomp_jax.masks import (
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.method.masks import (
     Constant,
     ConstantSources,
     GivenSources,
@@ -20,7 +20,7 @@ from param_decomp_jax.masks import (
     source_axes,
     tile,
 )
-from param_decomp_jax.mesh import Axes, MeshShape, constrain, gather_tree, indices, is_axes, make_mesh
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, constrain, gather_tree, indices, is_axes, make_mesh
 from tests import reference as ref
 from tests.core import tiny
 

@@ -14,11 +14,11 @@ import pytest
 
 from param_decomp_aot.compile import compile_for
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.components import U_AXES, V_AXES
-from param_decomp_jax.memory import FAST, INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
-from param_decomp_jax.mesh import MeshShape, gather_tree, sharding
-from param_decomp_jax.offload import fetch
-from param_decomp_jax.remat import component_blocks, named, over_blocks, over_layers, token_blocks
+from param_decomp_jax.decomposition.components import U_AXES, V_AXES
+from param_decomp_jax.method.offload import fetch
+from param_decomp_jax.sharding.memory import FAST, INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
+from param_decomp_jax.sharding.mesh import MeshShape, gather_tree, sharding
+from param_decomp_jax.sharding.remat import component_blocks, named, over_blocks, over_layers, token_blocks
 from tests.core.test_aot import CARDS
 from tests.plugin import needs_plugin
 

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.mesh import (
+from param_decomp_jax.sharding.mesh import (
     Axes,
     MeshShape,
     cast_tree,

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import multi_step as program_module
-from param_decomp_jax.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
-from param_decomp_jax.losses import Faithfulness
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.multi_step import training_steps
-from param_decomp_jax.recon import AllSites, Reconstruction
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.step import training_step
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method import multi_step as program_module
+from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.losses import Faithfulness
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.multi_step import training_steps
+from param_decomp_jax.method.recon import AllSites, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.step import training_step
 from tests.core import tiny, toys
 
 ATTACK = PersistentAttack(AdamAscent(Schedule(0.05)), BroadcastAcrossBatch(), n_warmup_steps=1, start_frac=0.5)

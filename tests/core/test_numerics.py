@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from param_decomp_jax.mesh import MeshShape, constrain, make_mesh
-from param_decomp_jax.numerics import matmul_wide
+from param_decomp_jax.nn.numerics import matmul_wide
+from param_decomp_jax.sharding.mesh import MeshShape, constrain, make_mesh
 from tests.core.test_mesh import equations
 
 RNG = np.random.default_rng(0)

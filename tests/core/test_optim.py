@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from param_decomp_jax.optim import Adafactor, AdamW, Lion, Optimizer, clip, global_norm, transformation
-from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method.optim import Adafactor, AdamW, Lion, Optimizer, clip, global_norm, transformation
 from tests import reference as ref
 from tests.core import tiny
 

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import adversary as adversary_module
-from param_decomp_jax import fused_kl as fused_kl_module
-from param_decomp_jax import losses as losses_module
-from param_decomp_jax import masked as masked_module
-from param_decomp_jax import numerics as numerics_module
-from param_decomp_jax import objective as objective_module
-from param_decomp_jax import recon as recon_module
-from param_decomp_jax import step as step_module
-from param_decomp_jax.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, STATE_PARTS, MemoryPolicy
-from param_decomp_jax.recon import AllSites, Reconstruction
-from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.step import Problem, training_step
+from param_decomp_jax.method import adversary as adversary_module
+from param_decomp_jax.method import losses as losses_module
+from param_decomp_jax.method import masked as masked_module
+from param_decomp_jax.method import objective as objective_module
+from param_decomp_jax.method import recon as recon_module
+from param_decomp_jax.method import step as step_module
+from param_decomp_jax.method.recon import AllSites, Reconstruction
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.step import Problem, training_step
+from param_decomp_jax.nn import fused_kl as fused_kl_module
+from param_decomp_jax.nn import numerics as numerics_module
+from param_decomp_jax.sharding.memory import BALANCED, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, STATE_PARTS, MemoryPolicy
 from param_decomp_jax.targets import decoder as decoder_module
 from tests.cases import slow_but
 from tests.core import tiny

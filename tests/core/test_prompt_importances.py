@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import FreshAttack
-from param_decomp_jax.attribution import for_attribution
-from param_decomp_jax.inspection import stack_sites, unstack_sites
-from param_decomp_jax.losses import ImportanceMinimality, Lp, SmoothL0
-from param_decomp_jax.masks import Bundle, Sources
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
-from param_decomp_jax.prompt_importances import (
+from param_decomp_jax.analysis.attribution import for_attribution
+from param_decomp_jax.analysis.prompt_importances import (
     READINGS,
     Descent,
     Importances,
@@ -32,9 +26,16 @@ from param_decomp_jax.prompt_importances import (
     reading_errors,
     start_lowering,
 )
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import State
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import FreshAttack
+from param_decomp_jax.method.inspection import stack_sites, unstack_sites
+from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.masks import Bundle, Sources
+from param_decomp_jax.method.state import State
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, shardings
 from tests import reference as ref
 from tests.core import test_experts as with_experts
 from tests.core import tiny, toys

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import BroadcastAcrossBatch
-from param_decomp_jax.calibration import calibrate, percentiles
 from param_decomp_jax.ci import CIConfig, ComponentReadout, GlobalMLP, LayerwiseMLP, init_ci
 from param_decomp_jax.ci.readout import initial_scales
-from param_decomp_jax.components import Components
-from param_decomp_jax.grouped import OverPositions, group
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, MeshShape, is_axes, make_mesh
-from param_decomp_jax.placement import batch_sharding, shardings, state_shardings
-from param_decomp_jax.step import Problem, run_clean_pass
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.method.adversary import BroadcastAcrossBatch
+from param_decomp_jax.method.calibration import calibrate, percentiles
+from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.step import Problem, run_clean_pass
+from param_decomp_jax.nn.grouped import OverPositions, group
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, is_axes, make_mesh
+from param_decomp_jax.sharding.placement import batch_sharding, shardings
 from tests import reference as ref
 from tests.core import test_ci as functions
 from tests.core import test_devices as devices

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import recon
-from param_decomp_jax.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent, effective
-from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.masked import MaskedLinears, Stream
-from param_decomp_jax.masks import Constant, GivenSources, Stochastic
-from param_decomp_jax.memory import INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.recon import (
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method import recon
+from param_decomp_jax.method.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent, effective
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.masked import MaskedLinears, Stream
+from param_decomp_jax.method.masks import Constant, GivenSources, Stochastic
+from param_decomp_jax.method.recon import (
     AllSites,
     Chunks,
     EachSite,
@@ -25,8 +25,8 @@ from param_decomp_jax.recon import (
     n_forwards,
     reconstruction,
 )  # fmt: skip
-from param_decomp_jax.routing import Everywhere, StaticProbability, UniformKSubset
-from param_decomp_jax.schedules import Schedule
+from param_decomp_jax.method.routing import Everywhere, StaticProbability, UniformKSubset
+from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.llama import module_name
 from param_decomp_jax.targets.transformer import Transformer
 from tests import reference as ref

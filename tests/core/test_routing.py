@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from param_decomp_jax.draws import positions, uniform
-from param_decomp_jax.routing import (
+from param_decomp_jax.decomposition.draws import positions, uniform
+from param_decomp_jax.method.routing import (
     Everywhere,
     Routing,
     StaticProbability,

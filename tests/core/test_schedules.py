@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_decomp_jax.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from tests import reference as ref
 
 STEPS = 7

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from param_decomp_jax.sites import PRE_IDENTITY, Matrix, Site, Sites
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Site, Sites
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.transformer_config import KINDS

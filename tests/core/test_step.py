@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from param_decomp_jax.adversary import (
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     Adversary,
     BroadcastAcrossBatch,
@@ -20,13 +21,12 @@ from param_decomp_jax.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
-from param_decomp_jax.masks import Constant, Stochastic
-from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import FaithfulnessWarmup
-from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, Reconstruction
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.state import FaithfulnessWarmup
+from param_decomp_jax.method.step import Problem, warmup_step, warmup_transformation
 from tests import reference as ref
 from tests.core import tiny
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.ci import LayerwiseMLP
-from param_decomp_jax.components import Factors, with_views
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, faithfulness
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction
-from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.schedules import Anneal
-from param_decomp_jax.sites import Site, Sites
-from param_decomp_jax.state import FaithfulnessWarmup, init_state
-from param_decomp_jax.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.decomposition.components import Factors, with_views
+from param_decomp_jax.decomposition.schedules import Anneal
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, faithfulness
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.state import FaithfulnessWarmup, init_state
+from param_decomp_jax.method.step import Problem, warmup_step, warmup_transformation
+from param_decomp_jax.sharding.memory import PLAIN
 from tests import reference as ref
 from tests.core import tiny, toys
 

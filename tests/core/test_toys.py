@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import (
+from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     FreshAttack,
@@ -18,14 +20,12 @@ from param_decomp_jax.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp
-from param_decomp_jax.masked import MaskedLinears, Stream
-from param_decomp_jax.masks import Constant, ConstantSources, Stochastic
-from param_decomp_jax.recon import AllSites, Chunks, EachSite, Reconstruction, run_masked
-from param_decomp_jax.routing import Everywhere, UniformKSubset
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.step import Problem
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
+from param_decomp_jax.method.masked import MaskedLinears, Stream
+from param_decomp_jax.method.masks import Constant, ConstantSources, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, Reconstruction, run_masked
+from param_decomp_jax.method.routing import Everywhere, UniformKSubset
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig

@@ -19,7 +19,7 @@ from param_decomp_aot.loops import trips
 from param_decomp_aot.replica_groups import replica_groups, source_target_pairs
 from param_decomp_aot.scopes import stage
 from param_decomp_aot.traffic import Collective, Sum, traffic
-from param_decomp_jax.mesh import MeshShape
+from param_decomp_jax.sharding.mesh import MeshShape
 from tests.core.test_aot import CARDS, needs_plugin
 
 DUMP = (Path(__file__).parent / "dump" / "program.txt").read_text()

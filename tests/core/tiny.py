@@ -15,16 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.adversary import (
-    AdamAscent,
-    Adversary,
-    BroadcastAcrossBatch,
-    FreshAttack,
-    PerBatchPerPosition,
-    PersistentAttack,
-    RepeatAcrossBatch,
-    SingleSource,
-)  # fmt: skip
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
     CIConfig,
@@ -43,19 +33,29 @@ from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.readout import ReadoutCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
-from param_decomp_jax.clean_pass import CleanPass
-from param_decomp_jax.draws import positions
-from param_decomp_jax.inspection import step_draws, unstack_sites
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
-from param_decomp_jax.masks import Bundle, Stochastic, StochasticSources
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import Axes, indices, replace_fields
-from param_decomp_jax.optim import AdamW
-from param_decomp_jax.recon import ForwardDraws, Reconstruction, draw_forwards, live_sets, n_samples
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.sites import Sites
-from param_decomp_jax.state import Decomposition, State, init_state
-from param_decomp_jax.step import Gradients, Problem, StepOutcome, run_clean_pass, step_outcome
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.adversary import (
+    AdamAscent,
+    Adversary,
+    BroadcastAcrossBatch,
+    FreshAttack,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+    SingleSource,
+)  # fmt: skip
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.inspection import step_draws, unstack_sites
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.method.masks import Bundle, Stochastic, StochasticSources
+from param_decomp_jax.method.optim import AdamW
+from param_decomp_jax.method.recon import ForwardDraws, Reconstruction, draw_forwards, live_sets, n_samples
+from param_decomp_jax.method.state import Decomposition, State, init_state
+from param_decomp_jax.method.step import Gradients, Problem, StepOutcome, run_clean_pass, step_outcome
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import Axes, indices, replace_fields
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.resid_mlp import ResidMLP

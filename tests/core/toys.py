@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from param_decomp_jax.sites import PRE_IDENTITY
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_jax.targets.tms import TMS, TMSConfig

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import transformers
 
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.target_folder import load_target

@@ -76,8 +76,8 @@ def place(layout: str, folder: str) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from param_decomp_jax.mesh import MeshShape, make_mesh, sharding, whole
-    from param_decomp_jax.placement import from_host, from_process_rows, process_batch_rows
+    from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding, whole
+    from param_decomp_jax.sharding.placement import from_host, from_process_rows, process_batch_rows
     from param_decomp_lab.weights.target_folder import load_target, read_architecture
 
     mesh = make_mesh(MeshShape(fsdp=jax.device_count()))
@@ -216,7 +216,7 @@ def _wait_for_ever(failing: bool) -> None:
     import jax
     import jax.numpy as jnp
 
-    from param_decomp_jax.mesh import MeshShape, make_mesh, sharding, whole
+    from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding, whole
 
     mesh = make_mesh(MeshShape(fsdp=jax.device_count()))
     x = jax.jit(lambda: jnp.ones(jax.device_count()), out_shardings=sharding(mesh, (jax.device_count(),), ("batch",)))()

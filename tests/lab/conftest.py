@@ -10,9 +10,9 @@ from filelock import FileLock
 from param_decomp_lab import load_run
 from param_decomp_lab.cluster.cluster import cluster
 from param_decomp_lab.cluster.request import ClusterRequest
+from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.plan import HarvestRequest
-from param_decomp_lab.harvest_files import Harvest
 from tests.lab import toy_run
 from tests.lab.tiny_run import Tiny, pd_here, programs_kept_in
 

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from param_decomp_lab.harvest_files import Harvest
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
-from param_decomp_lab.harvest_files.tables import SCHEMAS, Table, table_file
+from param_decomp_lab.harvest.files import Harvest
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.tables import SCHEMAS, Table, table_file
 
 SITES, C = ("layers.0.mlp.up_proj", "layers.1.mlp.down_proj"), 24
 ROWS, LENGTH, VOCABULARY = 120, 64, 50

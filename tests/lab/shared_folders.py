@@ -9,8 +9,8 @@ from typing import Any
 
 from param_decomp_lab.graph import Edge, Graph, Node
 from param_decomp_lab.graph.graph import Shares
-from param_decomp_lab.harvest_files import find_harvests
-from param_decomp_lab.harvest_files.labels import BY_MODEL, Labels
+from param_decomp_lab.harvest.files import find_harvests
+from param_decomp_lab.harvest.files.labels import BY_MODEL, Labels
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "share"
 LLAMA, TOY = "p-00000001", "p-00000002"

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_lab.average.averages import AverageRequest, average_attributions
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.averages import AverageRequest, average_attributions
 from param_decomp_lab.graph.incoming import Incoming
-from param_decomp_lab.harvest_files import Averages, harvest_of
+from param_decomp_lab.harvest.files import Averages, harvest_of
 from param_decomp_lab.opening import Run, load_run
 from tests.lab.test_browse import LLAMA, TOY
 from tests.lab.tiny_run import pd_here
@@ -110,4 +110,4 @@ def test_damaged_or_wrong(run: Run, averages: Averages, mine: Path) -> None:
         assert message in outcome.err.replace("\n", " ")
     (averages.folder / "edges.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="is damaged"):
-        Averages(averages.folder, run.harvest).into("layers.0.mlp.down_proj", 0)
+        Averages(averages.folder, run.harvest.index).into("layers.0.mlp.down_proj", 0)

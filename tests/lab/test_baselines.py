@@ -17,10 +17,10 @@ from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.baselines.matching import shares
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
-from param_decomp_lab.display.numbers import number
-from param_decomp_lab.jitted import jitted
+from param_decomp_lab.compilation import jitted
 from param_decomp_lab.opening import load_run
 from param_decomp_lab.setup.language_model import evaluation_source, held_out_rows
+from param_decomp_lab.ui.numbers import number
 from tests.lab.sae_folders import identity, save
 from tests.lab.tiny_run import BATCH, STEPS, Outcome, pd_here
 

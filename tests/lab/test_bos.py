@@ -28,7 +28,7 @@ from param_decomp_lab.data.token_writer import before_document, cut_rows
 from param_decomp_lab.data.tokenize import file_units, make_plan, tokenize, tokenize_documents
 from param_decomp_lab.data.tokenizers import chosen_bos, load_tokenizer
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.run_folder.data_file import DATA_FILE, read_data
+from param_decomp_lab.runs.data_file import DATA_FILE, read_data
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.named_text import named_text
 from tests.lab.tiny_run import LIGHT, SEQ_LEN, Tiny, pd_here

@@ -25,7 +25,7 @@ from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.server import make_app
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest, find_harvests
+from param_decomp_lab.harvest.files import Harvest, find_harvests
 from tests.lab.tiny_run import pd_here
 
 LLAMA, TOY = "p-00000001", "p-00000002"

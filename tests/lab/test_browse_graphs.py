@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
 from param_decomp_lab.graph import Graph
-from param_decomp_lab.harvest_files.averages import AverageOptions, write_averages
+from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
 from param_decomp_lab.opening import Run
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
 
@@ -158,7 +158,7 @@ def test_averages_on_a_component_page(shown: TestClient, mine: Path, run: Run) -
     site = "layers.0.mlp.down_proj"
     page = f"{base(mine)}/sites/{site}/5"
     assert "On average" not in shown.get(page).text
-    numbers = [run.harvest.number_of(*at) for at in ((site, 5), ("layers.1.mlp.up_proj", 7))]
+    numbers = [run.harvest.index.number_of(*at) for at in ((site, 5), ("layers.1.mlp.up_proj", 7))]
     options = AverageOptions(8, 20, 1)
     edges = [np.asarray([numbers[1]], np.int32), np.asarray([numbers[0]], np.int32), np.asarray([-0.5], np.float32)]
     write_averages(run.harvest.folder / "averages" / options.name, options, 1, edges)

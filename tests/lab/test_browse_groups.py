@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from param_decomp_lab.browse.dendrogram import LEAF, MOST_LEAVES, dendrogram
 from param_decomp_lab.cluster.cluster import cluster
 from param_decomp_lab.cluster.request import ClusterRequest
-from param_decomp_lab.harvest_files import Groups, Harvest
-from param_decomp_lab.harvest_files.averages import AVERAGES, AverageOptions, write_averages
+from param_decomp_lab.harvest.files import Groups, Harvest
+from param_decomp_lab.harvest.files.averages import AVERAGES, AverageOptions, write_averages
 from tests.lab.in_time import in_time
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client, links, only_harvest
 

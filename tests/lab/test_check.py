@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax import recon
-from param_decomp_jax.adversary import FreshAttack, PersistentAttack, SignAscent, SingleSource
-from param_decomp_jax.masks import Stochastic
-from param_decomp_jax.recon import AllSites, EachSite, Reconstruction, n_attack_passes, n_forwards
-from param_decomp_jax.routing import Everywhere
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.step import training_step
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method import recon
+from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, SignAscent, SingleSource
+from param_decomp_jax.method.masks import Stochastic
+from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.check.plots import curve
-from param_decomp_lab.display.descriptions import describe_live_sets
-from param_decomp_lab.display.numbers import byte_size
+from param_decomp_lab.ui.descriptions import describe_live_sets
+from param_decomp_lab.ui.numbers import byte_size
 from param_decomp_lab.weights.target_folder import read_architecture, save_target
 from tests.core import tiny as core
 from tests.core import toys

@@ -20,15 +20,15 @@ import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
-from param_decomp_jax.losses import Faithfulness
-from param_decomp_jax.memory import STATE_PARTS
-from param_decomp_jax.state import State, init_state
-from param_decomp_lab.checkpoints.damage import Damaged, find_file_damage
-from param_decomp_lab.checkpoints.store import Checkpoints, Learned, flatten
+from param_decomp_jax.method.losses import Faithfulness
+from param_decomp_jax.method.state import Learned, State, init_state
+from param_decomp_jax.sharding.memory import STATE_PARTS
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import Memory
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.runs.checkpoints.damage import Damaged, find_file_damage
+from param_decomp_lab.runs.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.setup import Setup, set_up
 from param_decomp_lab.training.run import compile_steps
 from tests.cases import slow_but
@@ -296,7 +296,7 @@ def fits(step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("param_decomp_lab.runs.checkpoints.store.RETRY_AFTER_S", 0.01)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves an event loop behind
@@ -404,7 +404,7 @@ def test_damage_that_was_there_for_a_moment(tmp_path: Path, small: State, monkey
         looks.append(checkpoint)
         return "learned/_METADATA: Stale file handle" if len(looks) == 1 else ""
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.find_file_damage", once)
+    monkeypatch.setattr("param_decomp_lab.runs.checkpoints.store.find_file_damage", once)
     found = Checkpoints(tmp_path).restore_newest(jax.eval_shape(lambda: small), fits)
     assert found is not None
     assert (found[0], found[2]) == (4, {})
@@ -417,9 +417,9 @@ def test_fingerprints_are_made_by_all_or_none(tmp_path: Path, small: State, monk
     def unreadable(checkpoint: Path) -> None:
         raise Damaged(f"{checkpoint}: Stale file handle")
 
-    monkeypatch.setattr("param_decomp_lab.checkpoints.store.read_description", unreadable)
+    monkeypatch.setattr("param_decomp_lab.runs.checkpoints.store.read_description", unreadable)
     monkeypatch.setattr(
-        "param_decomp_lab.checkpoints.store.fingerprint", lambda _: pytest.fail("a collective was begun")
+        "param_decomp_lab.runs.checkpoints.store.fingerprint", lambda _: pytest.fail("a collective was begun")
     )
     with pytest.raises(Damaged, match="Stale file handle"):
         Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: small))

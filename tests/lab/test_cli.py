@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from param_decomp_lab import __version__
 from param_decomp_lab.cli import app
-from param_decomp_lab.run_folder.folder import commit_of_the_code
+from param_decomp_lab.runs.folder import commit_of_the_code
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {

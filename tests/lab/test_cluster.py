@@ -23,9 +23,9 @@ from param_decomp_lab.cluster.loops import numbering_part, own_part
 from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest_files import Harvest
-from param_decomp_lab.harvest_files.plan import Plan, PlannedSite
-from param_decomp_lab.harvest_files.tables import FIRINGS_FILE, PLAN_FILE, POSITIONS_FILE
+from param_decomp_lab.harvest.files import Harvest
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.tables import FIRINGS_FILE, PLAN_FILE, POSITIONS_FILE
 from tests import reference
 from tests.lab.tiny_run import pd_here
 
@@ -224,7 +224,7 @@ def test_other_points_of_the_history(two_sites: tuple[Harvest, np.ndarray]) -> N
     for k in range(4, 10):
         cut = groups.cut(k)
         assert len(cut) == k
-        members = [[harvest.number_of(*m) for m in cut.members(g)] for g in range(k)]
+        members = [[harvest.index.number_of(*m) for m in cut.members(g)] for g in range(k)]
         assert cut.cost == pytest.approx(reference.grouping_cost(active, members, 1.0))
         np.testing.assert_allclose(cut.densities, [active[:, m].any(1).mean() for m in members])
     for k in (3, 10):

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from param_decomp_lab.config.loss_schema import ImportanceMinimalityLoss
-from param_decomp_lab.metrics.collapse import (
+from param_decomp_lab.report.verdict import verdict
+from param_decomp_lab.runs.configuration import least_p
+from param_decomp_lab.runs.series import Series
+from param_decomp_lab.tracking.collapse import (
     CI_GRADIENTS,
     LEAST_STEPS,
     LIMIT,
@@ -19,9 +22,6 @@ from param_decomp_lab.metrics.collapse import (
     growths,
     may_collapse,
 )
-from param_decomp_lab.report.configuration import least_p
-from param_decomp_lab.report.metrics import Series
-from param_decomp_lab.report.verdict import verdict
 
 N = 400
 RNG = np.random.default_rng(0)

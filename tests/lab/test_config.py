@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from param_decomp_jax import adversary, ci, losses, masks, optim, recon, routing
-from param_decomp_jax.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
-from param_decomp_jax.schedules import Anneal, Schedule
-from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
+from param_decomp_jax import ci
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing
+from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
+from param_decomp_jax.sharding.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, term
 from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
@@ -24,7 +25,7 @@ from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.strict import ConfigSource, validate
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml, read_mapping
+from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mapping
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from hypothesis import settings
 
-from param_decomp_jax.rotary import LinearScaling, YarnScaling
+from param_decomp_jax.nn.rotary import LinearScaling, YarnScaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.pretrain.recipe import FamilyRecipe

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.damage_cases import CASES, Rig, make_whole
 from experiments.damage_table import unlike
-from param_decomp_lab.run_folder.unwritable import why_not_written
+from param_decomp_lab.runs.unwritable import why_not_written
 from tests.lab.tiny_run import ROOT
 
 

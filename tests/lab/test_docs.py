@@ -31,7 +31,7 @@ from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.eval.ce_kl import MASKINGS
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
-from param_decomp_lab.untrusted.yaml_text import parse_yaml
+from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"))

@@ -11,7 +11,7 @@ import pytest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.edit import edited_weights, export_edited
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.opening.forward import clean
+from param_decomp_lab.runs.forward import clean
 from param_decomp_lab.weights.target_folder import load_target
 from tests.lab.tiny_run import pd_here
 

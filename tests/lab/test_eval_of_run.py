@@ -17,7 +17,7 @@ from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import Evaluated, evaluate_run
-from param_decomp_lab.run_folder.folder import saved_config
+from param_decomp_lab.runs.folder import saved_config
 from tests.cases import same_roundings
 from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Outcome, Tiny, pd_here, rows
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from param_decomp_jax.analysis.importances import chosen_logits, importance_logits, site_logits
 from param_decomp_jax.ci import ChunkwiseTransformer, GlobalMLP, GlobalTransformer, LayerwiseMLP
-from param_decomp_jax.importances import chosen_logits, importance_logits, site_logits
-from param_decomp_jax.masks import Stochastic, StochasticSources
-from param_decomp_jax.recon import Reconstruction
-from param_decomp_jax.state import State
-from param_decomp_lab.checkpoints.store import Checkpoints
+from param_decomp_jax.method.masks import Stochastic, StochasticSources
+from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.method.state import State
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.core_specs import term
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.setup import Setup, set_up
 from tests import reference as ref
 from tests.cases import slow_but

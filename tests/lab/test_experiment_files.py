@@ -22,7 +22,7 @@ from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.data.tokenize import tokenize_files
-from param_decomp_lab.display.descriptions import shown_path
+from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.target_folder import save_target
 from tests.lab.tiny_run import Outcome, pd_here
 

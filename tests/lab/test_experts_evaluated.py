@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax.analysis.importances import read_batch, site_logits
 from param_decomp_jax.ci import GlobalMLP
-from param_decomp_jax.components import with_views
-from param_decomp_jax.importances import read_batch, site_logits
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.eval.examples import n_shown
 from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
 from tests import reference as ref

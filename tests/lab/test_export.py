@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export import export_run

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.components import init_components
-from param_decomp_jax.masks import Sources
-from param_decomp_jax.memory import PLAIN, MemoryPolicy
-from param_decomp_jax.mesh import MeshShape, make_mesh
-from param_decomp_jax.sites import Matrix, Sites
+from param_decomp_jax.decomposition.components import init_components
+from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.method.masks import Sources
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
 from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.config import site_patterns
-from param_decomp_lab.opening.forward import masked
-from param_decomp_lab.run_folder.target_file import describe
+from param_decomp_lab.runs.forward import masked
+from param_decomp_lab.weights.recorded_target import describe
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
 from tests.core import tiny as tiny_core
 from tests.lab.tiny_run import Tiny

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from param_decomp_aot.compile import compile_for
-from param_decomp_jax.mesh import MeshShape, make_mesh, sharding
-from param_decomp_lab.checkpoints.fingerprints import (
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding
+from param_decomp_lab.probe.cards import card
+from param_decomp_lab.runs.checkpoints.fingerprints import (
     PartwiseFingerprint,
     combine_fingerprints,
     fingerprint,
     fingerprint_program,
 )
-from param_decomp_lab.probe.cards import card
 from tests.plugin import needs_plugin
 
 SHAPE = (3, 16, 40)

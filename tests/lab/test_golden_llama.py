@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import MemoryPolicy
+from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.weights.target_folder import load_target
 

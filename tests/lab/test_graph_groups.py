@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from param_decomp_jax.sites import Site
+from param_decomp_jax.decomposition.sites import Site
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.graph.graph import Edge, Graph, Node, Shares
-from param_decomp_lab.graph.groups import merge_groups
+from param_decomp_lab.graph.graph import Edge, Graph, Node, Shares, merge_groups
 from param_decomp_lab.opening.selection import selected
 
 GROUPS = {("a", 0): 4, ("a", 1): 4, ("b", 0): 4, ("a", 2): 5}

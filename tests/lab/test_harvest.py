@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import chisquare
 
-from param_decomp_jax.step import run_clean_pass
+from param_decomp_jax.method.step import run_clean_pass
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.harvest.examples import Examples
+from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.firings import HostFirings, ListedFirings, Ranked, Tables, find_firings
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.keys import keys, stream
@@ -28,9 +29,8 @@ from param_decomp_lab.harvest.share import Share, find_share
 from param_decomp_lab.harvest.state import HarvestState, blocks_done
 from param_decomp_lab.harvest.token_counts import TokenCounts, pack
 from param_decomp_lab.harvest.totals import Totals
-from param_decomp_lab.harvest_files import Harvest
 from param_decomp_lab.opening import Run
-from param_decomp_lab.run_folder.lock import only_job
+from param_decomp_lab.runs.lock import only_job
 from tests.cases import same_roundings, slow_but
 from tests.lab.tiny_run import SEQ_LEN, pd_here
 
@@ -202,7 +202,7 @@ def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch:
     """All positions are sampled in so small a harvest, so that estimates are counts."""
     _, read, counted = made
     for limit in ("MOST_POSITIONS", "MOST_MEMBERS"):
-        monkeypatch.setattr(f"param_decomp_lab.harvest_files.reading.{limit}", 10**9)
+        monkeypatch.setattr(f"param_decomp_lab.harvest.files.reading.{limit}", 10**9)
     N = read.plan.n_positions
     fires = {site: counted.importances[site] > read.plan.threshold for site in read.sites}
     k = read.plan.outputs

@@ -18,7 +18,15 @@ from safetensors.numpy import load_file, save_file
 
 from param_decomp_jax.targets.architecture import LARGEST, WIDEST, UnsupportedConfig
 from param_decomp_jax.targets.registry import read_config
-from param_decomp_lab.checkpoints.damage import (
+from param_decomp_lab.cli import main
+from param_decomp_lab.config.strict import ConfigSource, LayerCount, Mistake, Width, validate
+from param_decomp_lab.config.wrapper import Wrapper
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.launch.job import parse_more
+from param_decomp_lab.pretrain.finished import find_finished
+from param_decomp_lab.pretrain.recipe import read_recipe
+from param_decomp_lab.probe import pages
+from param_decomp_lab.runs.checkpoints.damage import (
     ARRAYS,
     DESCRIPTION,
     FILES,
@@ -27,22 +35,14 @@ from param_decomp_lab.checkpoints.damage import (
     find_file_damage,
     read_description,
 )
-from param_decomp_lab.checkpoints.store import Checkpoints
-from param_decomp_lab.cli import main
-from param_decomp_lab.config.strict import ConfigSource, LayerCount, Mistake, Width, validate
-from param_decomp_lab.config.wrapper import Wrapper
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.launch.job import parse_more
-from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.pretrain.finished import find_finished
-from param_decomp_lab.pretrain.recipe import read_recipe
-from param_decomp_lab.probe import pages
-from param_decomp_lab.run_folder.ending import read_ending
-from param_decomp_lab.run_folder.folder import resume_command
-from param_decomp_lab.run_folder.identity import Displaced, FolderIdentity
-from param_decomp_lab.run_folder.lock import holder
-from param_decomp_lab.run_folder.target_file import read_target
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
+from param_decomp_lab.runs.ending import read_ending
+from param_decomp_lab.runs.folder import resume_command
+from param_decomp_lab.runs.identity import Displaced, FolderIdentity
+from param_decomp_lab.runs.lock import holder
+from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.runs.target_file import read_target
+from param_decomp_lab.ui.console import PlainConsole
 from tests.lab import toy_run
 from tests.lab.test_bad_input import assert_refused
 from tests.lab.test_untrusted import BOMB
@@ -268,7 +268,7 @@ def test_names_and_sizes_of_a_checkpoint(tmp_path: Path, sizes: object) -> None:
 def test_a_run_falls_back_to_the_checkpoint_before(toy: Path, tmp_path: Path) -> None:
     shutil.copytree(toy / "p-00000001", tmp_path / "p-00000001")
     (tmp_path / "p-00000001/ckpts/12" / FILES).write_text("[]")
-    with mock.patch("param_decomp_lab.checkpoints.store.RETRY_AFTER_S", 0.0):
+    with mock.patch("param_decomp_lab.runs.checkpoints.store.RETRY_AFTER_S", 0.0):
         outcome = pd_here("train", "--resume", tmp_path / "p-00000001")
     assert outcome.status == 0, outcome
     assert "was renamed to damaged-12" in " ".join(outcome.out.split())
@@ -352,7 +352,7 @@ ERRORS = {
 @pytest.mark.parametrize("kind", ERRORS)
 def test_what_the_machine_refuses(tmp_path: Path, kind: str) -> None:
     error, status, says = ERRORS[kind]
-    with mock.patch("param_decomp_lab.report.listing.find_runs", side_effect=error):
+    with mock.patch("param_decomp_lab.runs.listing.find_runs", side_effect=error):
         outcome = pd_here("runs", tmp_path)
     assert outcome.status == status
     assert says in outcome.err
@@ -361,7 +361,7 @@ def test_what_the_machine_refuses(tmp_path: Path, kind: str) -> None:
 
 def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
     with (
-        mock.patch("param_decomp_lab.report.listing.find_runs", side_effect=OSError(errno.EIO, "x")),
+        mock.patch("param_decomp_lab.runs.listing.find_runs", side_effect=OSError(errno.EIO, "x")),
         pytest.raises(OSError, match="x"),
     ):
         pd_here("runs", tmp_path)

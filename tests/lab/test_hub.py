@@ -250,7 +250,7 @@ def test_offline_and_no_network(
     )
     assert "refused" in refusal(HubModel("somebody/other").fetch_config, CannotFetch)
     monkeypatch.setattr("param_decomp_lab.weights.hub.ANSWER_S", 0.2)
-    monkeypatch.setattr("param_decomp_lab.untrusted.answers.FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr("param_decomp_lab.safe_io.answers.FIRST_ANSWER_S", 0.2)
     with silent_server() as url:
         point_clients(monkeypatch, url, tmp_path / "home")
         for ask in (lambda: fetch("somebody/other"), HubModel("somebody/other").fetch_config):

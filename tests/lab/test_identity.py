@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab.errors import CannotWrite
-from param_decomp_lab.run_folder.identity import Displaced, FolderIdentity
+from param_decomp_lab.runs.identity import Displaced, FolderIdentity
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
-from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.transformer import rotary_frequencies
 from param_decomp_lab.data.tokenizers import load_tokenizer

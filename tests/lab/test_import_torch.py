@@ -21,8 +21,8 @@ import yaml
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import read_config

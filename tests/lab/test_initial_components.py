@@ -11,7 +11,7 @@ from rich.console import Console
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.subject import run_subject
-from param_decomp_lab.run_folder.folder import saved_config
+from param_decomp_lab.runs.folder import saved_config
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.problem import make_problem
 from tests import reference as ref

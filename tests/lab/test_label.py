@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from param_decomp_lab.display.console import PlainConsole
-from param_decomp_lab.harvest_files import Harvest, find_harvests
-from param_decomp_lab.harvest_files.labels import Labels
+from param_decomp_lab.harvest.files import Harvest, find_harvests
+from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.label import asking
 from param_decomp_lab.label.choose import Selection, choose_components
 from param_decomp_lab.label.endpoint import Endpoint, Reply
@@ -26,6 +25,7 @@ from param_decomp_lab.label.ledger import open_ledger
 from param_decomp_lab.label.money import Prices
 from param_decomp_lab.label.naming import label_question, parse_label
 from param_decomp_lab.label.texts import Texts
+from param_decomp_lab.ui.console import PlainConsole
 from tests.cases import slow_but
 from tests.lab.openai_server import KEY, MODEL, Messages, Server, Trouble, openai_server
 from tests.lab.tiny_run import PD, ROOT, Outcome, pd_here

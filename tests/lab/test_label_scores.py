@@ -13,9 +13,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.harvest_files import Harvest, find_harvests
-from param_decomp_lab.harvest_files.labels import Labels
-from param_decomp_lab.harvest_files.scores import CHANCE, Kind, Score, Scores
+from param_decomp_lab.harvest.files import Harvest, find_harvests
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.scores import CHANCE, Kind, Score, Scores
 from param_decomp_lab.label import asking
 from param_decomp_lab.label.choose import Component, Selection, choose_components
 from param_decomp_lab.label.draws import Draws

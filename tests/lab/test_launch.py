@@ -91,7 +91,7 @@ def test_copy_is_of_the_commit_and_stays(tmp_path: Path) -> None:
     assert copied == {name: text for name, text in committed.items() if not name.startswith(("configs/", ".git"))}
     assert not [path for path in (tmp_path / "copy").rglob("*") if path.is_file() and path.stat().st_mode & 0o222]
     # Each knows the commit that its code is of; a run notes it.
-    asked = "from param_decomp_lab.run_folder.folder import commit_of_the_code as of; print(of())"
+    asked = "from param_decomp_lab.runs.folder import commit_of_the_code as of; print(of())"
     for folder in (checkout.folder, tmp_path / "copy"):
         command = [sys.executable, "-B", "-c", asked]
         told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)

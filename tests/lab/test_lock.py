@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.run_folder.lock import LOCK_FILE, Holder, holder, is_held, only_job
+from param_decomp_lab.runs.lock import LOCK_FILE, Holder, holder, is_held, only_job
 from tests.lab.tiny_run import ROOT
 
 HOLDS = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from param_decomp_lab.run_folder.lock import only_job
+from param_decomp_lab.runs.lock import only_job
 with only_job(Path(sys.argv[1]), Console()):
     print("holds", flush=True)
     sys.stdin.read()
@@ -163,7 +163,7 @@ def test_without_the_systems_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with held(tmp_path) as process:
         monkeypatch.setattr(fcntl, "flock", none)
-        monkeypatch.setattr("param_decomp_lab.run_folder.lock.SETTLE_S", 0.05)
+        monkeypatch.setattr("param_decomp_lab.runs.lock.SETTLE_S", 0.05)
         with pytest.raises(UserError, match=f"process {process.pid} on"):
             taken(tmp_path)
         process.kill()
@@ -180,9 +180,9 @@ def test_a_system_that_does_not_name_its_starts(tmp_path: Path, monkeypatch: pyt
     def none(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock.boot_id", lambda: "")
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock.process_start", lambda pid: "")
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock.SETTLE_S", 0.05)
+    monkeypatch.setattr("param_decomp_lab.runs.lock.boot_id", lambda: "")
+    monkeypatch.setattr("param_decomp_lab.runs.lock.process_start", lambda pid: "")
+    monkeypatch.setattr("param_decomp_lab.runs.lock.SETTLE_S", 0.05)
     other = replace(Holder.here(), pid=4242)
     write(tmp_path, other)
     assert is_held(tmp_path) is None
@@ -200,7 +200,7 @@ def test_two_that_come_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
+    monkeypatch.setattr("param_decomp_lab.runs.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
     with pytest.raises(UserError, match=r"took .* at the same time and has it now: process 4242 on node07"):
         taken(tmp_path)
     assert holder(tmp_path) == ELSEWHERE
@@ -209,7 +209,7 @@ def test_two_that_come_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
 def test_on_a_cluster_the_name_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's lock may be this machine's alone there."""
     monkeypatch.setenv("SLURM_JOB_ID", "123")
-    monkeypatch.setattr("param_decomp_lab.run_folder.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
+    monkeypatch.setattr("param_decomp_lab.runs.lock.time.sleep", lambda seconds: write(tmp_path, ELSEWHERE))
     with pytest.raises(UserError, match=r"took .* at the same time and has it now: process 4242 on node07"):
         taken(tmp_path)
 

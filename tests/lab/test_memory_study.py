@@ -29,7 +29,7 @@ from experiments.memory_study_page import (
     write_page,
 )
 from experiments.memory_study_words import NOTES
-from param_decomp_jax.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.config import load_config
 from tests.cases import slow_but
 

@@ -23,8 +23,8 @@ from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.safe_io import answers
 from param_decomp_lab.setup.named_text import named_text
-from param_decomp_lab.untrusted import answers
 from tests.lab.hub_server import hub_server, point_clients, silent_server
 from tests.lab.in_time import in_time
 from tests.lab.tiny_run import LIGHT, pd_here

@@ -17,7 +17,8 @@ from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
-from param_decomp_lab.run_folder.target_file import describe, read_target
+from param_decomp_lab.runs.target_file import read_target
+from param_decomp_lab.weights.recorded_target import describe
 from param_decomp_lab.weights.target_folder import load_target, save_target
 from tests import reference as ref
 from tests.core import tiny as core
@@ -352,7 +353,7 @@ def test_target_file(finished: Path) -> None:
 
 def test_the_package_gives_the_function() -> None:
     """Whatever has been imported before."""
-    import param_decomp_lab.opening.load as module
+    import param_decomp_lab.opening.run as module
 
     assert param_decomp_lab.load_run is module.load_run
     with pytest.raises(AttributeError, match="load_rum"):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.setup.parent import sites_from_shapes
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
+from param_decomp_lab.runs.parent import sites_from_shapes
 from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
 from tests.lab.tiny_run import Outcome, pd_here, rows, saved_arrays, saved_steps

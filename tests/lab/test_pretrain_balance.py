@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.memory import PLAIN
+from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.balance import imbalance

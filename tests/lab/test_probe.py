@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from param_decomp_aot.compile import device_bytes
-from param_decomp_jax.attention import _can_be_lowered_for_cuda
-from param_decomp_jax.mesh import make_mesh
+from param_decomp_jax.nn.attention import _can_be_lowered_for_cuda
+from param_decomp_jax.sharding.mesh import make_mesh
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
@@ -250,7 +250,7 @@ def test_without_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise RuntimeError("cuDNN not found.")
 
-    monkeypatch.setattr("param_decomp_jax.attention._cudnn", missing)
+    monkeypatch.setattr("param_decomp_jax.nn.attention._cudnn", missing)
     monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", lambda *_, **__: _can_be_lowered_for_cuda())
     _can_be_lowered_for_cuda.cache_clear()
     outcome = pd_here("probe", LLAMA, "--quick", "--no-cache")

@@ -10,7 +10,7 @@ from rich.console import Console
 from param_decomp_lab import load_run
 from param_decomp_lab.config import load_config
 from param_decomp_lab.probe.subject import STEP, run_subject
-from param_decomp_lab.run_folder.folder import saved_config
+from param_decomp_lab.runs.folder import saved_config
 from param_decomp_lab.setup import set_up
 from tests import reference as ref
 from tests.core import tiny as core

@@ -12,16 +12,22 @@ import pytest
 import yaml
 from rich.console import Console
 
-from param_decomp_lab.display.numbers import duration, number, percent, signed
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.figures import activation_density, ci_histograms, figure_path, mean_ci_per_component, save_figure
+from param_decomp_lab.eval.figures import (
+    activation_density,
+    ci_histograms,
+    figure_path,
+    mean_ci_per_component,
+    save_figure,
+)
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.report.charts import line_chart, thin
-from param_decomp_lab.report.configuration import component_counts, loss_terms
-from param_decomp_lab.report.evaluation import l0_table
-from param_decomp_lab.report.metrics import Series, series_by_key, training_seconds
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
 from param_decomp_lab.report.verdict import sentence, verdict
+from param_decomp_lab.runs.configuration import component_counts, loss_terms
+from param_decomp_lab.runs.evaluation_rows import l0_table
+from param_decomp_lab.runs.series import Series, series_by_key, training_seconds
+from param_decomp_lab.ui.numbers import duration, number, percent, signed
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 STEPS = 2000

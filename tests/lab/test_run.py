@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from param_decomp_lab.figures import save_figure
-from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.eval.figures import save_figure
 from param_decomp_lab.processes.stop_signal import StopSignal
-from param_decomp_lab.report.listing import read_run
-from param_decomp_lab.run_folder.ending import read_ending
+from param_decomp_lab.runs.ending import read_ending
+from param_decomp_lab.runs.listing import read_run
+from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.run import _Run
 from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps

@@ -17,10 +17,10 @@ import yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import STOPPED
-from param_decomp_lab.report import listing as runs
-from param_decomp_lab.report.listing import find_runs, read_run
-from param_decomp_lab.run_folder.ending import clear_end, read_ending, record_end
-from param_decomp_lab.run_folder.lock import LOCK_FILE, Holder
+from param_decomp_lab.runs import listing as runs
+from param_decomp_lab.runs.ending import clear_end, read_ending, record_end
+from param_decomp_lab.runs.listing import find_runs, read_run
+from param_decomp_lab.runs.lock import LOCK_FILE, Holder
 from tests.lab.tiny_run import LIGHT, ROOT, STEPS, Tiny, pd_here
 
 LONG_AGO = time.time() - 5 * 86400
@@ -281,7 +281,7 @@ def test_needs_no_jax(finished: Path, tmp_path: Path) -> None:
         if path.is_file():
             path.unlink()
     code = (
-        "import sys\nfrom pathlib import Path\nfrom param_decomp_lab.report.listing import find_runs\n"
+        "import sys\nfrom pathlib import Path\nfrom param_decomp_lab.runs.listing import find_runs\n"
         "(run,) = find_runs([Path(sys.argv[1])])\nassert run.state == 'finished', run\n"
         "assert not {'jax', 'orbax', 'tensorstore'} & {name.split('.')[0] for name in sys.modules}"
     )

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from param_decomp_jax.hooks import Hook, activation
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.analysis.hooks import Hook, activation
+from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.targets.gpt2 import GPT2Config
 from param_decomp_jax.targets.olmo2 import Olmo2Config
 from param_decomp_lab.baselines.replacements import names_of

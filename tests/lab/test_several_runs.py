@@ -13,9 +13,9 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from param_decomp_lab.metrics.sinks import read_metrics
-from param_decomp_lab.run_folder.ending import read_ending
-from param_decomp_lab.run_folder.lock import LOCK_FILE
+from param_decomp_lab.runs.ending import read_ending
+from param_decomp_lab.runs.lock import LOCK_FILE
+from param_decomp_lab.runs.metrics_file import read_metrics
 from tests.lab.several import CHILD, Ended, ended, run, started
 from tests.lab.test_processes import SMALL, assert_alike, options, train
 from tests.lab.tiny_run import PD, ROOT, Tiny, pd_here, rows, saved_arrays, saved_steps

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.graph import Edge
-from param_decomp_lab.harvest_files import Harvest, find_harvests
+from param_decomp_lab.harvest.files import Harvest, find_harvests
 from param_decomp_lab.share.graphs import share_graphs
 from param_decomp_lab.share.links import relative_page
 from param_decomp_lab.share.numbering import Numbering, pair, run_numbering, unpair

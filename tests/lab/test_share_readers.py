@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph, Node
-from param_decomp_lab.harvest_files import Harvest, find_harvests
-from param_decomp_lab.harvest_files.tables import IMPORTANCE_BINS
+from param_decomp_lab.harvest.files import Harvest, find_harvests
+from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS
 from param_decomp_lab.share.features import filled, percentiles
 from param_decomp_lab.share.graphs import share_graphs
 from param_decomp_lab.share.numbering import run_numbering, unpair

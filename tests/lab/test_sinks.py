@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.metrics.sinks import METRICS_FILE, MetricsFile, Terminal, brief, read_metrics
-from param_decomp_lab.metrics.wandb_mirror import read_rows
-from param_decomp_lab.report.listing import rows_at_the_end
-from param_decomp_lab.run_folder.identity import Displaced
+from param_decomp_lab.runs.identity import Displaced
+from param_decomp_lab.runs.listing import rows_at_the_end
+from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
+from param_decomp_lab.tracking.sinks import MetricsFile, Terminal, brief
+from param_decomp_lab.tracking.wandb_mirror import read_rows
 
 
 def steps(folder: Path) -> list[int]:
@@ -207,7 +208,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("param_decomp_lab.metrics.sinks.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("param_decomp_lab.tracking.sinks.time.monotonic", lambda: clock.now)
     terminal, text = console()
     with Terminal(terminal, "demo", 100, done=20) as bar:
         for step in range(21, 51):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.runs.metrics_file import read_metrics
 from tests.lab.chromium import chromium, follow, watched
 from tests.lab.one_node import Checkout, Cluster, one_node, sets
 from tests.lab.several import environment_of

@@ -17,14 +17,14 @@ import pytest
 from filelock import FileLock
 from tokenizers import Tokenizer
 
-from param_decomp_jax.recon import Reconstruction, n_forwards
-from param_decomp_jax.state import init_state
-from param_decomp_jax.step import training_step
+from param_decomp_jax.method.recon import Reconstruction, n_forwards
+from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
-from param_decomp_lab.metrics.sinks import read_metrics
+from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.target_folder import load_target

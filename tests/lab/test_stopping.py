@@ -15,12 +15,12 @@ import jax
 import pytest
 from rich.console import Console
 
-from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.launch.local import free_port
 from param_decomp_lab.processes.group import Processes
-from param_decomp_lab.run_folder.folder import make_run_folder
-from param_decomp_lab.run_folder.lock import LOCK_FILE
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
+from param_decomp_lab.runs.folder import make_run_folder
+from param_decomp_lab.runs.lock import LOCK_FILE
 from param_decomp_lab.setup import Setup, set_up
 from tests.lab.several import CHILD, ended, started
 from tests.lab.test_processes import SMALL
@@ -111,7 +111,7 @@ def test_while_a_checkpoint_is_read(tiny: Tiny, evaluated: Path, tmp_path: Path)
     run = tmp_path / UNDISTURBED
     shutil.copytree(evaluated, run)
     resume: list[str | Path] = ["train", "--resume", run]
-    text = stopped_where_stuck(tiny, "param_decomp_lab.checkpoints.store.Checkpoints.restore", resume, at_most=20)
+    text = stopped_where_stuck(tiny, "param_decomp_lab.runs.checkpoints.store.Checkpoints.restore", resume, at_most=20)
     assert "stopped while reading a checkpoint; nothing was to be saved; resume with" in text
     assert (run / LOCK_FILE).read_bytes() == b""  # on another machine one would believe a name in there
     assert rows(run) == rows(evaluated)
@@ -223,7 +223,7 @@ def test_a_run_folder_is_there_whole_or_not_at_all(tiny: Tiny, tmp_path: Path, m
     def killed() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("param_decomp_lab.run_folder.folder._environment", killed)
+    monkeypatch.setattr("param_decomp_lab.runs.folder._environment", killed)
     with pytest.raises(KeyboardInterrupt):
         make_run_folder(tmp_path / RUN, load_config(tiny.config).with_run_id(RUN))
     assert list(tmp_path.iterdir()) == []

@@ -18,14 +18,9 @@ from param_decomp_lab import load_run
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights import safetensors_files
 from param_decomp_lab.weights.import_torch import checked_tensors, refuse_missing
+from param_decomp_lab.weights.recorded_target import as_recorded
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
-from param_decomp_lab.weights.target_folder import (
-    as_recorded,
-    load_target,
-    read_architecture,
-    save_target,
-    stored_head_note,
-)
+from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, stored_head_note
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here
 
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
@@ -218,7 +213,7 @@ def test_a_run_from_before_keeps_the_embedding(tiny: Tiny, tmp_path: Path) -> No
     target_of(tiny, tmp_path / "target", head=True)
     found = read_architecture(tmp_path / "target")
     assert as_recorded(found, tied) == tied
-    assert as_recorded(found, None) == as_recorded(found, found) == found
+    assert as_recorded(found, found) == found
     resumed = pd_here("train", "--resume", run_folder)
     assert resumed.status == 0, resumed.err
     assert "keeps the embedding" in " ".join((resumed.out + resumed.err).split())

@@ -22,15 +22,15 @@ from param_decomp_lab import load_run
 from param_decomp_lab.browse.server import make_app
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenize import tokenize_files
-from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.show import show_graph
+from param_decomp_lab.harvest.files import Harvest, find_harvests
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.plan import HarvestRequest
-from param_decomp_lab.harvest_files import Harvest, find_harvests
 from param_decomp_lab.label.naming import label_question
 from param_decomp_lab.label.texts import Texts
-from param_decomp_lab.untrusted.printable import printable
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.console import PlainConsole
 from tests.lab.tiny_run import SITES, Tiny, pd_here
 
 GPT2 = decoders.ByteLevel()

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.scalar_mlp_bound import Counts, Rates, counts
 from experiments.torch_step import TOLERANCE, TOYS, Figures, disagreement, main, tables
-from param_decomp_jax.schedules import Schedule
-from param_decomp_jax.step import Problem
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method.step import Problem
 from param_decomp_lab.config import load_config
 from param_decomp_lab.setup.known_target import KnownTarget, find_target
 from tests.lab.tiny_run import ROOT

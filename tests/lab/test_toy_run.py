@@ -9,8 +9,8 @@ import yaml
 from rich.console import Console
 
 from param_decomp_lab.config import load_config
-from param_decomp_lab.metrics import collapse
 from param_decomp_lab.setup import set_up
+from param_decomp_lab.tracking import collapse
 from tests.lab.tiny_run import Tree, pd_here, rows, saved_steps
 from tests.lab.toy_run import CONFIG, SMALL, save_toy, settings
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.untrusted.files import read_bytes, read_text
-from param_decomp_lab.untrusted.json_text import DEPTH, parse_json, read_json
-from param_decomp_lab.untrusted.paths import checked_path, path_within
-from param_decomp_lab.untrusted.printable import first_few, printable
-from param_decomp_lab.untrusted.yaml_text import NODES, parse_yaml, read_mapping
+from param_decomp_lab.safe_io.files import read_bytes, read_text
+from param_decomp_lab.safe_io.json_text import DEPTH, parse_json, read_json
+from param_decomp_lab.safe_io.paths import checked_path, path_within
+from param_decomp_lab.safe_io.printable import first_few, printable
+from param_decomp_lab.safe_io.yaml_text import NODES, parse_yaml, read_mapping
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)

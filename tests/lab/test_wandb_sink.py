@@ -17,11 +17,11 @@ from rich.console import Console
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.figures.save import save_figure
+from param_decomp_lab.eval.figures.save import save_figure
 from param_decomp_lab.launch.local import free_port
-from param_decomp_lab.metrics import wandb_sink
-from param_decomp_lab.metrics.sinks import MetricsFile
-from param_decomp_lab.metrics.wandb_sink import Login, Wandb, send_to_wandb
+from param_decomp_lab.tracking import wandb_sink
+from param_decomp_lab.tracking.sinks import MetricsFile
+from param_decomp_lab.tracking.wandb_sink import Login, Wandb, send_to_wandb
 from tests.cases import slow_but
 from tests.lab.tiny_run import LIGHT, PD, ROOT, TIMEOUT, Tiny, pd_here, rows
 from tests.lab.wandb_server import Server, environment, wandb_server
@@ -160,7 +160,7 @@ def impatient(folder: Path) -> tuple[str, ...]:
     program = folder / "impatient.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from param_decomp_lab.metrics import wandb_mirror\n"
+        "from param_decomp_lab.tracking import wandb_mirror\n"
         "wandb_mirror.INIT_TIMEOUT_S = 1.0\n"
         "wandb_mirror.main()\n"
     )
@@ -301,7 +301,7 @@ import sys, time
 from pathlib import Path
 from rich.console import Console
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.metrics.wandb_sink import Wandb
+from param_decomp_lab.tracking.wandb_sink import Wandb
 sink = Wandb(RunConfig.from_yaml(Path(sys.argv[1])), Path(sys.argv[2]), Console())
 while sink._mirror is None:
     time.sleep(0.01)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from param_decomp_jax.rotary import Llama3Scaling
+from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from param_decomp_jax.memory import PLAIN
-from param_decomp_jax.sites import Sites
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.targets.architecture import Architecture, is_shape
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED

@@ -1,0 +1,263 @@
+"""A matrix taken apart without training, and passes in which chosen parts of every site are on (section 17).
+
+A decomposition should be held against what one gets for nothing. Its parts and those of a baseline are masked in the
+same way here: by masks that are given, with no delta.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from param_decomp_jax.decomposition.components import Components, Factors, look_up
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.nn.grouped import Groups, grouped_matmul
+from param_decomp_jax.nn.numerics import matmul, wide
+from param_decomp_jax.sharding.memory import PLAIN
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLinears, frozen_axes, top_experts
+
+Masks = dict[str, Float[Array, "layers *n _C"]]
+"""By stack; ``*n`` are the leading axes of an activation."""
+
+N_POINTS = 2
+"""At which gradients are taken in one round of the choice by gradient (B2)."""
+GROWTH = 8
+"""Parts that are on, for each that is switched on in one round (B2)."""
+
+
+@dataclass
+class SelectedLayer:
+    """One layer whose sites give ``Σ m_c (x · V_c) U_c``; other matrices as they are."""
+
+    parts: dict[str, Factors]
+    masks: dict[str, Float[Array, "*n _C"]]
+    frozen: Axes
+    records: dict[str, Array] = field(default_factory=dict)
+
+    def enter(self, x: Shaped[Array, "*n"]) -> None:
+        pass
+
+    def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
+        return top_experts(logits, k)
+
+    def look_up(
+        self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "*n d"]:
+        return look_up(table, rows, self.frozen).astype(dtype)
+
+    def __call__(
+        self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "*n d_out"]:
+        x = self._masked(kind + PRE_IDENTITY, x, lambda: x)
+        return self._masked(kind, x, lambda: constrain(matmul(x, gather(W, self.frozen, x.dtype)), "batch"))
+
+    def grouped(
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "*n k d_out"]:
+        return grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups)
+
+    def _masked(self, kind: str, x: Array, apply: Callable[[], Array]) -> Array:
+        if kind not in self.parts:
+            return apply()
+        own = self.parts[kind]
+        inner = matmul(x, own.V.astype(x.dtype)) * self.masks[kind].astype(x.dtype)
+        return constrain(matmul(inner, own.U.astype(x.dtype)), "batch")
+
+
+@dataclass(frozen=True)
+class SelectedLinears:
+    """Passes in which every site is the masked sum of its parts. ``parts``, ``masks``: by stack."""
+
+    sites: Sites
+    parts: Components
+    masks: Masks
+
+    def cuts(self) -> frozenset[int]:
+        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
+
+    def join(self, layer: int, x: Any) -> Any:
+        return x
+
+    def _stacks(self, first: int) -> list[Stack]:
+        return [stack for stack in self.sites.stacks if first in stack.layers]
+
+    def slices(self, first: int, stop: int) -> Any:
+        stacks = self._stacks(first)
+        return {s.kind: self.parts[s.name] for s in stacks}, {s.kind: self.masks[s.name] for s in stacks}
+
+    def layer(self, first: int, stop: int, slice_: Any) -> SelectedLayer:
+        parts, masks = slice_
+        return SelectedLayer(parts, masks, frozen_axes(PLAIN))
+
+
+class MaskedErrors(NamedTuple):
+    """Of some masks: R1 with the masks as they are, and of a language model the cross-entropy of the next token (0 of a
+    toy); R1 with what is off at random, and after each of the attacks' lengths."""
+
+    error: Float[Array, ""]
+    cross_entropy: Float[Array, ""]
+    random: Float[Array, ""]
+    attacked: Float[Array, " lengths"]
+
+
+def activations(problem: Problem, parts: Components, weights: Weights, inputs: Array) -> Masks:
+    """``‖U_c‖ (x · V_c)`` of the clean pass, by stack."""
+    target, sites = problem.target, problem.target.sites
+    clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
+    found = {}
+    for segment in sites.segments:
+        for stack in segment.stacks:
+            x = wide(clean.records[segment.first][stack.reads])
+            own = parts[stack.name]
+            scaled = own.V * jnp.linalg.norm(own.U, axis=-1)[:, None, :]
+            found[stack.name] = jnp.einsum("l...d,ldc->l...c", x, scaled)
+    return found
+
+
+def by_gradient(
+    problem: Problem, parts: Components, weights: Weights, inputs: Array, most: int | Int[Array, ""]
+) -> Masks:
+    """B2: values from which `largest` makes the choice by gradient, of any number of parts up to ``most``: the sooner a
+    part is on, the larger; 0 for those that stay off."""
+    target = problem.target
+    error = partial(_error, problem, parts, weights, inputs, _clean_output(problem, weights, inputs))
+    axes = target.activation_axes(inputs.shape)
+    none = {s.name: jnp.zeros((s.n_layers, *axes, parts[s.name].U.shape[1])) for s in target.sites.stacks}
+
+    def switch_on(state: tuple[Masks, Int[Array, ""]]) -> tuple[Masks, Int[Array, ""]]:
+        values, n = state
+        scores = integrated_gradients(error, jax.tree.map(jnp.sign, values), N_POINTS)
+        together = jnp.maximum(1, n // GROWTH)
+
+        def of_stack(v: Array, score: Array) -> Array:
+            rank = jnp.argsort(jnp.argsort(jnp.where(v > 0, jnp.inf, -score), axis=-1), axis=-1)
+            return jnp.where((v == 0) & (rank < together), v.shape[-1] - n - rank, v)
+
+        return jax.tree.map(of_stack, values, scores), n + together
+
+    values, _ = jax.lax.while_loop(lambda state: state[1] < most, switch_on, (none, jnp.zeros((), jnp.int32)))
+    return values
+
+
+def integrated_gradients(
+    error: Callable[[Masks], Float[Array, ""]], on: Masks, n_points: int | Int[Array, ""]
+) -> Masks:
+    """B2: how much of the error each part takes off while the masks that are 0 in ``on`` go from 0 to 1 together; over
+    these parts it adds up to the error with ``on`` less that with all. By the midpoint rule. ``on``: 0 or 1."""
+
+    def add(n: Int[Array, ""], total: Masks) -> Masks:
+        masks = jax.tree.map(lambda m: jnp.where(m > 0, m, (n + 0.5) / n_points), on)
+        return jax.tree.map(lambda x, g: x - g / n_points, total, jax.grad(error)(masks))
+
+    # One point after the other, so that only one backward pass has its activations in memory.
+    return jax.lax.fori_loop(0, n_points, add, jax.tree.map(jnp.zeros_like, on))
+
+
+def largest(values: Masks, k: int) -> Masks:
+    """B2: 1 for the k largest values of each site at each position, of equal ones for those with the lower numbers; 0
+    for the others. Values that are not above 0 are never chosen."""
+
+    def of_stack(x: Array) -> Array:
+        found, which = jax.lax.top_k(x, min(k, x.shape[-1]))
+        none = jnp.zeros(x.shape, jnp.float32)
+        return jnp.put_along_axis(none, which, (found > 0).astype(jnp.float32), axis=-1, inplace=False)
+
+    return {name: of_stack(x) for name, x in values.items()}
+
+
+def mean_l0(masks: Masks) -> Float[Array, ""]:
+    """B5: parts that are not off, at a position and site; a mean over both."""
+    counts = [jnp.mean(jnp.sum(m > 0, axis=-1, dtype=jnp.float32)) * m.shape[0] for m in masks.values()]
+    return jnp.sum(jnp.stack(counts)) / sum(m.shape[0] for m in masks.values())
+
+
+def masked_errors(
+    problem: Problem,
+    parts: Components,
+    weights: Weights,
+    inputs: Array,
+    masks: Masks,
+    key: PRNGKeyArray,
+    lengths: tuple[int, ...],
+    step_size: float,
+) -> MaskedErrors:
+    """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
+    clean = _clean_output(problem, weights, inputs)
+    error = partial(_error, problem, parts, weights, inputs, clean)
+
+    def with_sources(sources: Masks) -> Masks:
+        return {name: m + (1 - m) * sources[name] for name, m in masks.items()}
+
+    def draw(key: PRNGKeyArray) -> Masks:
+        keys = jax.random.split(key, len(masks))
+        return {name: jax.random.uniform(k, m.shape) for k, (name, m) in zip(keys, masks.items(), strict=True)}
+
+    for_random, for_attack = jax.random.split(key)
+    plain = _output(problem, parts, weights, inputs, masks)
+    sources, attacked, done = draw(for_attack), [], 0
+    for length in lengths:
+
+        def ascend(_: Int[Array, ""], s: Masks) -> Masks:
+            gradient = jax.grad(lambda s: error(with_sources(s)))(s)
+            return jax.tree.map(lambda x, g: jnp.clip(x + step_size * jnp.sign(g), 0, 1), s, gradient)
+
+        sources = jax.lax.fori_loop(0, length - done, ascend, sources)
+        attacked.append(error(with_sources(sources)))
+        done = length
+    return MaskedErrors(
+        problem.target.errors(weights, clean, [plain])[0],
+        cross_entropy_of(problem, weights, inputs, plain),
+        error(with_sources(draw(for_random))),
+        jnp.stack(attacked) if attacked else jnp.zeros(0),
+    )
+
+
+def _clean_output(problem: Problem, weights: Weights, inputs: Array) -> Array:
+    target = problem.target
+    linears = PlainLinears(target.sites, memory=target.memory)
+    return jax.lax.stop_gradient(target.forward(weights, inputs, linears).output)
+
+
+def _output(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
+    output: Array = problem.target.forward(weights, inputs, SelectedLinears(problem.target.sites, parts, masks)).output
+    return output
+
+
+def _error(
+    problem: Problem, parts: Components, weights: Weights, inputs: Array, clean: Array, masks: Masks
+) -> Float[Array, ""]:
+    """R1, of the masks as they are."""
+    return problem.target.errors(weights, clean, [_output(problem, parts, weights, inputs, masks)])[0]
+
+
+def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:
+    """Of the target as it is; 0 of a toy."""
+    return cross_entropy_of(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
+
+
+def cross_entropy_of(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
+    """Of an output of the target, of the next token; 0 of a toy."""
+    if not jnp.issubdtype(inputs.dtype, jnp.integer):
+        return jnp.zeros(())
+    log_p = jax.nn.log_softmax(problem.target.predictions(weights, output[:, :-1]))
+    return -jnp.mean(jnp.take_along_axis(log_p, inputs[:, 1:, None], axis=-1))
+
+
+def second_moments(problem: Problem, weights: Weights, inputs: Array) -> Mapping[str, Float[Array, "layers d d"]]:
+    """Mean of ``x xᵀ`` of what each site reads, over the positions of a batch, by stack."""
+    target, sites = problem.target, problem.target.sites
+    clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
+    found = {}
+    for segment in sites.segments:
+        for stack in segment.stacks:
+            x = wide(clean.records[segment.first][stack.reads])
+            rows = x.reshape(x.shape[0], -1, x.shape[-1])
+            found[stack.name] = jnp.einsum("lrd,lre->lde", rows, rows) / rows.shape[1]
+    return found

@@ -1,0 +1,178 @@
+"""V and U of every stack, and the two parts of a masked site (F2)."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from param_decomp_jax.decomposition.draws import draw_per_site
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.nn.grouped import Groups, product_wide
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather, replace_fields, scatter
+
+
+class Factors(eqx.Module):
+    """Factors of a site, or with leading axes of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+
+    V: Float[Array, "*lead d_in C"]
+    U: Float[Array, "*lead C d_out"]
+
+
+Components = dict[str, Factors]
+"""By stack name. As trained: without the stacks that are views of others (T4); `with_views` adds them."""
+
+
+def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
+    """V ~ N(0, 1/d_in), U ~ N(0, 1/C), fp32; a site's draw depends on its canonical number, not on its stack."""
+
+    def factors(stack: Stack) -> Factors:
+        def draw(key: PRNGKeyArray) -> tuple[Array, Array]:
+            V_key, U_key = jax.random.split(key)
+            V = jax.random.normal(V_key, (stack.d_in, stack.C), jnp.float32)
+            return V, jax.random.normal(U_key, (stack.C, stack.d_out), jnp.float32)
+
+        V, U = map(stack.lay_out, draw_per_site(draw, key, stack.sites))
+        return Factors(V / stack.d_in**0.5, U / stack.C**0.5)
+
+    trained = [s for s in sites.stacks if s.name not in sites.views]
+    return {stack.name: factors(stack) for stack in trained}
+
+
+def with_views(trained: Components, sites: Sites) -> Components:
+    """Factors of every stack: a tied one is ``V₂ = U₁ᵀ``, ``U₂ = V₁ᵀ`` (T4), so gradients of the two add."""
+
+    def factors(name: str) -> Factors:
+        if name not in sites.views:
+            return trained[name]
+        first = trained[sites.views[name]]
+        return replace_fields(first, V=first.U.swapaxes(1, 2), U=first.V.swapaxes(1, 2))  # they may be `Held`
+
+    return {stack.name: factors(stack.name) for stack in sites.stacks}
+
+
+def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*n d_in d_out"]:
+    """Δ = W − V U: what the components do not yet explain, in true fp32 (GPUs would take TF32 by themselves)."""
+    product = jnp.matmul(factors.V, factors.U, precision="highest")
+    return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
+
+
+def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"], axes: Axes) -> Float[Array, "*n d"]:
+    """Rows of a table that is split by column, if at all: ``axes``."""
+    split = axes.names[-1]
+    if split is None:
+        return constrain(table[rows], "batch")
+    # Each device looks up its own columns for the whole batch; rows move, the table does not.
+    columns = constrain(table, None, split)[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
+    return constrain(columns, *(None,) * rows.ndim, split)
+
+
+def row_or_product(x: Array, W: Array, groups: Groups | None) -> Array:
+    """``xW`` in fp32 or wider; of rows ``x`` (integers) of a table, the rows (F7)."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return constrain(wide(W[x]), "batch")
+    return product_wide(x, W, groups)
+
+
+def component_gate(
+    mask: Float[Array, "*n C"], delta_mask: Float[Array, "*#n"] | None, route: Float[Array, "*n"] | None
+) -> Float[Array, "*n C"]:
+    """``g = r (m − δ)`` of F2, in fp32. ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere
+    (r = 1)."""
+    g = mask if delta_mask is None else mask - delta_mask[..., None]
+    return g if route is None else route[..., None] * g
+
+
+def through_components(
+    x: Shaped[Array, "*#x"],
+    V: Float[Array, "*experts d_in C"],
+    U: Float[Array, "*experts C d_out"],
+    g: Float[Array, "*n C"],
+    groups: Groups | None = None,
+) -> Float[Array, "*n d_out"]:
+    """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider: a sum over components, so of any of them.
+
+    ``g``: of `component_gate`; it is cast for the product (N1). ``groups``: of the matrices of experts.
+    """
+    inner = row_or_product(x, V, groups) * g
+    return product_wide(inner.astype(V.dtype if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype), U, groups)
+
+
+def past_components(
+    x: Shaped[Array, "*#x"],
+    W: Float[Array, "*experts d_in d_out"] | None,
+    delta_mask: Float[Array, "*#n"] | None,
+    route: Float[Array, "*n"] | None,
+    groups: Groups | None = None,
+) -> Float[Array, "*n d_out"] | None:
+    """The part ``a · xW`` of F2 in fp32 or wider, ``a = 1 − r (1 − δ)``; None where a is 0 everywhere.
+
+    ``W`` None: the identity. ``delta_mask`` and ``route`` as of `through_components`.
+    """
+    if delta_mask is None and route is None:
+        return None
+    a = delta_mask
+    if route is not None:
+        a = 1 - route if a is None else 1 - route * (1 - a)
+    assert a is not None
+    if W is None:
+        return a[..., None] * wide(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return a[..., None] * row_or_product(x, W, groups)
+    return _scaled_product(jnp.broadcast_to(a, x.shape[:-1] if groups is None else groups.chosen.shape), x, W, groups)
+
+
+@jax.custom_vjp
+def _scaled_product(
+    a: Float[Array, "*n"],
+    x: Float[Array, "*#n d_in"],
+    W: Float[Array, "*experts d_in d_out"],
+    groups: Groups | None,
+) -> Float[Array, "*n d_out"]:
+    """``a · xW``, with W frozen.
+
+    The gradient by a is a sum over ``d_in``, of x times what x's own gradient is made of: ``xW`` in fp32, the widest
+    array of a layer, is not kept for it.
+    """
+    return a[..., None] * product_wide(x, W, groups)
+
+
+def _scaled_product_backward(
+    kept: tuple[Array, Array, Array, Groups | None], g: Array
+) -> tuple[Array, Array, None, None]:
+    a, x, W, groups = kept
+    back = product_wide(g.astype(x.dtype), W.swapaxes(-1, -2), groups)
+    to_x = (a[..., None] * back).astype(x.dtype)
+    if x.shape != to_x.shape:  # a row that the slots of a position share
+        to_x = jnp.sum(to_x, axis=-2, keepdims=True)
+    return jnp.sum(wide(x) * back, axis=-1).astype(a.dtype), to_x, None, None
+
+
+_scaled_product.defvjp(
+    lambda a, x, W, groups: (_scaled_product(a, x, W, groups), (a, x, W, groups)), _scaled_product_backward
+)
+
+
+def components_axes(components: Components) -> Any:
+    """Logical axes of every array, in the structure of ``components``: split by component."""
+    return {
+        name: replace_fields(factors, V=with_lead(V_AXES, factors.V.ndim), U=with_lead(U_AXES, factors.U.ndim))
+        for name, factors in components.items()
+    }
+
+
+V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", None), product=True)
+"""Of one site's factors."""
+
+
+def with_lead(axes: Axes, ndim: int) -> Axes:
+    """With so many axes in front, of layers and experts, that there are ``ndim``."""
+    return Axes((*(None,) * (ndim - len(axes.names)), *axes.names), axes.product)
+
+
+def site_axes(stack: Stack) -> tuple[Axes, Axes]:
+    """Of V and U of one layer of a stack."""
+    n = 2 if stack.experts is None else 3
+    return with_lead(V_AXES, n), with_lead(U_AXES, n)

@@ -1,0 +1,230 @@
+"""Adversaries (section 7): sources chosen to make the output change as much as they can."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from param_decomp_jax.decomposition.draws import draw_per_site, positions, uniform
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.method.masks import Bundle, Sources
+from param_decomp_jax.method.offload import fetch, store
+from param_decomp_jax.sharding.memory import MemoryPolicy
+
+
+@dataclass(frozen=True)
+class FreshAttack:
+    """A1: ``n_steps`` signed ascents from a fresh start at every step; the result is a constant in the loss."""
+
+    init: Literal["random", "ones", "zeroes"]
+    step_size: float
+    n_steps: int
+    scope: Literal["unique_per_datapoint", "shared_across_batch"]
+
+
+@dataclass(frozen=True)
+class SingleSource:
+    """A2: one source for every row and position."""
+
+
+@dataclass(frozen=True)
+class BroadcastAcrossBatch:
+    """A2: one source per position, shared by all rows."""
+
+
+@dataclass(frozen=True)
+class RepeatAcrossBatch:
+    """A2: ``n_sources`` per position, tiled over the rows."""
+
+    n_sources: int
+
+
+@dataclass(frozen=True)
+class PerBatchPerPosition:
+    """A2: one source for every row and position."""
+
+
+Scope = SingleSource | BroadcastAcrossBatch | RepeatAcrossBatch | PerBatchPerPosition
+
+
+@dataclass(frozen=True)
+class AdamAscent:
+    """A5: Adam with bias correction, eps after the root, ascending."""
+
+    schedule: Schedule
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class SignAscent:
+    """A5: ``lr · sign`` of the gradient, ascending."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class PersistentAttack:
+    """A2 to A7: sources that live in the train state. ``sigmoid``: raw values are unbounded, sources sigmoid(raw)."""
+
+    optimizer: AdamAscent | SignAscent
+    scope: Scope
+    sigmoid: bool = False
+    n_warmup_steps: int = 0
+    start_frac: float = 0.0
+
+    def first_step(self, total: int) -> int:
+        """The first step at which the term and its updates are on (A6): step / total ≥ start_frac."""
+        step = max(0, ceil(self.start_frac * total) - 1)
+        while step / total < self.start_frac:
+            step += 1
+        return step
+
+
+class Adversary(eqx.Module):
+    """Everything of one persistent attack that a checkpoint must hold (T5): raw sources, moments (Adam's), count."""
+
+    raw: Bundle
+    mean: Bundle | None
+    square: Bundle | None
+    count: Int[Array, ""]
+
+
+def _bundle(
+    sites: Sites, live: tuple[int, ...], key: PRNGKeyArray, use_delta: bool, draw: Callable[[PRNGKeyArray, int], Array]
+) -> Bundle:
+    """Sources for the stacks with a live site; ``draw(key, columns)`` gives ``[*lead, columns]``."""
+    chosen = set(live)
+
+    def draw_stack(stack: Stack) -> Sources:
+        def draw_site(key: PRNGKeyArray) -> Sources:
+            components = draw(jax.random.fold_in(key, 0), stack.C)
+            return Sources(components, draw(jax.random.fold_in(key, 1), 1)[..., 0] if use_delta else None)
+
+        return jax.tree.map(stack.lay_out, draw_per_site(draw_site, key, stack.sites))
+
+    return {stack.name: draw_stack(stack) for stack in sites.stacks if chosen & set(stack.sites)}
+
+
+def initial_sources(
+    spec: FreshAttack, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], leading: tuple[int, ...], use_delta: bool
+) -> Bundle:
+    """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
+    lead = leading if spec.scope == "unique_per_datapoint" else (1,) * len(leading)
+
+    def draw(key: PRNGKeyArray, columns: int) -> Array:
+        match spec.init:
+            case "random":
+                return uniform(key, positions(lead), columns)
+            case "ones":
+                return jnp.ones((*lead, columns))
+            case "zeroes":
+                return jnp.zeros((*lead, columns))
+
+    return _bundle(sites, live, key, use_delta, draw)
+
+
+def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start: Bundle) -> Bundle:
+    """A1: ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times; then a constant."""
+
+    def ascend(_: Int[Array, ""], sources: Bundle) -> Bundle:
+        gradient = jax.grad(error)(sources)
+        return jax.tree.map(lambda s, g: jnp.clip(s + spec.step_size * jnp.sign(g), 0, 1), sources, gradient)
+
+    return jax.lax.stop_gradient(jax.lax.fori_loop(0, spec.n_steps, ascend, start))
+
+
+def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
+    """A2: the leading shape of a persistent source, for activations with these leading axes (global)."""
+    _, *rest = leading
+    match scope:
+        case SingleSource():
+            return (1,) * len(leading)
+        case BroadcastAcrossBatch():
+            return (1, *rest)
+        case RepeatAcrossBatch(n):
+            return (n, *rest)
+        case PerBatchPerPosition():
+            return leading
+
+
+def init_adversary(
+    spec: PersistentAttack, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
+) -> Adversary:
+    """A5: raw sources U[0, 1], or N(0, 1) under the sigmoid; moments zero."""
+
+    lead = positions(source_shape(spec.scope, leading))
+
+    def draw(key: PRNGKeyArray, columns: int) -> Array:
+        u = uniform(key, lead, columns)
+        # Half a step of the 2⁻²⁴ grid keeps the quantile finite at u = 0.
+        return jax.scipy.special.ndtri(u + 2.0**-25) if spec.sigmoid else u
+
+    raw = _bundle(sites, tuple(range(len(sites))), key, use_delta, draw)
+    adam = isinstance(spec.optimizer, AdamAscent)
+    mean, square = (jax.tree.map(jnp.zeros_like, raw) if adam else None for _ in range(2))
+    return Adversary(raw, mean, square, jnp.zeros((), jnp.int32))
+
+
+def kept_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
+    """As the train state keeps it: moments in the memory policy's dtype and place."""
+    mean, square = store(memory, "sources_moments", (adversary.mean, adversary.square))
+    return Adversary(adversary.raw, mean, square, adversary.count)
+
+
+def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
+    """As updates compute with it: moments on the device, in fp32."""
+    mean, square = fetch(memory, "sources_moments", (adversary.mean, adversary.square))
+    return Adversary(adversary.raw, mean, square, adversary.count)
+
+
+def effective(spec: PersistentAttack, raw: Bundle) -> Bundle:
+    """A5: the sources in [0, 1] that masks are built from."""
+    return jax.tree.map(jax.nn.sigmoid, raw) if spec.sigmoid else raw
+
+
+def ascend(
+    spec: PersistentAttack, adversary: Adversary, gradient: Bundle, step: Int[Array, ""], total: int
+) -> Adversary:
+    """A5: one update *up* the gradient of the error with respect to the raw sources; the rate is the step's (A7)."""
+    rate = spec.optimizer.schedule(step, total)
+    count = adversary.count + 1
+    mean, square = adversary.mean, adversary.square
+    match spec.optimizer:
+        case AdamAscent(_, beta1, beta2, eps):
+            # Written out: optax's Adam multiplies (1 − β₂) · (g · g), which rounds differently, and would keep another
+            # state than the checkpoints hold.
+            mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
+            square = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, square, gradient)
+            fix1, fix2 = 1 - beta1**count, 1 - beta2**count
+            moved = jax.tree.map(
+                lambda s, m, v: s + rate * (m / fix1) / (jnp.sqrt(v / fix2) + eps), adversary.raw, mean, square
+            )
+        case SignAscent():
+            moved = jax.tree.map(lambda s, g: s + rate * jnp.sign(g), adversary.raw, gradient)
+    if not spec.sigmoid:
+        moved = jax.tree.map(lambda s: jnp.clip(s, 0, 1), moved)
+    return Adversary(moved, mean, square, count)
+
+
+def warm_up(
+    spec: PersistentAttack,
+    adversary: Adversary,
+    error: Callable[[Bundle, Int[Array, ""]], Float[Array, ""]],
+    step: Int[Array, ""],
+    total: int,
+) -> Adversary:
+    """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number."""
+
+    def one(number: Int[Array, ""], adversary: Adversary) -> Adversary:
+        gradient = jax.grad(lambda raw: error(effective(spec, raw), number))(adversary.raw)
+        return ascend(spec, adversary, gradient, step, total)
+
+    return jax.lax.fori_loop(0, spec.n_warmup_steps, one, adversary)

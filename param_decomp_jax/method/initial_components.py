@@ -1,0 +1,151 @@
+"""Initial components from data (T6): weighted singular vectors of every matrix."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from param_decomp_jax.decomposition.components import U_AXES, V_AXES, Components, Factors, init_components
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.method.state import init_keys
+from param_decomp_jax.method.step import Problem
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.mesh import Axes, constrain
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, frozen_axes
+
+POSITIONS_PER_DIMENSION = 16
+"""Of the batches that second moments are summed over (T6)."""
+NOTHING = 1e-6
+"""Columns of ``W Uᵀ`` that are shorter than this share of the longest are roundings: W has a lower rank."""
+
+Moments = dict[str, Float[Array, "layers r r"]]
+"""By stack as trained, ``r`` the smaller of d_in and d_out: of the inputs (r = d_in) or of the outputs; of a table, of
+its rows that were looked up."""
+
+
+def n_batches(sites: Sites, positions: int) -> int:
+    """Batches of so many positions that T6 takes."""
+    largest = max(min(stack.d_in, stack.d_out) for stack in _trained(sites))
+    return math.ceil(POSITIONS_PER_DIMENSION * largest / positions)
+
+
+def no_moments(sites: Sites) -> Moments:
+    """Those of no batch."""
+    return {stack.name: jnp.zeros((stack.n_layers, _width(stack), _width(stack))) for stack in _trained(sites)}
+
+
+def moments_axes(sites: Sites) -> dict[str, Axes]:
+    """Logical axes of every array."""
+    return {stack.name: Axes((None, "split")) for stack in _trained(sites)}
+
+
+def output_moments(problem: Problem, weights: Weights, inputs: Array) -> Moments:
+    """Sums over a batch's positions, from which those of a site's outputs follow.
+
+    No site may be an expert's matrix.
+    """
+    target, sites = problem.target, problem.target.sites
+    assert all(stack.experts is None for stack in sites.stacks), "experts' matrices have no moments here"
+    records = target.forward(weights, inputs, _MomentsLinears(sites, memory=target.memory)).records
+    found: Moments = {}
+    for segment in sites.segments:
+        found |= {stack.name: records[segment.first][stack.kind] for stack in segment.stacks}
+    return {stack.name: found[stack.name] for stack in _trained(sites)}
+
+
+def weighted_singular_vectors(problem: Problem, weights: Weights, moments: Moments) -> Components:
+    """The components that training starts from, of `output_moments` summed over batches."""
+    sites = problem.target.sites
+    matrices = problem.target.site_weights(weights)
+    drawn = init_components(init_keys(problem.decomposition).components, sites)
+
+    def of_stack(stack: Stack) -> Factors:
+        def of_layer(layer: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            W, moment, drawn = layer
+            V, U = _of_site(wide(W), moment, drawn, stack.lookup)
+            return constrain(V, *V_AXES.names), constrain(U, *U_AXES.names)
+
+        # One after the other: an eigenvector needs the whole matrix on a device.
+        return Factors(*jax.lax.map(of_layer, (matrices[stack.name], moments[stack.name], drawn[stack.name].V)))
+
+    return {stack.name: of_stack(stack) for stack in _trained(sites)}
+
+
+def _trained(sites: Sites) -> list[Stack]:
+    return [stack for stack in sites.stacks if stack.name not in sites.views]
+
+
+def _width(stack: Stack) -> int:
+    """Of a stack's second moments."""
+    return stack.d_out if stack.lookup else min(stack.d_in, stack.d_out)
+
+
+def _of_site(
+    W: Float[Array, "d_in d_out"], moment: Float[Array, "r r"], drawn: Float[Array, "d_in C"], lookup: bool
+) -> tuple[Float[Array, "d_in C"], Float[Array, "C d_out"]]:
+    (d_in, d_out), C = W.shape, drawn.shape[1]
+    n = min(C, d_in, d_out)
+    if lookup or d_out <= d_in:
+        directions = _eigenvectors(moment)[:, :n]
+    else:
+        # The outputs lie in the row space of W. Of its orthonormal basis Q, W = Rᵀ Qᵀ: they are x Rᵀ there.
+        Q, R = jnp.linalg.qr(W.T)
+        directions = _product(Q, _eigenvectors(_product(_product(R, moment), R.T))[:, :n])
+    largest = jnp.take_along_axis(directions, jnp.argmax(jnp.abs(directions), axis=0, keepdims=True), axis=0)
+    directions = directions * jnp.sign(largest)
+    V = _product(W, directions)
+    length = jnp.linalg.norm(V, axis=0)
+    is_part = length > NOTHING * jnp.max(length)
+    share = jnp.sqrt(jnp.where(is_part, length, 1))
+    V, U = jnp.where(is_part, V / share, drawn[:, :n]), jnp.where(is_part, directions * share, 0).T
+    return jnp.concatenate([V, drawn[:, n:]], axis=1), jnp.concatenate([U, jnp.zeros((C - n, d_out), U.dtype)])
+
+
+def _eigenvectors(moment: Float[Array, "r r"]) -> Float[Array, "r r"]:
+    """In columns, those of the largest eigenvalues first."""
+    return jnp.linalg.eigh(moment)[1][:, ::-1]
+
+
+def _product(a: Array, b: Array) -> Array:
+    """In true fp32 (GPUs would take TF32 by themselves)."""
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _second_moment(x: Float[Array, "*n d"]) -> Float[Array, "d d"]:
+    rows = wide(x).reshape(-1, x.shape[-1])
+    return constrain(_product(rows.T, rows), "split")
+
+
+@dataclass
+class _MomentsLayer(PlainLayer):
+    """Keeps, by the kind of a site, the second moment of what it reads or of what it gives: of the narrower."""
+
+    def enter(self, x: Shaped[Array, "*n"]) -> None:
+        pass
+
+    def look_up(self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any) -> Array:
+        y = super().look_up(kind, rows, table, dtype)
+        if kind in self.reads:
+            self.records[kind] = _second_moment(y)
+        return y
+
+    def __call__(self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Array:
+        y = super().__call__(kind, x, W)
+        if kind in self.reads:
+            self.records[kind] = _second_moment(x if W.shape[0] < W.shape[1] else y)
+        if kind + PRE_IDENTITY in self.reads:
+            self.records[kind + PRE_IDENTITY] = _second_moment(x)
+        return y
+
+
+@dataclass(frozen=True)
+class _MomentsLinears(PlainLinears):
+    """The clean pass, of which second moments are kept and no activation."""
+
+    def layer(self, first: int, stop: int, slice_: Any) -> _MomentsLayer:
+        plain = super().layer(first, stop, slice_)
+        return _MomentsLayer(frozen_axes(self.memory), plain.reads, inputs=False)

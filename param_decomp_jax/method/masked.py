@@ -1,0 +1,415 @@
+"""Masked forwards of one batch, run together: where sections 2, 3 and 4 meet, inside one layer.
+
+All masked forwards of a step pass through each layer at the same time, as *streams*: the layer sees their rows side by
+side. So a site's causal importance is computed once for all of them, and their gradients with respect to it are added
+*before* they pass the squashing, whose leak (C1) is not linear. That holds under every memory policy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+
+from param_decomp_jax.ci import ImportanceReader, Summarise
+from param_decomp_jax.decomposition.components import (
+    Components,
+    component_gate,
+    look_up,
+    past_components,
+    site_axes,
+    through_components,
+)
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.method.masks import SourceKind, interpolate
+from param_decomp_jax.nn.grouped import Groups, OverPositions, at_chosen, group, grouped_matmul
+from param_decomp_jax.nn.numerics import matmul, wide
+from param_decomp_jax.sharding.memory import Intermediate, MemoryPolicy
+from param_decomp_jax.sharding.mesh import (
+    Axes,
+    cast_tree,
+    constrain,
+    cut_tree,
+    gather,
+    gather_tree,
+    indices,
+    is_axes,
+    rows_at_rest,
+    uncut,
+    with_block,
+    with_row,
+)
+from param_decomp_jax.sharding.remat import component_blocks, named, over_blocks, token_blocks
+from param_decomp_jax.targets.plain_linears import CHOSEN, frozen_axes, output_record, top_experts
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One masked forward: the sites that are live in it (canonical numbers), their sources, their routes.
+
+    ``routes``: ``[…, live sites]``, or None (everywhere).
+    """
+
+    live: tuple[int, ...]
+    sources: SourceKind
+    routes: Bool[Array, "*n live"] | None = None
+
+
+class LiveSite(NamedTuple):
+    """The arrays of a site that is live in some streams: of one layer, or stacked over layers.
+
+    ``column``: global numbers of its components. ``ci`` is a slice of the pass's `ImportanceReader`. ``sources`` and
+    ``routes`` are by stream: slices of the streams' own.
+    """
+
+    V: Any
+    U: Any
+    ci: Any
+    column: Any
+    sources: dict[int, Any]
+    routes: dict[int, Any]
+
+
+class Positions(NamedTuple):
+    """A live site and its inputs at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: the positions'
+    global numbers. ``features``: of the `ImportanceReader` at the layer. ``chosen``: of experts' sites, the positions'
+    experts."""
+
+    site: LiveSite
+    xs: list[Any]
+    at: Any
+    features: Any
+    chosen: Any
+
+
+def side_by_side(streams: Sequence[Shaped[Array, "B *n"]]) -> Shaped[Array, "rows *n"]:
+    """Row b of stream i at ``b · streams + i``: rows stay on the device that has the batch row."""
+    if len(streams) == 1:
+        return streams[0]
+    stacked = jnp.stack(streams, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def split_rows(rows: Shaped[Array, "rows ..."], n_streams: int) -> list[Shaped[Array, "B ..."]]:
+    """The inverse of `side_by_side`."""
+    if n_streams == 1:
+        return [rows]
+    stacked = rows.reshape(-1, n_streams, *rows.shape[1:])
+    return [stacked[:, i] for i in range(n_streams)]
+
+
+@dataclass
+class MaskedLayer:
+    """One layer of all streams that have started: live kinds get the masked product, the others ``xW`` (F3)."""
+
+    live: dict[str, LiveSite]
+    forward: "MaskedLinears"
+    stacks: dict[str, Stack]
+    n_streams: int
+    records_outputs: frozenset[str]
+    chosen: Int[Array, "B *n k"] | None = None
+    """Of the clean pass, in a layer with sites among its experts."""
+    features: dict[str, Array] = field(default_factory=dict)
+    """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
+    records: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def frozen(self) -> Axes:
+        return self.forward.frozen
+
+    def enter(self, x: Shaped[Array, "rows *n"]) -> None:
+        pass
+
+    def look_up(
+        self, kind: str, rows: Int[Array, "rows *n"], table: Float[Array, "n d"], dtype: Any
+    ) -> Float[Array, "rows *n d"]:
+        table = constrain(table, *self.frozen.names)
+        y = self._masked(kind, rows, table) if kind in self.live else look_up(table, rows, self.frozen)
+        y = constrain(y.astype(dtype), "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
+
+    def __call__(
+        self, kind: str, x: Float[Array, "rows *n d_in"], W: Float[Array, "d_in d_out"]
+    ) -> Float[Array, "rows *n d_out"]:
+        return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
+
+    def choose(self, logits: Float[Array, "rows *n experts"], k: int) -> Int[Array, "rows *n k"]:
+        """X3: the clean pass's, where experts are sites."""
+        return top_experts(logits, k) if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
+
+    def grouped(
+        self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    ) -> Float[Array, "rows *n k d_out"]:
+        W = gather(W, self.frozen.under(), x.dtype)
+        y = constrain(self._masked(kind, x, W) if kind in self.live else grouped_matmul(x, W, groups), "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
+
+    def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
+        """The product of one matrix; W None is the identity."""
+        W = None if W is None else gather(W, self.frozen, x.dtype)
+        y = constrain(self._masked(kind, x, W) if kind in self.live else _product(x, W), "batch")
+        if kind in self.records_outputs:
+            self.records[output_record(kind)] = y
+        return y
+
+    def _masked(self, kind: str, rows: Shaped[Array, "rows *n"], W: Array | None) -> Float[Array, "rows *slots d_out"]:
+        """A site that is live in some streams, block by block of the positions if the policy says so."""
+        forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
+        axes = forward.site_axes(stack, tuple(site.sources))
+        n_blocks = forward.token_blocks
+        chosen = None if stack.experts is None else self.chosen
+        features = forward.reader.at_layer(stack, self.features).features
+        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, features, chosen)
+
+        def apply_block(block: Positions) -> tuple[Any, list[Array]]:
+            return self._at_positions(stack, with_block(everywhere, block), axes, W)
+
+        blocks = cut_tree(everywhere, forward.positions_axes(everywhere, axes), n_blocks, "seq")
+        with jax.named_scope(kind):
+            summary, ys = over_blocks(apply_block, blocks, n_blocks)
+        if forward.summarise is not None:
+            self.records[summary_record(kind)] = summary
+        outputs = [uncut(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]
+        return side_by_side([named(y, forward.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
+
+    def _at_positions(
+        self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None
+    ) -> tuple[Any, list[Array]]:
+        """F2 with the mask of M1, block by block of the site's components: the product is a sum over them.
+
+        Returns the summary of the site's logits (None without `MaskedLinears.summarise`) and every stream's output.
+        """
+        forward, site, streams = self.forward, here.site, self.forward.streams
+        dtype = forward.reader.compute_dtype if stack.lookup else here.xs[0].dtype
+        reader = forward.reader.at(here.features)
+        groups = None if stack.experts is None else group(here.chosen, stack.experts)
+        deltas = {i: streams[i].sources.delta(source, here.at, groups) for i, source in site.sources.items()}
+        routes = {i: _at_slots(route, groups) for i, route in site.routes.items()}
+        n_blocks = component_blocks(forward.memory, stack.C)
+        # Wide where blocks add up their gradients.
+        inputs = {i: wide(here.xs[i]) if n_blocks > 1 and not stack.lookup else here.xs[i] for i in site.sources}
+
+        def apply_components(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
+            part: LiveSite = gather_tree(with_block(site, block), axes, dtype)
+            logits = reader.logits(part.ci, part.V, groups)
+            importance = reader.squash(logits)
+
+            def gate(i: int) -> Float[Array, "B *n C"]:
+                source = streams[i].sources.components(part.sources[i], here.at, part.column, groups)
+                return component_gate(interpolate(importance, source), deltas[i], routes[i])
+
+            def outputs(of: Sequence[int]) -> list[Float[Array, "B *n d_out"]]:
+                x = side_by_side([inputs[i] if stack.lookup else inputs[i].astype(dtype) for i in of])
+                gates = side_by_side([gate(i) for i in of])
+                y = constrain(through_components(x, part.V, part.U, gates, groups), "batch")
+                return split_rows(y, len(of))
+
+            over = OverPositions(groups, stack.experts or 0)
+            summary = None if forward.summarise is None else forward.summarise(logits, over)
+            # One product for all streams: so V and U are read once, and their gradients are summed over devices once.
+            # Rows of experts are in an order of their stream's own.
+            together = [tuple(part.sources)] if groups is None else [(i,) for i in part.sources]
+            return {i: y for of in together for i, y in zip(of, outputs(of), strict=True)}, summary
+
+        ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
+
+        def output(i: int, x: Shaped[Array, "B *n"]) -> Float[Array, "B *slots d_out"]:
+            if i not in ys:
+                if stack.lookup:
+                    assert W is not None
+                    return look_up(W, x, forward.frozen).astype(dtype)
+                return _product(x, W, groups)
+            past = past_components(x, W, deltas[i], routes[i], groups)
+            return (ys[i] if past is None else ys[i] + past).astype(dtype)
+
+        summary = None if summaries is None else uncut(summaries, 0 if groups is None else 1, "component")
+        return summary, [output(i, x) for i, x in enumerate(here.xs)]
+
+
+def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
+    if W is None:
+        return x
+    return matmul(x, W) if groups is None else grouped_matmul(x, W, groups)
+
+
+def summary_record(kind: str) -> str:
+    """Record name of the summary of a site's logits."""
+    return f"{kind}.summary"
+
+
+@dataclass(frozen=True)
+class MaskedLinears:
+    """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
+
+    ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the
+    clean residual at its first live layer (tokens, where that is the embedding). ``summarise``: its results are
+    recorded; where logits are computed block by block, they are computed once for the masks and for this.
+    ``output_name``: the memory policy's name for the outputs of live sites.
+    """
+
+    sites: Sites
+    streams: tuple[Stream, ...]
+    residuals: tuple[Shaped[Array, "B ..."], ...]
+    components: Components
+    reader: ImportanceReader
+    at: UInt32[Array, "*leading"]
+    clean_records: Mapping[int, dict[str, Array]]
+    memory: MemoryPolicy
+    record_outputs: bool = False
+    summarise: Summarise | None = None
+    output_name: Intermediate = "site_outputs"
+
+    @cached_property
+    def frozen(self) -> Axes:
+        """Logical axes of one layer's frozen matrix."""
+        return frozen_axes(self.memory)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First live layer of each stream."""
+        return tuple(self.sites.all[stream.live[0]].layer for stream in self.streams)
+
+    def start(self) -> tuple[int, Array]:
+        """Layer and rows that the pass begins with."""
+        first = min(self.starts)
+        return first, side_by_side(self._starting(first))
+
+    def join(self, layer: int, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "more *n"]:
+        """``x`` with the rows of the streams that start at this layer."""
+        starting, running = self._starting(layer), self.n_running(layer - 1)
+        if not starting or running == 0:
+            return x
+        return constrain(side_by_side([*split_rows(x, running), *starting]), "batch")
+
+    def _starting(self, layer: int) -> list[Array]:
+        return [x for x, start in zip(self.residuals, self.starts, strict=True) if start == layer]
+
+    def n_running(self, layer: int) -> int:
+        """Number of streams that run through this layer."""
+        return sum(start <= layer for start in self.starts)
+
+    def _live(self, layer: int) -> dict[Stack, tuple[int, ...]]:
+        """Of the stacks with a site in this layer: the numbers of the streams in which it is live, if any."""
+        found = {}
+        for stack in self.sites.stacks:
+            if layer in stack.layers:
+                sites = set(stack.of_layer(layer))
+                streams = tuple(i for i, stream in enumerate(self.streams) if sites & set(stream.live))
+                if streams:
+                    found[stack] = streams
+        return found
+
+    def cuts(self) -> frozenset[int]:
+        """Layers at which a stream starts or other sites are live; edges of segments too where outputs are recorded."""
+        edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
+        layers = range(min(edges), max(edges) + 1)
+        return frozenset(
+            layer
+            for layer in layers
+            if layer in self.starts
+            or (self.record_outputs and layer in edges)
+            or self._live(layer) != self._live(layer - 1)
+        )
+
+    def slices(self, first: int, stop: int) -> Any:
+        def stack_slice(stack: Stack, streams: tuple[int, ...]) -> LiveSite:
+            rows = slice(first - stack.first, stop - stack.first)
+            found = LiveSite(
+                V=rows_at_rest(self.components[stack.name].V, rows),
+                U=rows_at_rest(self.components[stack.name].U, rows),
+                ci=rows_at_rest(self.reader.of_stack(stack), rows),
+                column=jnp.broadcast_to(indices(stack.C), (stop - first, stack.C)),
+                sources={i: self.streams[i].sources.slices(stack, first, stop) for i in streams},
+                routes={i: self._routes(self.streams[i], stack, range(first, stop)) for i in streams},
+            )
+            axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
+            # Wide where blocks of tokens add up its gradients.
+            return found if self.token_blocks > 1 else cast_tree(found, axes, self.reader.compute_dtype)
+
+        of_experts = any(stack.experts is not None and first in stack.layers for stack in self.sites.stacks)
+        chosen = self.chosen_experts(first, stop) if of_experts else None
+        found = self._live(first)
+        live = {stack.kind: stack_slice(stack, streams) for stack, streams in found.items()}
+        # Of what is held each layer takes its row.
+        any_held = self.memory.held_by("components") or self.memory.held_by("heads")
+        layers = jnp.arange(first, stop) if any_held else None
+        return live, chosen, self.reader.layer_features(found, first, stop), layers
+
+    def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
+        """The experts that the clean pass's positions take in some layers (X3)."""
+        start = max(layer for layer in self.clean_records if layer <= first)
+        return self.clean_records[start][CHOSEN][first - start : stop - start]
+
+    def site_axes(self, stack: Stack, streams: Sequence[int]) -> LiveSite:
+        """Logical axes of one layer's `LiveSite`."""
+        V, U = site_axes(stack)
+        return LiveSite(
+            V=V,
+            U=U,
+            ci=self.reader.axes(stack),
+            column=Axes(("component_in_use",)),
+            sources={i: self.streams[i].sources.axes(stack) for i in streams},
+            routes={i: self._route_axes(stack) if self._is_routed(self.streams[i], stack) else None for i in streams},
+        )
+
+    def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
+        """Logical axes of ``positions``; ``site``: those of its site."""
+        chosen = None if positions.chosen is None else self._rows
+        features = jax.tree.map(lambda _: self._rows, positions.features)
+        return Positions(site, [self._rows] * len(positions.xs), self._rows, features, chosen)
+
+    def _route_axes(self, stack: Stack) -> Axes:
+        return self._rows if stack.experts is None else self._rows.under()
+
+    @staticmethod
+    def _is_routed(stream: Stream, stack: Stack) -> bool:
+        """Whether the sites of a stack need routes: experts that are not live beside others that are get r = 0 (F3)."""
+        return stream.routes is not None or (stack.experts is not None and not set(stack.sites) <= set(stream.live))
+
+    def _routes(self, stream: Stream, stack: Stack, layers: Sequence[int]) -> Float[Array, "..."] | None:
+        """``[layers, *n]`` of a stack's sites in some layers; of experts ``[layers, experts, *n]``."""
+        if not self._is_routed(stream, stack):
+            return None
+        place = {site: n for n, site in enumerate(stream.live)}
+
+        def of_site(site: int) -> Array:
+            if site not in place:
+                return jnp.zeros(self.at.shape, jnp.float32)
+            if stream.routes is None:
+                return jnp.ones(self.at.shape, jnp.float32)
+            return stream.routes[..., place[site]].astype(jnp.float32)
+
+        of_layers = [[of_site(site) for site in stack.of_layer(layer)] for layer in layers]
+        return jnp.stack([own[0] if stack.experts is None else jnp.stack(own) for own in of_layers])
+
+    @property
+    def _rows(self) -> Axes:
+        return Axes(("batch", "seq")[: self.at.ndim])
+
+    @property
+    def token_blocks(self) -> int:
+        """Number of blocks of positions in which a site is computed."""
+        return token_blocks(self.at.shape, self.memory.token_block)
+
+    def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
+        here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
+        recorded = frozenset(here) if self.record_outputs else frozenset[str]()
+        live, chosen, features, layer = slice_
+        if layer is not None:
+            for kind, site in live.items():
+                factors, row = self.components[here[kind].name], layer - here[kind].first
+                own = (site.V, site.U, site.ci)
+                V, U, ci = with_row(own, (factors.V, factors.U, self.reader.of_stack(here[kind])), row)
+                live[kind] = site._replace(V=V, U=U, ci=ci)
+        return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen, features)
+
+
+def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:
+    return route if route is None or groups is None else at_chosen(route, groups)

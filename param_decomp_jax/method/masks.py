@@ -1,0 +1,200 @@
+"""Masks (section 4): what a source is, where it comes from, and the mask built from it and λ."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+
+from param_decomp_jax.decomposition.draws import uniform, uniform_of_keys
+from param_decomp_jax.decomposition.sites import Stack
+from param_decomp_jax.nn.grouped import Groups, at_chosen
+from param_decomp_jax.sharding.mesh import Axes, at_rest, replace_fields
+
+
+@dataclass(frozen=True)
+class Stochastic:
+    """M3: fresh every draw, U[0, 1) or Bernoulli(½) for the components, U[0, 1) for the delta."""
+
+    sampling: Literal["continuous", "binomial"] = "continuous"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """M3: every source is ``value`` and the delta is off; 0 gives m = λ, 1 gives m = 1."""
+
+    value: float
+
+
+class Sources(eqx.Module):
+    """Sources of one stack. ``lead``: axes that broadcast against, or tile over, the leading axes of an activation; of
+    experts' matrices, ``layers`` is two axes (X6).
+
+    The delta channel is an array of its own: C + 1 does not shard (M5). None: no delta path.
+    """
+
+    components: Float[Array, "*layers_lead C"]
+    delta: Float[Array, "*layers_lead"] | None
+
+
+Bundle = dict[str, Sources]
+"""One source for every live site, by stack; feeds exactly one loss term (A6)."""
+
+
+def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n #C"]) -> Float[Array, "*n C"]:
+    """M1: ``m = λ + (1 − λ) · source``, so λ = 1 pins a component on."""
+    return importance + (1 - importance) * source
+
+
+@runtime_checkable
+class SourceKind(Protocol):
+    """Where one forward's sources come from, layer by layer and component block by component block."""
+
+    def slices(self, stack: Stack, first: int, stop: int) -> Any:
+        """The part for the layers ``first .. stop - 1``, with a leading layer axis."""
+        ...
+
+    def axes(self, stack: Stack) -> Any:
+        """The logical axes of one layer's slice, in its structure."""
+        ...
+
+    def components(
+        self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"], groups: Groups | None = None
+    ) -> Float[Array, "*#n_slots #C"]:
+        """Component sources of one layer's site at these positions, for the components of these global numbers.
+
+        ``groups``: of experts; then of every slot, those of its expert at its position (X6).
+        """
+        ...
+
+    def delta(
+        self, slice_: Any, at: UInt32[Array, "*n"], groups: Groups | None = None
+    ) -> Float[Array, "*#n_slots"] | None:
+        """The raw delta source (M2); None where there is no delta path."""
+        ...
+
+
+@dataclass(frozen=True)
+class StochasticSources:
+    """Drawn where they are used, from the forward's key and the site's canonical number (M4)."""
+
+    kind: Stochastic
+    key: PRNGKeyArray
+    use_delta: bool
+
+    def slices(self, stack: Stack, first: int, stop: int) -> Any:
+        return jnp.asarray([stack.of_layer(layer) if stack.experts else stack.of_layer(layer)[0]
+                            for layer in range(first, stop)])  # fmt: skip
+
+    def axes(self, stack: Stack) -> Any:
+        return Axes(())
+
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        source = self._draw(0, slice_, at, columns, groups)
+        return (source < 0.5).astype(source.dtype) if self.kind.sampling == "binomial" else source
+
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        return self._draw(1, slice_, at, jnp.zeros(1, jnp.uint32), groups)[..., 0] if self.use_delta else None
+
+    def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: Groups | None) -> Array:
+        """``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every expert's."""
+        if groups is None:
+            return uniform(self._keys(sites)[which], at, columns)
+        keys = jax.random.key_data(jax.vmap(lambda site: self._keys(site)[which])(sites))
+        slots = jnp.broadcast_to(at[..., None], groups.chosen.shape)
+        return uniform_of_keys(keys[groups.chosen], slots, columns)
+
+    def _keys(self, site: Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+        components_key, delta_key = jax.random.split(jax.random.fold_in(self.key, site))
+        return components_key, delta_key
+
+
+@dataclass(frozen=True)
+class ConstantSources:
+    """The same number everywhere, no delta path."""
+
+    kind: Constant
+
+    def slices(self, stack: Stack, first: int, stop: int) -> Any:
+        return None
+
+    def axes(self, stack: Stack) -> Any:
+        return None
+
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        return jnp.full((1,) * (at.ndim + 1 if groups is None else groups.chosen.ndim + 1), self.kind.value)
+
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        return None
+
+
+@dataclass(frozen=True)
+class GivenSources:
+    """Sources given as arrays: an adversary's, or a caller's. ``batch``: rows of the global batch.
+
+    A slice has the delta that all rows share once for each of them: so its gradient is summed over the batch when all
+    layers are done, and not in every layer.
+    """
+
+    bundle: Bundle
+    batch: int
+
+    def slices(self, stack: Stack, first: int, stop: int) -> Any:
+        own = jax.tree.map(lambda x: x[first - stack.first : stop - stack.first], self.bundle[stack.name])
+        rows = _row_axis(stack)
+        if own.delta is None or own.delta.shape[rows] > 1:
+            return own
+        shape = own.delta.shape
+        return replace_fields(own, delta=jnp.broadcast_to(own.delta, (*shape[:rows], self.batch, *shape[rows + 1 :])))
+
+    def axes(self, stack: Stack) -> Any:
+        own = jax.tree.map(Axes.below, source_axes(self.bundle[stack.name], self.batch, stack.experts is not None))
+        delta, rows = self.bundle[stack.name].delta, _row_axis(stack)
+        if delta is None or delta.shape[rows] > 1:
+            return own
+        names = own.delta.names
+        return replace_fields(own, delta=Axes((*names[: rows - 1], "batch", *names[rows:])))
+
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        return self._at(slice_.components, at, groups)
+
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        return None if slice_.delta is None else self._at(slice_.delta, at, groups)
+
+    def _at(self, source: Array, at: Array, groups: Groups | None) -> Array:
+        if groups is None:
+            return tile(source, at.shape[0])
+        return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
+
+
+def _row_axis(stack: Stack) -> int:
+    """Of a stack's sources, the axis that broadcasts against, or tiles, the batch."""
+    return 1 if stack.experts is None else 2
+
+
+def source_axes(sources: Sources, batch: int, experts: bool = False) -> Any:
+    """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component.
+
+    ``experts``: they are of experts' matrices.
+    """
+    sources, n = at_rest(sources), 2 if experts else 1
+    shape = sources.components.shape
+    per_row = shape[n] == batch
+    lead = (*(None,) * n, "batch" if per_row else None, *("seq" if size > 1 else None for size in shape[n + 1 : -1]))
+    columns = "component_in_use" if per_row else "component"
+
+    def array_axes(x: Any) -> Axes:
+        return Axes((*lead, columns) if x.ndim == sources.components.ndim else lead)
+
+    return jax.tree.map(array_axes, sources)
+
+
+def tile(source: Float[Array, "rows *lead"], batch: int) -> Float[Array, "tiled *lead"]:
+    """A2: source i serves the batch rows i, i + n, …; a single row, or as many as the batch has, stays as it is."""
+    n = source.shape[0]
+    if n in (1, batch):
+        return source
+    assert batch % n == 0, f"{n} sources do not tile a batch of {batch}"
+    return jnp.tile(source, (batch // n,) + (1,) * (source.ndim - 1))

@@ -1,0 +1,137 @@
+"""Micro-batches: the parts of a batch one after the other, each with its rows of the clean pass, λ and streams."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from param_decomp_jax.ci import ImportanceReader, LazyLogits, Logits, StackFeatures
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Bundle, GivenSources, tile
+from param_decomp_jax.sharding.mesh import constrain, cut
+
+
+class Rows(NamedTuple):
+    """The arrays that have the batch as their first axis. ``routes``: by stream."""
+
+    inputs: Any
+    output: Any
+    at: Any
+    features: Any
+    routes: list[Array | None]
+
+
+class LayeredRows(NamedTuple):
+    """The arrays that have the batch as their second axis, behind the layers. ``features``: `StackFeatures`, None for
+    others. ``bundles``: by stream."""
+
+    records: Any
+    head_inputs: Any
+    logits: Any
+    features: Any
+    bundles: list[Bundle | None]
+
+
+BatchRows = tuple[Rows, LayeredRows]
+"""All arrays of a batch that have a batch axis; what is None has no rows of its own."""
+
+
+def sum_over_parts(
+    function: Callable[[CleanPass, ImportanceReader, Sequence[Stream]], Any],
+    clean_pass: CleanPass,
+    reader: ImportanceReader,
+    streams: Sequence[Stream],
+    n: int,
+) -> Any:
+    """The sum of ``function`` over ``n`` equal parts of the batch; only one part's intermediates exist at a time.
+
+    A part has the rows of every device's own share, so nothing moves. Gradients of what the parts share add up.
+    """
+    rows, layered = _batch_rows(clean_pass, reader, streams)
+    parts = (
+        jax.tree.map(lambda x: cut(x, 0, n, "batch"), rows),
+        jax.tree.map(lambda x: cut(x, 1, n, "batch"), layered),
+    )
+
+    @jax.checkpoint
+    def part_result(part: BatchRows) -> Any:
+        rows, layered = part
+        own = (
+            jax.tree.map(lambda x: constrain(x, "batch"), rows),
+            jax.tree.map(lambda x: constrain(x, None, "batch"), layered),
+        )
+        return function(*_with_rows(clean_pass, reader, streams, own))
+
+    shapes = jax.eval_shape(part_result, jax.tree.map(lambda x: x[0], parts))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, part_result(part)), None), start, parts)
+    return total
+
+
+def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> BatchRows:
+    outputs = reader.outputs
+    features = outputs.features if isinstance(outputs, LazyLogits) else None
+    by_stack = isinstance(features, StackFeatures)
+    rows = Rows(
+        inputs=clean_pass.inputs,
+        output=clean_pass.forward.output,
+        at=clean_pass.at,
+        features=None if by_stack else features,
+        routes=[stream.routes for stream in streams],
+    )
+    layered = LayeredRows(
+        records=dict(clean_pass.forward.records),
+        head_inputs=reader.head_inputs,
+        logits=outputs.by_stack if isinstance(outputs, Logits) else None,
+        features=features if by_stack else None,
+        bundles=[_bundle_by_row(stream, reader) for stream in streams],
+    )
+    return rows, layered
+
+
+def _bundle_by_row(stream: Stream, reader: ImportanceReader) -> Bundle | None:
+    """Given sources with a row for every batch row; None where all rows share one, or none is given. The rows are the
+    second axis of experts' sources, too: that of experts comes behind it."""
+    sources = stream.sources
+    if not isinstance(sources, GivenSources):
+        return None
+    bundle = _experts_behind_rows(sources.bundle, reader, 1, 2)
+    if all(x.shape[1] == 1 for x in jax.tree.leaves(bundle)):
+        return None
+    return jax.tree.map(lambda x: jax.vmap(lambda row: tile(row, sources.batch))(x), bundle)
+
+
+def _experts_behind_rows(bundle: Bundle, reader: ImportanceReader, source: int, destination: int) -> Bundle:
+    return {
+        name: jax.tree.map(lambda x: jnp.moveaxis(x, source, destination), own) if name in reader.chosen else own
+        for name, own in bundle.items()
+    }
+
+
+def _with_rows(
+    clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream], part: BatchRows
+) -> tuple[CleanPass, ImportanceReader, Sequence[Stream]]:
+    """Clean pass, reader and streams with the rows of a part in place of the whole batch's; the clean pass without the
+    inputs of sites, since the CI function has run."""
+    rows, layered = part
+    batch = rows.at.shape[0]
+    forward = clean_pass.forward._replace(output=rows.output, records=layered.records)
+    clean_pass = replace(clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs={}, batch=batch)
+    outputs = reader.outputs
+    features = rows.features if layered.features is None else layered.features
+    own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
+
+    def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
+        sources = stream.sources
+        if isinstance(sources, GivenSources):
+            own = sources.bundle if bundle is None else _experts_behind_rows(bundle, reader, 2, 1)
+            sources = GivenSources(own, batch)
+        return Stream(stream.live, sources, routes)
+
+    new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
+    return clean_pass, replace(reader, outputs=own, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new

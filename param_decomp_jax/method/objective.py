@@ -1,0 +1,130 @@
+"""The objective (section 8, point 4): every term of a decomposition on one batch, and their weighted sum."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from param_decomp_jax.ci import ImportanceReader, Summarise, per_component, squashings
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.method.adversary import effective
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.losses import (
+    Faithfulness,
+    ImportanceMinimality,
+    faithfulness,
+    importance_minimality,
+    penalty_sum,
+)
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Bundle
+from param_decomp_jax.method.recon import Reconstruction, TermDraws, errors, streams
+from param_decomp_jax.method.state import Decomposition
+from param_decomp_jax.nn.grouped import OverPositions
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+def term_keys(spec: Decomposition, key: PRNGKeyArray) -> Callable[[str], PRNGKeyArray]:
+    """The key of each term's draws, by name, from the key of a step (M4): it depends on the term's number."""
+    numbers = {term.name: number for number, term in enumerate(spec.terms)}
+    return lambda name: jax.random.fold_in(key, numbers[name])
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The terms of a decomposition at one training step.
+
+    ``draws``: from the name of a reconstruction term to its draws, or to their key (`term_keys`).
+    """
+
+    spec: Decomposition
+    step: Int[Array, ""]
+    draws: Callable[[str], TermDraws]
+
+    def total_loss(
+        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, raw: dict[str, Bundle]
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """``Σ coeff · term`` (point 4), and every term by name without its coefficient.
+
+        ``components``: of every stack. ``raw``: raw sources of the persistent terms, by name.
+        """
+        spec, memory = self.spec, clean_pass.target.memory
+        _, upper = squashings(spec.squashing)
+        minimised = [term for term in spec.terms if isinstance(term, ImportanceMinimality)]
+
+        def penalties(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C terms"]:
+            by_term = [penalty_sum(term.penalty, upper(logits), self.step, spec.steps, over) for term in minimised]
+            return jnp.stack(by_term, axis=-1)
+
+        summarise = penalties if minimised else None
+        reconstructions, sums = self.reconstructions(clean_pass, components, reader, raw, summarise)
+        total, metrics = jnp.zeros(()), {}
+        for term in spec.terms:
+            match term:
+                case Faithfulness():
+                    with jax.named_scope("faithfulness"):
+                        value = faithfulness(components, clean_pass.target.site_weights(clean_pass.weights), memory)
+                case ImportanceMinimality():
+                    term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
+                    value, frequency = importance_minimality(term, term_sums, clean_pass.at.size)
+                    if term.frequency is not None and frequency is not None:
+                        metrics[f"loss/{term.name}_frequency"] = frequency
+                        total += term.frequency.coeff * frequency
+                case Reconstruction():
+                    value = reconstructions[term.name]
+            metrics[f"loss/{term.name}"] = value
+            total += term.coeff * value
+        metrics["loss/total"] = total
+        return total, metrics
+
+    def reconstructions(
+        self,
+        clean_pass: CleanPass,
+        components: Components,
+        reader: ImportanceReader,
+        raw: dict[str, Bundle],
+        summarise: Summarise | None = None,
+    ) -> tuple[dict[str, Float[Array, ""]], dict[str, Array]]:
+        """Every reconstruction term by name, without coefficients, their forwards run together; 0 for one that is off.
+
+        Also the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
+        """
+        spec, sites = self.spec, clean_pass.target.sites
+        terms = [term for term in spec.terms if isinstance(term, Reconstruction)]
+        attacks = {name: attack for name, (_, attack) in spec.persistent.items()}
+        first_steps = {term.name: attacks[term.name].first_step(spec.steps) for term in terms if term.name in attacks}
+
+        def values(from_step: int) -> tuple[dict[str, Array], dict[str, Array]]:
+            """Of the terms that are on from this step on; the others are 0."""
+            on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
+            found: list[list[Stream]] = []
+            for term in on:
+                bundle = effective(attacks[term.name], raw[term.name]) if term.name in attacks else None
+                found.append(streams(term, clean_pass, components, reader, self.draws(term.name), bundle))
+            all_streams = [stream for own in found for stream in own]
+            kinds = [term.error for term, own in zip(on, found, strict=True) for _ in own]
+            everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(sites)))
+            means: dict[str, Array] = {}
+            sums: dict[str, Array] = {}
+            if all_streams:
+                with_summary = summarise if everywhere else None
+                by_stream, sums = errors(clean_pass, components, reader, all_streams, kinds, with_summary)
+                by_term = jnp.split(by_stream, list(accumulate(map(len, found)))[:-1])
+                means = {term.name: jnp.mean(e) for term, e in zip(on, by_term, strict=True)}
+            if summarise is not None and not everywhere:
+                sums = per_component(reader, components, sites, clean_pass.target.memory, summarise)
+            return {term.name: means.get(term.name, jnp.zeros(())) for term in terms}, sums
+
+        # A6: off means not computed. The set of terms that are on changes at few steps; each set has its own branch.
+        stages = sorted({0, *first_steps.values()})
+        if len(stages) == 1:
+            return values(0)
+        stage = sum((self.step >= first).astype(jnp.int32) for first in stages[1:])
+        branches = [partial(values, n) for n in stages]
+        found: tuple[dict[str, Array], dict[str, Array]] = jax.lax.switch(stage, branches)
+        return found

@@ -1,0 +1,417 @@
+"""Reconstruction (section 5): which sites are live x how positions are routed x where the sources come from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+
+from param_decomp_jax.ci import ImportanceReader, Summarise
+from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.decomposition.sites import Sites, Stack
+from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, attack, initial_sources
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.masked import MaskedLinears, Stream, split_rows, summary_record
+from param_decomp_jax.method.masks import (
+    Bundle,
+    Constant,
+    ConstantSources,
+    GivenSources,
+    SourceKind,
+    Sources,
+    Stochastic,
+    StochasticSources,
+    source_axes,
+)  # fmt: skip
+from param_decomp_jax.method.micro_batches import sum_over_parts
+from param_decomp_jax.method.routing import Everywhere, Routing, draw_routes
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.memory import Intermediate
+from param_decomp_jax.sharding.mesh import held, hold, indices
+from param_decomp_jax.targets.base import Forward
+from param_decomp_jax.targets.plain_linears import output_record
+
+
+@dataclass(frozen=True)
+class AllSites:
+    """One forward with every site live."""
+
+
+@dataclass(frozen=True)
+class EachSite:
+    """One forward for every site, it alone live (the schema's Layerwise)."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """One forward for every group of ``sites_per_chunk`` consecutive sites; the last may be smaller (R4)."""
+
+    sites_per_chunk: int
+
+
+LiveSets = AllSites | EachSite | Chunks
+SourceSpec = Stochastic | Constant | FreshAttack | PersistentAttack
+
+
+ErrorKind = Literal["output", "hidden_acts"]
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``)."""
+
+    name: str
+    coeff: float
+    live: LiveSets
+    routing: Routing
+    sources: SourceSpec
+    n_samples: int = 1
+    error: ErrorKind = "output"
+
+
+def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
+    """Canonical numbers of the live sites of every forward (before samples)."""
+    everything = tuple(range(n_sites))
+    match live:
+        case AllSites():
+            return (everything,)
+        case EachSite():
+            return tuple((n,) for n in everything)
+        case Chunks(size):
+            return tuple(everything[start : start + size] for start in range(0, n_sites, size))
+
+
+def n_samples(term: Reconstruction) -> int:
+    """Draws per live set: those of R5, but one where every draw would be the same."""
+    draws_sources = isinstance(term.sources, Stochastic | FreshAttack)
+    return term.n_samples if draws_sources or not isinstance(term.routing, Everywhere) else 1
+
+
+def n_forwards(term: Reconstruction, n_sites: int) -> int:
+    """Number of masked forwards in the term's mean, not counting those of an attack."""
+    return len(live_sets(term.live, n_sites)) * n_samples(term)
+
+
+def n_routed_ascents(term: Reconstruction) -> int:
+    """Number of warm-up ascents that have routes of their own (A3): those of a persistent term on subsets."""
+    if isinstance(term.routing, Everywhere) or not isinstance(term.sources, PersistentAttack):
+        return 0
+    return term.sources.n_warmup_steps
+
+
+def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
+    """Number of forward and backward passes of an attack before the term's own forwards (A1, A3)."""
+    match term.sources:
+        case FreshAttack(n_steps=n):
+            return n * n_forwards(term, n_sites)
+        case PersistentAttack(n_warmup_steps=n):
+            return n
+        case _:
+            return 0
+
+
+class MaskedForwards(NamedTuple):
+    """Results of masked forwards that ran together: each one's own, and the summaries of the sites' logits.
+
+    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`.
+    """
+
+    forwards: list[Forward]
+    summaries: dict[str, Array]
+
+
+def run_masked(
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    streams: Sequence[Stream],
+    record_outputs: bool = False,
+    summarise: Summarise | None = None,
+    output_name: Intermediate = "site_outputs",
+) -> MaskedForwards:
+    """Runs the masked forwards of these streams, each from its first live layer (F6); results in the order given.
+
+    ``summarise`` needs every site to be live in one of them.
+    """
+    order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
+    ordered = tuple(streams[i] for i in order)
+    residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
+    target = clean_pass.target
+    linears = MaskedLinears(
+        target.sites, ordered, residuals, components, reader, clean_pass.at, clean_pass.forward.records, target.memory,
+        record_outputs, summarise, output_name,
+    )  # fmt: skip
+    joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
+    outputs = split_rows(joint.output, len(ordered))
+    records: list[dict[int, dict[str, Array]]] = [{first: {} for first in joint.records} for _ in ordered]
+    for stack in target.sites.stacks if record_outputs else ():
+        name = output_record(stack.kind)
+        for first, by_name in joint.records.items():
+            if name in by_name:
+                by_row = jnp.swapaxes(by_name[name], 0, 1)
+                for i, own in enumerate(split_rows(by_row, linears.n_running(first))):
+                    records[i][first][name] = jnp.swapaxes(own, 0, 1)
+    found = {i: Forward(outputs[n], records[n]) for n, i in enumerate(order)}
+    summaries = {} if summarise is None else {
+        stack.name: _stack_record(joint, stack, summary_record(stack.kind)) for stack in target.sites.stacks
+    }  # fmt: skip
+    return MaskedForwards([found[i] for i in range(len(streams))], summaries)
+
+
+def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
+    """A record of all layers of a stack, whatever scans it was recorded in."""
+    parts = [records[name] for first, records in sorted(forward.records.items()) if first in stack.layers]
+    return jnp.concatenate(parts)
+
+
+def errors(
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    streams: Sequence[Stream],
+    kinds: Sequence[ErrorKind],
+    summarise: Summarise | None = None,
+    output_name: Intermediate = "site_outputs",
+) -> tuple[Float[Array, " streams"], dict[str, Array]]:
+    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run joint.
+
+    Also the summaries of all sites' logits (see `MaskedForwards`).
+    """
+
+    def batch_errors(
+        clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]
+    ) -> tuple[Array, dict[str, Array]]:
+        target, clean = clean_pass.target, clean_pass.forward
+        forwards, summaries = run_masked(
+            clean_pass, components, reader, streams, "hidden_acts" in kinds, summarise, output_name
+        )
+        outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
+        with jax.named_scope("error"):
+            output_errors = iter(target.errors(clean_pass.weights, clean.output, outputs) if outputs else ())
+        found = [
+            hidden_acts_error(target.sites, clean, masked) if kind == "hidden_acts" else next(output_errors)
+            for masked, kind in zip(forwards, kinds, strict=True)
+        ]
+        return jnp.stack(found), summaries
+
+    n = clean_pass.target.memory.micro_batches
+    if n == 1:
+        return batch_errors(clean_pass, reader, streams)
+    total, summaries = sum_over_parts(batch_errors, clean_pass, reader, streams, n)
+    return total / n, summaries
+
+
+def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:
+    """R2's exception: sum of squared differences of every site's output over the number of elements."""
+    total, elements = jnp.zeros(()), 0
+    for segment in sites.segments:
+        for stack in segment.stacks:
+            name = output_record(stack.kind)
+            a = wide(clean.records[segment.first][name])
+            b = wide(_stack_record(masked, stack, name))
+            total, elements = total + jnp.sum((a - b) ** 2), elements + a.size
+    return total / float(elements)  # beyond int32 in a large run
+
+
+class ForwardDraws(eqx.Module):
+    """The random numbers of one masked forward, as arrays.
+
+    ``routes``: ``[*leading, live sites]`` in canonical order; None where every position is routed. ``sources``: of the
+    stacks with a live site, in [0, 1]: stochastic sources as they enter the masks, or where a fresh attack starts;
+    None for constant and persistent sources. Rows of sites that are not live are not used.
+    """
+
+    routes: Bool[Array, "*leading live"] | None
+    sources: Bundle | None
+
+
+TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
+"""Draws of all forwards of a term, live sets outside, samples inside, then those of its `n_routed_ascents`; or the key
+that all of them are drawn from (M4)."""
+
+
+def draw_forwards(
+    term: Reconstruction, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
+) -> list[ForwardDraws]:
+    """What `streams` draws from ``key`` for the term's forwards, and `warm_up_error` for its ascents, as arrays.
+
+    ``leading``: global axes of an activation before its last one.
+    """
+    at = positions(leading)
+    found: list[ForwardDraws] = []
+    for live in live_sets(term.live, len(sites)):
+        for _ in range(n_samples(term)):
+            routes_key, sources_key = jax.random.split(jax.random.fold_in(key, len(found)))
+            routes = draw_routes(term.routing, routes_key, at, len(live))
+            sources: Bundle | None
+            match term.sources:
+                case Stochastic() as kind:
+                    sources = draw_stochastic(kind, sources_key, sites, live, at, use_delta)
+                case FreshAttack() as kind:
+                    sources = initial_sources(kind, sources_key, sites, live, leading, use_delta)
+                case Constant() | PersistentAttack():
+                    sources = None
+            found.append(ForwardDraws(routes, sources))
+    for ascent in range(n_routed_ascents(term)):
+        routes = draw_ascent_routes(term, key, jnp.asarray(ascent), at, len(sites))
+        found.append(ForwardDraws(routes, None))
+    return found
+
+
+def draw_ascent_routes(
+    term: Reconstruction, key: PRNGKeyArray, ascent: Int[Array, ""], at: UInt32[Array, "*leading"], n_sites: int
+) -> Bool[Array, "*leading n_sites"] | None:
+    """A3: the routes of a warm-up ascent, whose number follows those of the term's forwards."""
+    routes_key, _ = jax.random.split(jax.random.fold_in(key, n_forwards(term, n_sites) + ascent))
+    return draw_routes(term.routing, routes_key, at, n_sites)
+
+
+def draw_stochastic(
+    kind: Stochastic, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], at: UInt32[Array, "*n"], use_delta: bool
+) -> Bundle:
+    """Arrays of the stochastic sources of one forward, of the stacks with a live site (M3)."""
+    sources = StochasticSources(kind, key, use_delta)
+
+    def draw_site(site: Array, C: int) -> Sources:
+        return Sources(sources.components(site, at, indices(C)), sources.delta(site, at))
+
+    return {
+        stack.name: jax.tree.map(stack.lay_out, jax.lax.map(partial(draw_site, C=stack.C), jnp.asarray(stack.sites)))
+        for stack in sites.stacks
+        if set(live) & set(stack.sites)
+    }
+
+
+def streams(
+    term: Reconstruction,
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    draws: TermDraws,
+    bundle: Bundle | None = None,
+) -> list[Stream]:
+    """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
+    n_sites = len(clean_pass.target.sites)
+    if isinstance(draws, Sequence):
+        wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
+        has = f"{term.name} has {wanted} forwards" + f" and {ascents} ascents" * (ascents > 0)
+        assert len(draws) == wanted + ascents, f"{has}, draws are given for {len(draws)}"
+    found: list[Stream] = []
+    for live in live_sets(term.live, n_sites):
+        for _ in range(n_samples(term)):
+            number = len(found)
+            own = draws[number] if isinstance(draws, Sequence) else jax.random.fold_in(draws, number)
+            found.append(_stream(term, clean_pass, components, reader, live, own, bundle))
+    return found
+
+
+def _stream(
+    term: Reconstruction,
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    live: tuple[int, ...],
+    draws: PRNGKeyArray | ForwardDraws,
+    bundle: Bundle | None,
+) -> Stream:
+    """One forward of a term; ``draws``: its own, or the key for them."""
+    sites, use_delta, batch = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
+    given: Bundle | None = None
+    if isinstance(draws, ForwardDraws):
+        routes, given = draws.routes, draws.sources
+        is_random = isinstance(term.sources, Stochastic | FreshAttack)
+        assert is_random == (given is not None), f"{term.name} {'needs' if is_random else 'takes no'} given sources"
+        live_stacks = [stack.name for stack in sites.stacks if set(live) & set(stack.sites)]
+        missing = [] if given is None else [name for name in live_stacks if name not in given]
+        assert not missing, f"{term.name}: no sources are given for {', '.join(missing)}"
+    else:
+        routes_key, draws = jax.random.split(draws)
+        routes = draw_routes(term.routing, routes_key, clean_pass.at, len(live))
+    sources: SourceKind
+    match term.sources:
+        case Stochastic() as kind:
+            sources = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, batch)
+        case Constant() as kind:
+            sources = ConstantSources(kind)
+        case PersistentAttack():
+            assert bundle is not None
+            sources = given_sources(clean_pass, bundle)
+        case FreshAttack() as kind:
+            error = attacked_error(clean_pass, components, reader, live, routes, term.error)
+            start = given
+            if start is None:
+                start = initial_sources(kind, draws, sites, live, clean_pass.leading, use_delta)
+            sources = given_sources(clean_pass, attack(kind, error, start))
+    return Stream(live, sources, routes)
+
+
+def given_sources(clean_pass: CleanPass, bundle: Bundle) -> GivenSources:
+    """Sources of an attack on a batch, with the copies that the policy has of those that the rows share."""
+    sites, by = clean_pass.target.sites, clean_pass.target.memory.held_by("sources")
+    of_experts = {stack.name for stack in sites.stacks if stack.experts is not None}
+    axes = {name: source_axes(own, clean_pass.batch, name in of_experts) for name, own in bundle.items()}
+    return GivenSources(held(bundle, hold(bundle, axes, by, jnp.float32), by), clean_pass.batch)
+
+
+def reconstruction(
+    term: Reconstruction,
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    draws: TermDraws,
+    bundle: Bundle | None = None,
+) -> Float[Array, ""]:
+    """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
+    found = streams(term, clean_pass, components, reader, draws, bundle)
+    return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
+
+
+def warm_up_error(
+    term: Reconstruction, clean_pass: CleanPass, components: Components, reader: ImportanceReader, draws: TermDraws
+) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
+    """The error that warm-up ascents maximise (A3), from the sources and the ascent's number: all sites live, routed as
+    the term is, components and λ constant."""
+    n_sites = len(clean_pass.target.sites)
+    live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
+    given: Array | None = None
+    if isinstance(draws, Sequence) and n_ascents:
+        of_ascents = draws[n_forwards(term, n_sites) :]
+        by_ascent = [draw.routes for draw in of_ascents if draw.routes is not None]
+        wanted = f"{term.name} has {n_ascents} warm-up ascents, each with routes of its own"
+        assert len(by_ascent) == len(of_ascents) == n_ascents, f"{wanted}; given are {len(by_ascent)}"
+        given = jnp.stack(by_ascent)
+
+    def error(bundle: Bundle, ascent: Int[Array, ""]) -> Float[Array, ""]:
+        routes: Array | None = None
+        if given is not None:
+            routes = given[ascent]
+        elif n_ascents:
+            assert not isinstance(draws, Sequence)
+            routes = draw_ascent_routes(term, draws, ascent, clean_pass.at, n_sites)
+        return attacked_error(clean_pass, components, reader, live, routes, "output")(bundle)
+
+    return error
+
+
+def attacked_error(
+    clean_pass: CleanPass,
+    components: Components,
+    reader: ImportanceReader,
+    live: tuple[int, ...],
+    routes: Array | None,
+    kind: ErrorKind,
+) -> Callable[[Bundle], Float[Array, ""]]:
+    """The error of one forward as a function of its sources; components and λ are constant."""
+    components = jax.lax.stop_gradient(components)
+    reader = replace(reader, outputs=jax.lax.stop_gradient(reader.outputs))
+
+    def error(bundle: Bundle) -> Float[Array, ""]:
+        stream = Stream(live, given_sources(clean_pass, bundle), routes)
+        return errors(clean_pass, components, reader, [stream], [kind], output_name="attack_outputs")[0][0]
+
+    return error

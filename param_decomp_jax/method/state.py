@@ -1,0 +1,115 @@
+"""The settings of a decomposition (static) and the training state that goes from step to step."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from param_decomp_jax.ci import CIConfig, CIFunction, Squashing, init_ci
+from param_decomp_jax.decomposition.components import Components, init_components
+from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.method.adversary import Adversary, PersistentAttack, init_adversary, kept_adversary
+from param_decomp_jax.method.losses import Term
+from param_decomp_jax.method.offload import store
+from param_decomp_jax.method.optim import Optimizer, transformation
+from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
+
+
+@dataclass(frozen=True)
+class FaithfulnessWarmup:
+    """T3: AdamW on faithfulness alone before step 0."""
+
+    steps: int = 0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """The method's settings. ``steps`` and ``batch_size`` (global) count training steps and rows."""
+
+    seed: int
+    steps: int
+    batch_size: int
+    squashing: Squashing
+    use_delta: bool
+    ci: CIConfig
+    terms: tuple[Term, ...]
+    components_optimizer: Optimizer
+    ci_optimizer: Optimizer
+    warmup: FaithfulnessWarmup = FaithfulnessWarmup()
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    memory: MemoryPolicy = PLAIN
+
+    @property
+    def persistent(self) -> dict[str, tuple[Reconstruction, PersistentAttack]]:
+        """The terms whose sources live in the train state, by name, each with its attack."""
+        return {
+            term.name: (term, term.sources)
+            for term in self.terms
+            if isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
+        }
+
+    def key(self, purpose: Literal["init", "train", "eval"]) -> PRNGKeyArray:
+        """The root of all draws of one purpose; the same numbers on every machine (M4)."""
+        root = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.fold_in(root, ("init", "train", "eval").index(purpose))
+
+
+class State(eqx.Module):
+    """Everything of the trajectory (T5). ``step`` counts finished steps."""
+
+    components: Components
+    ci: CIFunction
+    components_moments: Any
+    ci_moments: Any
+    adversaries: dict[str, Adversary]
+    step: Int[Array, ""]
+
+
+class Learned(NamedTuple):
+    """The trained part of a decomposition, with the field names of `State`."""
+
+    components: Components
+    ci: CIFunction
+
+
+class InitKeys(NamedTuple):
+    components: PRNGKeyArray
+    ci: PRNGKeyArray
+    sources: PRNGKeyArray
+
+
+def init_keys(decomposition: Decomposition) -> InitKeys:
+    """Of what the state before step 0 is drawn with."""
+    return InitKeys(*jax.random.split(decomposition.key("init"), 3))
+
+
+def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, ...]) -> State:
+    """The state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a batch."""
+    keys = init_keys(decomposition)
+    components = init_components(keys.components, sites)
+    ci = init_ci(decomposition.ci, keys.ci, sites)
+    memory = decomposition.memory
+    components_moments = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
+    ci_moments = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
+
+    def adversary(number: int, attack: PersistentAttack) -> Adversary:
+        key = jax.random.fold_in(keys.sources, number)
+        return kept_adversary(memory, init_adversary(attack, key, sites, leading, decomposition.use_delta))
+
+    return State(
+        components=components,
+        ci=ci,
+        components_moments=store(memory, "components_moments", components_moments),
+        ci_moments=store(memory, "ci_moments", ci_moments),
+        adversaries={
+            name: adversary(number, attack)
+            for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())
+        },
+        step=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,93 @@
+"""Where a run's state lies: logical axes and shardings of its arrays."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from param_decomp_jax.decomposition.components import Components, components_axes
+from param_decomp_jax.method.adversary import Adversary
+from param_decomp_jax.method.masks import source_axes
+from param_decomp_jax.method.state import Decomposition, State
+from param_decomp_jax.sharding.mesh import AnyMesh, Axes, is_axes, replace_fields
+from param_decomp_jax.sharding.placement import shardings
+
+WHOLE = Axes(())
+
+
+def state_axes(decomposition: Decomposition, state: State) -> State:
+    """Logical axes of every array of ``state`` (arrays or shapes), in its structure.
+
+    Moments lie with what they are moments of; persistent sources with the batch where every row has its own (D2).
+    """
+    components, ci = components_axes(state.components), state.ci.axes()
+    of_experts = {name for name, factors in state.components.items() if factors.V.ndim > 3}
+
+    def adversary_axes(adversary: Adversary) -> Any:
+        def bundle(sources: Any) -> Any:
+            return {name: source_axes(s, decomposition.batch_size, name in of_experts) for name, s in sources.items()}
+
+        axes: Any = jax.tree.map(lambda _: WHOLE, adversary)
+        return replace_fields(
+            axes,
+            raw=bundle(adversary.raw),
+            mean=adversary.mean and bundle(adversary.mean),
+            square=adversary.square and bundle(adversary.square),
+        )
+
+    axes: Any = jax.tree.map(lambda _: WHOLE, state)
+    return replace_fields(
+        axes,
+        components=components,
+        ci=ci,
+        components_moments=moments_axes(state.components_moments, state.components, components),
+        ci_moments=moments_axes(state.ci_moments, state.ci, ci),
+        adversaries={name: adversary_axes(a) for name, a in state.adversaries.items()},
+    )
+
+
+def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
+    """Logical axes of an optimiser's state: what in it has the parameters' structure lies like them."""
+    structure: Any = jax.tree.structure(parameters)
+
+    def alike(part: Any) -> bool:
+        return bool(jax.tree.structure(part) == structure)
+
+    def part_axes(part: Any) -> Any:
+        if not alike(part):
+            return WHOLE
+        # A factored moment (Adafactor's) has fewer axes than its parameter.
+        return jax.tree.map(lambda a, p, x: a if x.shape == p.shape else WHOLE, axes, parameters, part, is_leaf=is_axes)
+
+    return jax.tree.map(part_axes, moments, is_leaf=alike)
+
+
+def moments_shardings(mesh: AnyMesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
+    """Shardings of the state of an optimiser of components, in its structure."""
+    moments = jax.eval_shape(optimizer.init, components)
+    return shardings(mesh, moments_axes(moments, components, components_axes(components)), moments)
+
+
+def state_shardings(mesh: AnyMesh, decomposition: Decomposition, state: State) -> State:
+    """Shardings in the structure of ``state`` (arrays or shapes); what is offloaded lies in pinned host memory."""
+    placed = shardings(mesh, state_axes(decomposition, state), state)
+    offloaded = decomposition.memory.offload_state
+
+    def on_host(part: Any, arrays: Any) -> Any:
+        def host_sharding(where: NamedSharding, x: Any) -> NamedSharding:
+            return where.with_memory_kind("pinned_host") if len(x.shape) > 0 else where
+
+        return jax.tree.map(host_sharding, part, arrays)
+
+    for name in ("components_moments", "ci_moments"):
+        if name in offloaded:
+            placed = replace_fields(placed, **{name: on_host(getattr(placed, name), getattr(state, name))})
+    if "sources_moments" in offloaded:
+        moved = {}
+        for name, adversary in state.adversaries.items():
+            own = placed.adversaries[name]
+            mean, square = on_host(own.mean, adversary.mean), on_host(own.square, adversary.square)
+            moved[name] = replace_fields(own, mean=mean, square=square)
+        placed = replace_fields(placed, adversaries=moved)
+    return placed

@@ -1,0 +1,367 @@
+"""The training step (section 8)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from param_decomp_jax.ci import CIOutputs, ImportanceReader, LazyLogits, run_ci_function, squashings
+from param_decomp_jax.ci.function import CIFunction
+from param_decomp_jax.ci.inputs import site_inputs
+from param_decomp_jax.decomposition.components import Components, components_axes, with_views
+from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.method.adversary import (
+    Adversary,
+    PersistentAttack,
+    ascend,
+    fetched_adversary,
+    kept_adversary,
+    warm_up,
+)
+from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.losses import faithfulness
+from param_decomp_jax.method.masks import Bundle
+from param_decomp_jax.method.objective import Metrics, Objective, term_keys
+from param_decomp_jax.method.offload import fetch, store
+from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
+from param_decomp_jax.method.recon import ForwardDraws, Reconstruction, warm_up_error
+from param_decomp_jax.method.state import Decomposition, State
+from param_decomp_jax.sharding.mesh import at_rest, constrain, held, hold, replace_fields
+from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
+from param_decomp_jax.targets.plain_linears import PlainLinears
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A decomposition of a target: everything static that the step is compiled for."""
+
+    decomposition: Decomposition
+    target: Target
+
+    @property
+    def compute_dtype(self) -> Any:
+        return jnp.dtype(self.decomposition.compute_dtype)
+
+
+class HeldCopies(NamedTuple):
+    """Copies of trained arrays as they are held for a step (`sharding/mesh.py:hold`), None where there is none."""
+
+    components: Any
+    ci: Any
+
+
+class Gradients(NamedTuple):
+    """Of the total loss, before any clip; of the sources, with respect to their raw values."""
+
+    components: Components
+    ci: Any
+    sources: dict[str, Bundle]
+
+
+class StepOutcome(NamedTuple):
+    """Everything that a training step computes; ``gradients``: of the total loss, before any clip."""
+
+    state: State
+    metrics: Metrics
+    gradients: Gradients
+
+
+GivenDraws = Mapping[str, Sequence[ForwardDraws]]
+"""Draws of a step by the name of the reconstruction term, in place of those of its key (`inspection.py:step_draws`)."""
+
+
+def training_step(problem: Problem, state: State, weights: Weights, inputs: Array) -> tuple[State, Metrics]:
+    """One step on one global batch (``[B, T]`` token ids for a language model): the new state and its metrics.
+
+    Metrics, all scalars: ``loss/<term>`` without coefficient, ``loss/total``, ``grad_norms/summary/*`` before the clip,
+    ``schedules/*``. Entries of a persistent term that is still off (A6) are 0.
+    """
+    outcome = step_outcome(problem, state, weights, inputs)
+    return outcome.state, outcome.metrics
+
+
+def step_outcome(
+    problem: Problem, state: State, weights: Weights, inputs: Array, draws: GivenDraws | None = None
+) -> StepOutcome:
+    """`training_step` with its gradients, and with random numbers that can be given.
+
+    ``draws``: of every reconstruction term; those of seed and step if None.
+    """
+    spec = problem.decomposition
+    objective = make_objective(spec, state, draws)
+    copies = hold_trained(problem, state.components, state.ci)
+
+    with jax.named_scope("clean_pass"):
+        clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
+    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, objective, copies)
+    memory = spec.memory
+    with jax.named_scope("components_update"):
+        components, components_moments, components_norm = descend(
+            spec.components_optimizer,
+            spec.steps,
+            state.components,
+            gradients.components,
+            fetch(memory, "components_moments", state.components_moments, gradients.components),
+        )
+    with jax.named_scope("ci_update"):
+        ci, ci_moments, ci_norm = descend(
+            spec.ci_optimizer,
+            spec.steps,
+            state.ci,
+            gradients.ci,
+            fetch(memory, "ci_moments", state.ci_moments, gradients.ci),
+        )
+
+    metrics |= {
+        "grad_norms/summary/components": components_norm,
+        "grad_norms/summary/ci_fns": ci_norm,
+        "grad_norms/summary/total": jnp.hypot(components_norm, ci_norm),
+        "schedules/components_lr": spec.components_optimizer.schedule(state.step, spec.steps),
+        "schedules/ci_fns_lr": spec.ci_optimizer.schedule(state.step, spec.steps),
+    }
+    for name, (_, attack) in spec.persistent.items():
+        metrics[f"schedules/{name}_lr"] = attack.optimizer.schedule(state.step, spec.steps)
+    components_moments = store(memory, "components_moments", components_moments)
+    ci_moments = store(memory, "ci_moments", ci_moments)
+    state = State(components, ci, components_moments, ci_moments, adversaries, state.step + 1)
+    return StepOutcome(state, metrics, gradients)
+
+
+def hold_trained(problem: Problem, components: Components, ci: CIFunction) -> HeldCopies:
+    """What the policy says is held of V, U and the CI function."""
+    memory = problem.decomposition.memory
+    with jax.named_scope("hold"):
+        dtype, of_ci = problem.compute_dtype, ci.axes()
+        body = hold(_headless(ci), _headless(of_ci), memory.held_by("ci"), dtype)
+        return HeldCopies(
+            hold(components, components_axes(components), memory.held_by("components"), dtype),
+            replace_fields(body, heads=hold(ci.heads, of_ci.heads, memory.held_by("heads"), dtype)),
+        )
+
+
+def _headless(ci: Any) -> Any:
+    """A CI function, or what describes one, without the heads."""
+    return replace_fields(ci, heads={})
+
+
+def hold_for_reading(problem: Problem, components: Components, ci: CIFunction) -> tuple[Components, CIFunction]:
+    """Components of every stack and the CI function, with the copies that the policy has of them."""
+    return with_copies(problem, components, ci, hold_trained(problem, components, ci))
+
+
+def with_copies(
+    problem: Problem, components: Components, ci: CIFunction, copies: HeldCopies
+) -> tuple[Components, CIFunction]:
+    """Components of every stack and the CI function, with the copies that are used in their place."""
+    memory = problem.decomposition.memory
+    components = held(components, copies.components, memory.held_by("components"))
+    body = held(_headless(ci), _headless(copies.ci), memory.held_by("ci"))
+    ci = replace_fields(body, heads=held(ci.heads, copies.ci.heads, memory.held_by("heads")))
+    return with_views(components, problem.target.sites), ci
+
+
+def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
+    """The terms of ``spec`` at the state's step, with draws of seed and step or with given ones."""
+    if draws is None:
+        return Objective(spec, state.step, term_keys(spec, jax.random.fold_in(spec.key("train"), state.step)))
+    missing = {term.name for term in spec.terms if isinstance(term, Reconstruction)} - draws.keys()
+    assert not missing, f"no draws are given for {', '.join(sorted(missing))}"
+    return Objective(spec, state.step, draws.__getitem__)
+
+
+def keeps_outputs(problem: Problem) -> bool:
+    """Whether a term compares the outputs of sites (R2's exception)."""
+    terms = problem.decomposition.terms
+    return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
+
+
+def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:
+    """F4, F5: the forward with no live site, and the sites' inputs in it; ``outputs``: keeps their outputs too."""
+    target = problem.target
+    groups = target.uniform_layers(weights)
+    for segment in target.sites.segments:
+        layers_of_segment(groups, segment)  # fails by assertion where one lies in two groups
+    kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
+    linears = PlainLinears(target.sites, kept, outputs, target.memory)
+    clean = jax.lax.stop_gradient(target.forward(weights, inputs, linears))
+    records = dict(clean.records)
+    at = constrain(positions(target.activation_axes(inputs.shape)), "batch")
+    read = site_inputs(target.sites, records) if kept else {}
+    return CleanPass(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
+
+
+def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
+    """The CI function's outputs on a batch after its clean pass; ``components``: of every stack."""
+    return run_ci_function(
+        ci,
+        clean_pass.ci_inputs,
+        clean_pass.leading,
+        components,
+        problem.compute_dtype,
+        problem.target.memory,
+        clean_pass.chosen,
+        head_inputs(ci, clean_pass),
+    )
+
+
+def head_inputs(ci: CIFunction, clean_pass: CleanPass) -> dict[str, Any]:
+    """What the CI function's heads read of their own sites."""
+    return ci.head_inputs(clean_pass.site_inputs, clean_pass.looked_up)
+
+
+def importance_reader(
+    problem: Problem,
+    ci: CIFunction,
+    ci_outputs: CIOutputs,
+    clean_pass: CleanPass,
+    copies: HeldCopies | None = None,
+) -> ImportanceReader:
+    """Reads the CI function's outputs as λ, as the losses do. ``copies``: of the heads among the outputs, if these have
+    none yet."""
+    lower, _ = squashings(problem.decomposition.squashing)
+    by = problem.decomposition.memory.held_by("heads")
+    if copies is not None and isinstance(ci_outputs, LazyLogits) and by is not None:
+        ci_outputs = LazyLogits(ci_outputs.features, held(ci_outputs.heads, copies.ci.heads, by))
+    return ImportanceReader.from_ci_function(
+        ci,
+        ci_outputs,
+        lower,
+        head_inputs(ci, clean_pass),
+        clean_pass.at.ndim,
+        problem.compute_dtype,
+        clean_pass.chosen,
+    )
+
+
+class DifferentiableImportance(NamedTuple):
+    """The CI function's outputs on a batch, and their pullback to components and CI function."""
+
+    outputs: CIOutputs
+    pullback: Callable[[CIOutputs], tuple[Components, CIFunction]]
+
+
+def differentiable_importance(
+    problem: Problem, state: State, clean_pass: CleanPass, copies: HeldCopies
+) -> DifferentiableImportance:
+    """Runs the CI function once; its backward pass waits for the losses' gradients with respect to its outputs."""
+
+    def importance(components: Components, ci: CIFunction) -> CIOutputs:
+        with jax.named_scope("causal_importance"):
+            # Copies are no outputs: nothing is differentiated by them.
+            return at_rest(causal_importance(problem, clean_pass, *with_copies(problem, components, ci, copies)))
+
+    return DifferentiableImportance(*jax.vjp(importance, state.components, state.ci))
+
+
+def loss_gradients(
+    problem: Problem,
+    objective: Objective,
+    state: State,
+    clean_pass: CleanPass,
+    importance: DifferentiableImportance,
+    raw: dict[str, Bundle],
+    copies: HeldCopies,
+) -> tuple[Gradients, Metrics]:
+    """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
+
+    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
+        factors, _ = with_copies(problem, components, state.ci, copies)
+        reader = importance_reader(problem, state.ci, outputs, clean_pass, copies)
+        with jax.named_scope("losses"):
+            return objective.total_loss(clean_pass, factors, reader, raw)
+
+    (_, metrics), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
+        state.components, importance.outputs, raw
+    )
+    through_ci, to_ci = importance.pullback(to_outputs)  # C5: a scalar CI function reads V
+    return Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources), metrics
+
+
+def losses_and_ascents(
+    problem: Problem, state: State, clean_pass: CleanPass, objective: Objective, copies: HeldCopies
+) -> tuple[dict[str, Adversary], Gradients, Metrics]:
+    """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
+    spec = problem.decomposition
+    importance = differentiable_importance(problem, state, clean_pass, copies)
+
+    def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
+        return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
+
+    # Fetched and stored even where nothing changes: both branches must leave it in the same memory.
+    untouched = partial(update, by=lambda adversary: adversary)
+
+    reader = importance_reader(problem, state.ci, importance.outputs, clean_pass, copies)
+    components, _ = with_copies(problem, state.components, state.ci, copies)
+
+    def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
+        with jax.named_scope("warm_up_ascents"):
+            error = warm_up_error(term, clean_pass, components, reader, objective.draws(term.name))
+            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps))
+
+    def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
+        return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
+
+    adversaries = {
+        name: when_on(spec, attack, state, partial(warmed_up, term, attack), untouched, adversary)
+        for name, adversary in state.adversaries.items()
+        for term, attack in (spec.persistent[name],)
+    }
+
+    raw = {name: adversary.raw for name, adversary in adversaries.items()}
+    gradients, metrics = loss_gradients(problem, objective, state, clean_pass, importance, raw, copies)
+
+    for name, (term, attack) in spec.persistent.items():
+        # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
+        with jax.named_scope("last_ascents"):
+            own = jax.tree.map(lambda g, c=term.coeff: g / c, gradients.sources[name])
+            then = partial(ascended, attack, own)
+            adversaries[name] = when_on(spec, attack, state, then, untouched, adversaries[name])
+    return adversaries, gradients, metrics
+
+
+def when_on(
+    spec: Decomposition,
+    attack: PersistentAttack,
+    state: State,
+    then: Callable[[Adversary], Adversary],
+    otherwise: Callable[[Adversary], Adversary],
+    adversary: Adversary,
+) -> Adversary:
+    """A6: ``then(adversary)`` from the attack's first step on, ``otherwise`` before; off means not computed."""
+    first = attack.first_step(spec.steps)
+    if first == 0:
+        return then(adversary)
+    new: Adversary = jax.lax.cond(state.step >= first, then, otherwise, adversary)
+    return new
+
+
+def descend(spec: Optimizer, steps: int, parameters: Any, gradient: Any, moments: Any) -> tuple[Any, Any, Array]:
+    """Clip, then the optimiser: new parameters, new moments, and the gradient's norm before the clip."""
+    norm = global_norm(gradient)
+    updates, moments = transformation(spec, steps).update(clip(gradient, norm, spec.clip_norm), moments, parameters)
+    return optax.apply_updates(parameters, updates), moments, norm
+
+
+def warmup_step(
+    problem: Problem, components: Components, moments: Any, weights: Weights
+) -> tuple[Components, Any, Float[Array, ""]]:
+    """T3: one step on faithfulness alone, before training; gives components, moments and the loss before the step."""
+
+    def error(components: Components) -> Array:
+        factors = with_views(components, problem.target.sites)
+        return faithfulness(factors, problem.target.site_weights(weights), problem.target.memory)
+
+    loss, gradient = jax.value_and_grad(error)(components)
+    updates, moments = warmup_transformation(problem).update(gradient, moments, components)
+    return optax.apply_updates(components, updates), moments, loss
+
+
+def warmup_transformation(problem: Problem) -> optax.GradientTransformation:
+    """T3's own optimiser; its state is thrown away."""
+    warmup = problem.decomposition.warmup
+    return optax.adamw(warmup.lr, eps=1e-8, weight_decay=warmup.weight_decay)

@@ -1,0 +1,202 @@
+"""Scaled dot-product attention with grouped heads: the plain form, one in blocks of queries, and cuDNN's.
+
+All three take and give the same arrays and differ only in what they keep and in rounding; a memory policy chooses.
+"""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.memory import Attention
+
+BLOCK = 128
+"""Queries of a block: at T = 2048 its scores are a sixteenth of all, 32 MiB for 32 heads of one sequence in fp32. On a
+CPU no size was faster (docs/measurements/attention.md)."""
+
+
+class Window(NamedTuple):
+    """A query reads the ``size`` keys up to its own where ``applies`` (of one layer of a scan, so it may be traced),
+    else all up to its own."""
+
+    size: int
+    applies: Bool[Array, ""] | bool = True
+
+
+def attend(
+    q: Float[Array, "B T heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    v: Float[Array, "B T kv_heads d"],
+    causal: bool,
+    implementation: Attention = "plain",
+    window: Window | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B T heads d"]:
+    """Query head h reads key head ``h // (heads / kv_heads)``; scores times ``d^-½``, softmax in fp32 or wider.
+
+    ``window``: how far back causal attention reads. ``cap``: a score s becomes ``cap · tanh(s / cap)`` (Gemma 2).
+    Raises RuntimeError for ``flash`` where JAX's CUDA plugin is installed and cuDNN is not to be found.
+    """
+    assert window is None or causal, "windows are of causal attention"
+    if window is not None and q.shape[1] <= window.size:
+        window = None
+    match implementation:
+        case "plain":
+            return plain(q, k, v, causal, window, cap)
+        case "blocked":
+            return blocked(q, k, v, causal, window=window, cap=cap)
+        case "flash":
+            # cuDNN has no cap.
+            if cap is not None or not (_takes(q) and _can_be_lowered_for_cuda()):
+                return blocked(q, k, v, causal, window=window, cap=cap)
+            flash = partial(_flash_in_window, causal, window)
+            return lax.platform_dependent(q, k, v, cuda=flash, default=partial(blocked, causal=causal, window=window))
+
+
+def plain(
+    q: Float[Array, "B T heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    v: Float[Array, "B T kv_heads d"],
+    causal: bool,
+    window: Window | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B T heads d"]:
+    """The reference: every score ``[B, heads, T, T]`` exists, and is kept for the backward."""
+    return _attend_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None, window, cap)
+
+
+def blocked(
+    q: Float[Array, "B T heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    v: Float[Array, "B T kv_heads d"],
+    causal: bool,
+    block: int = BLOCK,
+    window: Window | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B T heads d"]:
+    """`plain` for ``block`` queries after the other: scores ``[B, heads, block, T]`` exist for one block at a time."""
+    B, T, heads, d = q.shape
+    block = min(block, T)
+    n_blocks = -(-T // block)
+    # Cast per block from fp32, which changes nothing forward: the backward sums the blocks' gradients of k and v in
+    # the dtype in which they enter. In bf16 their rounding error, over that of the plain form, is 1.25 with any number
+    # of blocks; were they summed in bf16 it would be 1.5 with 8 blocks and 2.2 with 32.
+    wide_k, wide_v = wide(k), wide(v)
+
+    # A loop's body cannot be merged with its recomputation anyway; the barrier is for a block that stands alone.
+    @partial(jax.checkpoint, prevent_cse=n_blocks == 1)
+    def attend_block(wide_k: Array, wide_v: Array, queries: Array, first: Array) -> Array:
+        keys, values = wide_k.astype(k.dtype), wide_v.astype(v.dtype)
+        return _attend_queries(queries, keys, values, first if causal else None, window, cap)
+
+    if n_blocks == 1:
+        return attend_block(wide_k, wide_v, q, jnp.zeros((), jnp.int32))
+    # Queries beyond T read every key like the last one, and are cut off.
+    padded = jnp.pad(q, ((0, 0), (0, n_blocks * block - T), (0, 0), (0, 0)))
+    queries = padded.reshape(B, n_blocks, block, heads, d).swapaxes(0, 1)
+    firsts = block * jnp.arange(n_blocks, dtype=jnp.int32)
+    out = lax.map(lambda xs: attend_block(wide_k, wide_v, *xs), (queries, firsts))
+    return out.swapaxes(0, 1).reshape(B, n_blocks * block, heads, d)[:, :T]
+
+
+def _attend_queries(
+    q: Float[Array, "B Q heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    v: Float[Array, "B T kv_heads d"],
+    first: Int[Array, ""] | None,
+    window: Window | None,
+    cap: float | None,
+) -> Float[Array, "B Q heads d"]:
+    """Queries of the positions ``first, first + 1, …`` read the keys up to their own; with None, every key.
+
+    `jax.nn.dot_product_attention` is the same but for float64, which it rounds to fp32 before the softmax.
+    """
+    B, Q, heads, d = q.shape
+    groups = q.reshape(B, Q, k.shape[2], heads // k.shape[2], d)
+    scores = jnp.einsum("BQkgd,BTkd->BkgQT", groups, k, preferred_element_type=wide(q).dtype) * d**-0.5
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    if first is not None:
+        own = first + jnp.arange(Q, dtype=jnp.int32)[:, None]
+        read = jnp.arange(k.shape[1], dtype=jnp.int32)
+        past = own >= read
+        if window is not None:
+            past &= (own - read < window.size) | ~jnp.asarray(window.applies)
+        scores = jnp.where(past, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("BkgQT,BTkd->BQkgd", weights, v).reshape(B, Q, heads, d)
+
+
+# ---- cuDNN ----
+
+
+def _takes(q: Float[Array, "B T heads d"]) -> bool:
+    """Whether cuDNN's kernel has heads like these, on any GPU since Ampere."""
+    return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+
+
+class MissingCudnn(RuntimeError):
+    """There is JAX's CUDA plugin, but not the library that its attention kernel is taken from."""
+
+
+@cache
+def _can_be_lowered_for_cuda() -> bool:
+    """False where JAX has no CUDA plugin: it cannot even trace the kernel there, nor lower anything for a GPU."""
+    heads = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(partial(_cudnn, False, None), heads, heads, heads)
+    except RuntimeError as error:
+        if "not detected" in str(error):
+            return False
+        raise MissingCudnn(f"JAX's CUDA plugin cannot load cuDNN (pip install nvidia-cudnn-cu13): {error}") from error
+    return True
+
+
+def _flash_in_window(causal: bool, window: Window | None, q: Array, k: Array, v: Array) -> Array:
+    if window is None or window.applies is True:
+        return _flash(causal, None if window is None else window.size, q, k, v)
+    # The kernel's window is part of the program: layers of both kinds in one scan choose between two kernels.
+    inside, everywhere = partial(_flash, causal, window.size), partial(_flash, causal, None)
+    out: Array = lax.cond(window.applies, inside, everywhere, q, k, v)
+    return out
+
+
+def _cudnn(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
+    # The window of a causal mask: so many keys before the query's own.
+    before = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, local_window_size=before, implementation="cudnn")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
+    """`_cudnn`, under `jax.vmap` too whatever is mapped: its own rule takes for granted that everything is."""
+    return _cudnn(causal, window, *_mapped_alike((q, k, v)))
+
+
+def _flash_forward(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    return jax.vjp(partial(_cudnn, causal, window), *_mapped_alike((q, k, v)))
+
+
+def _flash_backward(causal: bool, window: int | None, pullback: Any, gradient: Array) -> tuple[Array, Array, Array]:
+    pullback, gradient = _mapped_alike((pullback, gradient))
+    return pullback(gradient)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+@jax.custom_batching.custom_vmap
+def _mapped_alike(arrays: Any) -> Any:
+    """The arrays as they are; under `jax.vmap`, if one is mapped all are."""
+    return arrays
+
+
+@_mapped_alike.def_vmap
+def _map_all(size: int, mapped: Sequence[Any], arrays: Any) -> tuple[Any, Any]:
+    spread = jax.tree.map(lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape)), arrays, mapped[0])
+    return spread, jax.tree.map(lambda _: True, mapped[0])

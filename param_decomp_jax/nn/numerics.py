@@ -1,0 +1,76 @@
+"""Precision rules (N1, N2) and the one divergence the method uses."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from param_decomp_jax.sharding.mesh import by_node, sum_over_nodes
+
+
+def wide(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """``x`` in fp32, or in float64 if it is that already: the precision of statistics, losses and masks (N2)."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def matmul(x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    """``x @ W`` with inputs and output in the dtype of ``x`` (N1: masters are cast right before the product)."""
+    return x @ W.astype(x.dtype)
+
+
+def matmul_wide(x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]) -> Float[Array, "*n d_out"]:
+    """``x @ W`` with inputs in the dtype of ``x``, accumulated and given in fp32 or wider."""
+    return einsum_wide("...i,io->...o", x, W.astype(x.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum_wide(spec: str, x: Float[Array, "..."], W: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A product of two arrays of one dtype, accumulated and given in fp32 or wider.
+
+    The products of the backward pass take their inputs in that dtype, too (N1), and give what they are gradients of:
+    JAX would have them in fp32, at half the speed or less, and devices would send each other twice the bytes.
+    """
+    return jnp.einsum(spec, x, W, preferred_element_type=wide(x).dtype)
+
+
+def _einsum_wide_backward(spec: str, inputs: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, W = inputs
+    of_x, of_W, of_y = spec.replace("->", ",").split(",")
+    g = g.astype(x.dtype)
+    to_x = jnp.einsum(f"{of_y},{of_W}->{of_x}", g, W)
+    if of_x.startswith("...") and (nodes := by_node(x, g)) is not None:
+        of_node = jnp.einsum(f"dn{of_x},dn{of_y}->n{of_W}", *nodes)
+        return to_x, sum_over_nodes(of_node)
+    return to_x, jnp.einsum(f"{of_x},{of_y}->{of_W}", x, g)
+
+
+einsum_wide.defvjp(lambda spec, x, W: (einsum_wide(spec, x, W), (x, W)), _einsum_wide_backward)
+
+
+def rms_norm(x: Float[Array, "*n d"], eps: float, scale: Float[Array, " d"] | None = None) -> Float[Array, "*n d"]:
+    """``x / √(mean(x²) + eps)``, then ``· scale`` if there is one; statistics in fp32, result in the dtype of ``x``."""
+    y = wide(x)
+    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return y if scale is None else y * scale.astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*n d"], eps: float, scale: Float[Array, " d"], bias: Float[Array, " d"]
+) -> Float[Array, "*n d"]:
+    """``(x − mean) / √(variance + eps) · scale + bias``, in fp32; the result in the dtype of ``x``."""
+    y = wide(x)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale + bias).astype(x.dtype)
+
+
+def kl_divergence(clean: Float[Array, "*n vocab"], masked: Float[Array, "*n vocab"]) -> Float[Array, "*n"]:
+    """KL(softmax(clean) ‖ softmax(masked)) per position, in nats, of logits in fp32 or wider (R1)."""
+    log_p, log_q = jax.nn.log_softmax(wide(clean)), jax.nn.log_softmax(wide(masked))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def mean_squared_error(clean: Float[Array, "*n d"], masked: Float[Array, "*n d"]) -> Float[Array, ""]:
+    """R1 for toys: mean of the squared differences over all elements, in fp32 or wider."""
+    return jnp.mean((wide(clean) - wide(masked)) ** 2)

@@ -1,0 +1,110 @@
+"""What determines a harvest: kept in its folder, and the same in every process."""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from param_decomp_lab.safe_io.printable import printable
+
+HARVESTS = "harvests"
+"""Folder of a run's harvests, in its own."""
+FORMAT = 1
+LARGEST = 1 << 40
+"""Largest number in a plan."""
+MOST_INPUTS = 1 << 24
+NAMES = ("run", "name")
+NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
+"""Of runs and sites: they are parts of addresses."""
+
+
+@dataclass(frozen=True)
+class PlannedSite:
+    """``number``: in the run's canonical order, which random keys depend on."""
+
+    name: str
+    number: int
+    C: int
+    d_in: int
+    d_out: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What determines a harvest to its last bit, apart from the run and the data themselves.
+
+    ``rows`` of ``length`` positions are read, ``block_rows`` at a time; ``available`` rows are there. ``inputs``:
+    ``tokens`` or ``features``, ``n_inputs`` different ones. ``around``: positions kept to each side of an example.
+    ``sampled``: positions of each block at which all that fires is kept, with ``outputs`` predictions.
+    """
+
+    run: str
+    step: int
+    data: str
+    available: int
+    rows: int
+    length: int
+    inputs: str
+    n_inputs: int
+    sites: tuple[PlannedSite, ...]
+    threshold: float
+    seed: int
+    block_rows: int
+    examples: int
+    around: int
+    sampled: int
+    outputs: int
+    format: int = FORMAT
+
+    @property
+    def name(self) -> str:
+        """Of the harvest's folder."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"step-{self.step}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @property
+    def n_positions(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def n_blocks(self) -> int:
+        return math.ceil(self.rows / self.block_rows)
+
+    def rows_of_block(self, block: int) -> range:
+        """Numbers of the block's rows in the harvest; the last block may have fewer."""
+        return range(block * self.block_rows, min(self.rows, (block + 1) * self.block_rows))
+
+    @classmethod
+    def from_json(cls, raw: Any) -> "Plan":
+        """TypeError, KeyError or ValueError for what is none: a file that somebody else may have made."""
+        if raw["format"] != FORMAT:
+            raise ValueError(f"its format is {raw['format']}, this version reads {FORMAT}")
+        sites = tuple(
+            PlannedSite(**{field.name: site[field.name] for field in fields(PlannedSite)}) for site in raw["sites"]
+        )
+        plan = cls(**{**{field.name: raw[field.name] for field in fields(cls)}, "sites": sites})
+        every: list[Plan | PlannedSite] = [plan, *sites]
+        for about in every:
+            for field in fields(about):
+                value = getattr(about, field.name)
+                if field.name in NAMES and not NAME.fullmatch(value):
+                    raise ValueError(f"{field.name}: {printable(repr(value), 80)} is no name")
+                if field.type is int and not (type(value) is int and 0 <= value <= LARGEST):
+                    raise ValueError(f"{field.name}: {printable(repr(value), 80)}")
+        if len({site.name for site in sites}) < len(sites) or not sites:
+            raise ValueError("sites are missing, or twice there")
+        if plan.inputs not in ("tokens", "features") or not 0 <= plan.threshold < 1:
+            raise ValueError("its inputs or its threshold")
+        if not (
+            plan.rows
+            and plan.length
+            and plan.block_rows
+            and plan.n_inputs <= MOST_INPUTS
+            and plan.around <= plan.length + 1024
+        ):
+            raise ValueError("its sizes")
+        if not isinstance(plan.data, str):
+            raise TypeError("its data")
+        return plan

@@ -1,0 +1,491 @@
+"""Reading a harvest: what is known of a component, without loading what is known of the others.
+
+Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float32, Float64, Int32, Int64
+
+from param_decomp_lab.data.token_names import stored_names, unnamed
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.harvest.files.averages import Averages, find_averages
+from param_decomp_lab.harvest.files.component_index import ComponentIndex
+from param_decomp_lab.harvest.files.groups import Groups, find_groups
+from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.tables import (
+    FIRINGS_FILE,
+    GROUPS,
+    INPUTS_FILE,
+    PLAN_FILE,
+    POSITIONS_FILE,
+    ROWS_FILE,
+    SCHEMAS,
+    TOP_TOKENS,
+    VOCABULARY_FILE,
+    Table,
+    table_file,
+)
+from param_decomp_lab.safe_io.files import LISTING_BYTES, regular_file
+from param_decomp_lab.safe_io.json_text import read_json
+
+DAMAGE = (
+    *(OSError, pa.ArrowException, LookupError, ValueError, TypeError),
+    *(MemoryError, OverflowError, EOFError),
+)
+"""What reading a damaged file raises."""
+MOST_POSITIONS = 256
+"""Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
+MOST_MEMBERS = 1 << 18
+BY_CHANCE = 32
+"""Among so many positions, once is by chance: such companions are left out."""
+FILES_OPEN = 256
+"""Tables of sites that stay open: looking into one again is much faster."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A firing in its context.
+
+    ``row``, ``position``: of the harvest. ``first``: the position of the first of ``tokens``; the firing is at
+    ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
+    ``activations``: of the component at each position of the context.
+    """
+
+    kind: str
+    row: int
+    position: int
+    importance: float
+    activation: float
+    first: int
+    tokens: tuple[int, ...]
+    importances: Float32[np.ndarray, " n"]
+    activations: Float32[np.ndarray, " n"]
+
+
+class Summary(NamedTuple):
+    """All components of a site: densities, means over all positions and largest values of λ and ``|a|``, and the tokens
+    that tell the most (-1 where there are fewer)."""
+
+    firings: Int64[np.ndarray, " C"]
+    density: Float64[np.ndarray, " C"]
+    importance_mean: Float64[np.ndarray, " C"]
+    importance_max: Float32[np.ndarray, " C"]
+    activation_mean: Float64[np.ndarray, " C"]
+    activation_max: Float32[np.ndarray, " C"]
+    tokens: Int32[np.ndarray, "C top"]
+
+
+class NumberList:
+    """Whole numbers in an `.npy` file, of which parts are read as they are asked for; nothing is mapped, so that what
+    was read once does not stay in memory."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            mapped = np.load(regular_file(file, "a list of numbers"), mmap_mode="r", allow_pickle=False)
+        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is no Python
+            raise ValueError(f"not an array: {error}") from error
+        if mapped.ndim != 1 or mapped.dtype.kind != "i":
+            raise ValueError("not a list of whole numbers")
+        self._dtype, self._offset, self._length = mapped.dtype, mapped.offset, len(mapped)
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= self._length:
+            raise ValueError(f"numbers {start} to {stop} of {self._length}")
+        size = self._dtype.itemsize
+        return np.frombuffer(
+            os.pread(self._descriptor, (stop - start) * size, self._offset + start * size), self._dtype
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+class Harvest:
+    """A finished harvest, in ``folder``. Raises UserError where that holds none, or a damaged one.
+
+    ``plan``: what was read. Sites are given by name, components by number.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        file = self.folder / PLAN_FILE
+        if not file.is_file():
+            raise UserError(f"{self.folder} holds no harvest; make one with `pd harvest RUN`")
+        try:
+            self.plan = Plan.from_json(read_json(file, "the harvest", dict, LISTING_BYTES))
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
+        self.index = ComponentIndex(self.folder, self.plan.sites)
+        self.sites = self.index.site_number
+        self._file = lru_cache(maxsize=8)(self._open)
+        self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
+        self._component_row = lru_cache(maxsize=64)(self._row_of)
+        # The next component is mostly in the same ones, of a few MB each.
+        self._row_group = lru_cache(maxsize=len(GROUPS))(self._read_row_group)
+
+    # --- tables of a site ---
+
+    def components(self, site: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`)."""
+        with self._reading("components", site) as file:
+            return file.read(columns=list(columns) if columns is not None else None)
+
+    def summary(self, site: str) -> Summary:
+        """What a list of a site's components shows, as arrays over them."""
+        names = ["firings", "importance_sum", "importance_max", "activation_sum", "activation_max", "tokens"]
+        with self._reading("components", site) as file:
+            table = file.read(columns=names, use_threads=False)
+            found = {name: table[name].combine_chunks() for name in names}
+            tokens = found.pop("tokens").values.to_numpy().reshape(-1, TOP_TOKENS)
+            x, N = {name: column.to_numpy() for name, column in found.items()}, self.plan.n_positions
+            if len(tokens) != self.site(site).C:
+                raise ValueError(f"{len(tokens)} components")
+            if not all(np.isfinite(values).all() for values in x.values()):
+                raise ValueError("numbers that are not finite")
+        return Summary(
+            x["firings"], x["firings"] / N, x["importance_sum"] / N, x["importance_max"],
+            x["activation_sum"] / N, x["activation_max"], tokens,
+        )  # fmt: skip
+
+    def densities(self, site: str) -> np.ndarray:
+        """Share of the positions at which each component of a site fires."""
+        return np.asarray(self.components(site, ["firings"])["firings"]) / self.plan.n_positions
+
+    # --- one component ---
+
+    def component(self, site: str, number: int) -> dict[str, Any]:
+        """A row of `components`, and the means: of λ and ``|a|`` over all positions, and of ``|a|`` where it fires."""
+        row = self._component_row(site, number)
+        n, f = self.plan.n_positions, row["firings"]
+        return row | {
+            "density": f / n,
+            "importance_mean": row["importance_sum"] / n,
+            "activation_mean": row["activation_sum"] / n,
+            "firing_activation_mean": row["firing_activation_sum"] / f if f else 0.0,
+        }
+
+    def examples(self, site: str, number: int) -> list[Example]:
+        """Firings of largest λ (``top``), then a uniform sample of all (``uniform``)."""
+        rows = self._rows("examples", site, number).to_pylist()
+        with self._damage(self.folder):
+            return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
+
+    def tokens(self, site: str, number: int) -> pa.Table:
+        """The inputs where a component fires, the most frequent first: ``token``, ``n`` (the count), ``total`` (how
+        often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi`` ln(nN/(ft))."""
+        rows = self._rows("tokens", site, number)
+        with self._damage(self.folder):
+            f, N = self.component(site, number)["firings"], self.plan.n_positions
+            n = rows["n"].to_numpy().astype(float)
+            t = self.input_totals[rows["token"].to_numpy()].astype(float)
+            lift = n * N / (f * t) if len(n) else n
+            columns = {
+                "total": t.astype(np.int64),
+                "precision": n / max(f, 1),
+                "recall": n / t,
+                "lift": lift,
+                "pmi": np.log(lift),
+            }
+            for name, column in columns.items():
+                rows = rows.append_column(name, pa.array(column))
+            return rows.drop_columns("component")
+
+    def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
+        """The components of any site that fire where this one does, by n · PMI: those that are there more often than
+        by chance, and often.
+
+        Counted at up to `MOST_POSITIONS` of its firings at the sampled positions, fewer if more than `MOST_MEMBERS`
+        components fire there together: ``n`` of ``of``. ``precision``:
+        P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
+        are ``jaccard`` and ``pmi``.
+        """
+        me = self.index.number_of(site, number)
+        places = self._firing_places(me)
+        with self._damage(self.folder):
+            ends, members = self._lists["positions"]
+            spans = [ends.read(place, place + 2) for place in places.tolist()]
+            read = np.cumsum([stop - start for start, stop in spans])
+            spans = spans[: max(1, int(np.searchsorted(read, MOST_MEMBERS, side="right")))]
+            found = [np.zeros(0, np.int32), *(members.read(int(start), int(stop)) for start, stop in spans)]
+            together = np.sort(np.concatenate(found))
+            starts = np.flatnonzero(np.diff(together, prepend=-1))
+            other, n = together[starts], np.diff(starts, append=len(together))
+            if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
+                raise ValueError("no such component")
+        kept = (other != me) & (n > (len(spans) >= BY_CHANCE))
+        other, n = other[kept], n[kept]
+        f_i, of, N = int(self._firings[me]), max(len(spans), 1), self.plan.n_positions
+        pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
+        score = n * pmi
+        best = np.arange(len(score))
+        if len(score) > most:  # what is surely not among them need not be sorted
+            best = np.flatnonzero(score >= np.partition(score, -most)[-most])
+        order = best[np.lexsort((other[best], -score[best]))][:most]
+        other, n, pmi = other[order], n[order].astype(float), pmi[order]
+        f_j = self._firings[other].astype(float)
+        precision = n / of
+        both = precision * f_i
+        named = self.index.named(other)
+        return pa.table(
+            {
+                "site": pa.array([name for name, _ in named], pa.string()),
+                "component": pa.array([c for _, c in named], pa.int32()),
+                "n": n.astype(np.int64),
+                "of": np.full(len(n), len(spans), np.int64),
+                "precision": precision,
+                "recall": both / np.maximum(f_j, 1),
+                "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
+                "pmi": pmi,
+            }
+        )
+
+    def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
+        """What the target predicts more where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
+        difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
+        position counts as 0."""
+        with self._damage(self.folder):
+            here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
+            everywhere = self._outputs_everywhere
+        more = np.flatnonzero(here > everywhere)
+        order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
+        return pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]})
+
+    def weights(self, site: str, number: int) -> dict[str, Any]:
+        """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
+        the site writes to the residual stream."""
+        return self._only_row("weights", site, number)
+
+    # --- groups and averages ---
+
+    def sampled_firings(self) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
+        """Where every component fires among the sampled positions: ends of the components, numbered through all sites,
+        and places from 0 to `n_sampled` - 1, ascending."""
+        with self._damage(self.folder):
+            ends, members = self._lists["components"]
+            found, places = ends.read(0, len(ends)).astype(np.int64), members.read(0, len(members))
+            inside = np.delete(np.diff(places) > 0, found[1:-1][(found[1:-1] > 0) & (found[1:-1] < len(places))] - 1)
+            good = found[0] == 0 and found[-1] == len(places) and (np.diff(found) >= 0).all() and inside.all()
+            if not good or (len(places) and not 0 <= places.min() <= places.max() < self.n_sampled):
+                raise ValueError("lists of positions that no harvest has")
+            return found, places.astype(np.int32)
+
+    @property
+    def groups(self) -> Groups:
+        """Components that act together: the newest that `pd cluster` has found. Raises UserError if there are none."""
+        found = find_groups(self.folder)
+        if not found:
+            raise UserError(f"{self.folder} has no groups; make them with `pd cluster {self.folder}`")
+        return Groups(found[0], self.index, self.n_sampled)
+
+    @property
+    def averages(self) -> Averages:
+        """How components lead to each other on average: the newest of `pd graph --dataset`. Raises UserError if there
+        are none."""
+        found = find_averages(self.folder)
+        if not found:
+            raise UserError(f"{self.folder} has no average attributions; make them with `pd graph RUN --dataset`")
+        return Averages(found[0], self.index)
+
+    # --- inside ---
+
+    def site(self, name: str) -> PlannedSite:
+        """Raises UserError if the harvest has no such site."""
+        return self.index.site(name)
+
+    def row(self, number: int) -> np.ndarray:
+        """The tokens of a row, or a toy's features."""
+        with self._damage(self.folder / ROWS_FILE):
+            group, place = divmod(number, self.plan.block_rows)
+            rows = self._file(ROWS_FILE).read_row_group(group, use_threads=False)["row"]
+            if not pa.types.is_list(rows.type):
+                raise TypeError(f"its rows are {rows.type}")
+            return np.asarray(rows[place].values)
+
+    def _example(self, row: dict[str, Any]) -> Example:
+        plan, around = self.plan, self.plan.around
+        first, stop = max(0, row["position"] - around), min(plan.length, row["position"] + around + 1)
+        inside = slice(first - row["position"] + around, stop - row["position"] + around)
+        values = self.row(row["row"])
+        tokens = values[first:stop] if plan.inputs == "tokens" else np.flatnonzero(values)
+        importances = np.frombuffer(row["importances"], np.uint8)[inside].astype(np.float32) / 255
+        activations = np.frombuffer(row["activations"], np.int8)[inside].astype(np.float32) / 127 * row["scale"]
+        if not (math.isfinite(row["importance"]) and np.isfinite(activations).all()):
+            raise ValueError("numbers that are not finite")
+        return Example(
+            row["kind"], row["row"], row["position"], row["importance"], row["activation"], first,
+            tuple(tokens.tolist()), importances, activations,
+        )  # fmt: skip
+
+    def _row_of(self, site: str, number: int) -> dict[str, Any]:
+        return self._only_row("components", site, number)
+
+    def _only_row(self, table: Table, site: str, number: int) -> dict[str, Any]:
+        rows = self._rows(table, site, number).to_pylist()
+        with self._damage(table_file(self.folder, table, self.sites[site])):
+            if len(rows) != 1:
+                raise ValueError(f"{len(rows)} rows of component {number}")
+            row: dict[str, Any] = rows[0]
+            if not all(math.isfinite(value) for value in row.values() if isinstance(value, float)):
+                raise ValueError("numbers that are not finite")
+            return row
+
+    def _rows(self, table: Table, site: str, number: int) -> pa.Table:
+        """The rows of one component."""
+        self.index.number_of(site, number)  # raises for what is not there
+        with self._reading(table, site):
+            group = self._row_group(table, site, number // GROUPS[table])
+            mine = np.flatnonzero(group["component"].to_numpy() == number)
+            return group.slice(mine[0], len(mine)) if len(mine) else group.slice(0, 0)
+
+    def _read_row_group(self, table: Table, site: str, group: int) -> pa.Table:
+        with self._reading(table, site) as file:
+            return file.read_row_group(group, use_threads=False)
+
+    @contextmanager
+    def _reading(self, table: Table, site: str) -> Iterator[pq.ParquetFile]:
+        C = self.site(site).C
+        with self._damage(table_file(self.folder, table, self.sites[site])):
+            yield self._table(table, self.sites[site], -(-C // GROUPS[table]))
+
+    def _open_table(self, table: Table, number: int, groups: int) -> pq.ParquetFile:
+        file = self._open(str(table_file(Path(), table, number)))
+        if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != groups:
+            raise ValueError("other columns than a harvest has")
+        return file
+
+    def _open(self, name: str) -> pq.ParquetFile:
+        path = self.folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the harvest is damaged; make it again")
+        return pq.ParquetFile(path)
+
+    @contextmanager
+    def _damage(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except DAMAGE as error:
+            raise UserError(f"{path} cannot be read ({error}): the harvest is damaged; make it again") from error
+
+    @cached_property
+    def _firings(self) -> Int64[np.ndarray, " C"]:
+        with self._damage(self.folder / FIRINGS_FILE):
+            numbers = NumberList(self.folder / FIRINGS_FILE)
+            if len(numbers) != len(self.index):
+                raise ValueError(f"{len(numbers)} components")
+            return numbers.read(0, len(numbers))
+
+    @cached_property
+    def vocabulary(self) -> pa.Array | None:
+        """The name of each token, by id; None if the run has no tokenizer. What the file has, made fit to be shown and
+        distinct, as those of older harvests need not be."""
+        if not (self.folder / VOCABULARY_FILE).is_file():
+            return None
+        with self._damage(self.folder / VOCABULARY_FILE):
+            texts = self._file(VOCABULARY_FILE).read()["text"].combine_chunks()
+            if texts.type != pa.string() or texts.null_count:
+                raise ValueError("not a list of texts")
+            return pa.array(stored_names(texts.to_pylist()), pa.string())
+
+    def names(self, inputs: Sequence[int]) -> list[str]:
+        """What inputs are called: tokens by their names, a toy's features by their numbers. Raises UserError for tokens
+        that the vocabulary does not have."""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            return [f"feature {i}" if self.plan.inputs == "features" else unnamed(i) for i in inputs]
+        if len(inputs) and not 0 <= min(inputs) <= max(inputs) < len(vocabulary):
+            raise UserError(f"{self.folder} has tokens that are not in its vocabulary: the harvest is damaged")
+        found: list[str] = vocabulary.take(pa.array(inputs, pa.int32())).to_pylist()
+        return found
+
+    @cached_property
+    def input_totals(self) -> Int64[np.ndarray, " n"]:
+        with self._damage(self.folder / INPUTS_FILE):
+            found: np.ndarray = self._file(INPUTS_FILE).read()["total"].to_numpy()
+            return found
+
+    @cached_property
+    def _lists(self) -> dict[str, tuple[NumberList, NumberList]]:
+        """What fires at each sampled position, and at which of them each component fires: ends, and members."""
+        found = {}
+        for name, n in (("positions", self.n_sampled), ("components", len(self._firings))):
+            files = [self.folder / f"{name}_{part}.npy" for part in ("ends", "members")]
+            with self._damage(files[0]):
+                ends, members = map(NumberList, files)
+                if len(ends) != n + 1:
+                    raise ValueError(f"{len(ends) - 1} lists of {n}")
+                found[name] = ends, members
+        return found
+
+    def firing_places(self, site: str, number: int) -> Int32[np.ndarray, " f"]:
+        """Places, among the sampled positions, of all at which a component fires; at the other sampled positions it
+        does not. The first of them are a uniform sample."""
+        with self._damage(self.folder):
+            return self._firing_places(self.index.number_of(site, number), self.n_sampled)
+
+    @cached_property
+    def sampled_positions(self) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
+        """Row, and position in it, of every sampled position, in the random order that places count in."""
+        with self._damage(self.folder / POSITIONS_FILE):
+            table = self._file(POSITIONS_FILE).read(columns=["row", "position"])
+            rows, positions = (table[name].to_numpy() for name in ("row", "position"))
+            for values, end in ((rows, self.plan.rows), (positions, self.plan.length)):
+                if len(values) and not 0 <= values.min() <= values.max() < end:
+                    raise ValueError(f"{values.min()} to {values.max()} of {end}")
+            return rows, positions
+
+    def _firing_places(self, component: int, most: int | None = None) -> np.ndarray:
+        """Places, among the sampled positions, where a component fires; the first are a uniform sample of them."""
+        ends, members = self._lists["components"]
+        first, last = ends.read(component, component + 2).tolist()
+        return members.read(first, max(first, min(last, first + (MOST_POSITIONS if most is None else most))))
+
+    @property
+    def n_sampled(self) -> int:
+        """Positions with all that fires there kept."""
+        with self._damage(self.folder / POSITIONS_FILE):
+            return int(self._file(POSITIONS_FILE).metadata.num_rows)
+
+    @cached_property
+    def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
+        with self._damage(self.folder / POSITIONS_FILE):
+            table = self._file(POSITIONS_FILE).read(columns=["outputs", "values"])
+            k = self.plan.outputs
+            return tuple(
+                table[name].combine_chunks().flatten().to_numpy().reshape(-1, k) for name in table.column_names
+            )
+
+    def _mean_outputs(self, places: np.ndarray) -> np.ndarray:
+        outputs, values = self._outputs
+        if outputs.size and not 0 <= outputs.min() <= outputs.max() < self.plan.n_inputs:
+            raise ValueError(f"outputs {outputs.min()} to {outputs.max()} of {self.plan.n_inputs}")
+        sums = np.bincount(outputs[places].ravel(), values[places].ravel().astype(float), self.plan.n_inputs)
+        return sums / max(1, len(places))
+
+    @cached_property
+    def _outputs_everywhere(self) -> np.ndarray:
+        return self._mean_outputs(np.arange(len(self._outputs[0])))
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        what = "tokens" if plan.inputs == "tokens" else "inputs"
+        return (
+            f"Harvest of {plan.run}, step {plan.step:,}: {plan.n_positions:,} {what}, {len(plan.sites)} sites, "
+            f"{sum(site.C for site in plan.sites):,} components, fires above {plan.threshold:g}"
+        )

@@ -1,0 +1,104 @@
+"""The functions that an opened run compiles, once per shape of inputs."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from param_decomp_jax.analysis.importances import read_batch, read_sites, site_logits, squash_existing
+from param_decomp_jax.ci import squashings
+from param_decomp_jax.method.adversary import FreshAttack, attack
+from param_decomp_jax.method.masked import Stream
+from param_decomp_jax.method.masks import Bundle, GivenSources, Sources, interpolate
+from param_decomp_jax.method.recon import run_masked
+from param_decomp_jax.method.step import Problem, hold_for_reading
+from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.plain_linears import UNTOUCHED
+
+
+def importances(
+    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...], kind: str
+) -> dict[str, Array]:
+    """Causal importances of the sites ``names``, by name: ``lower`` (λ), ``upper`` (υ), or the ``logits`` (C3)."""
+    logits = site_logits(problem, components, ci, weights, inputs, names)
+    lower, upper = squashings(problem.decomposition.squashing)
+    if kind == "logits":
+        return logits
+    squash = {"lower": lower, "upper": upper}[kind]
+    return {name: squash_existing(squash, z) for name, z in logits.items()}
+
+
+def activations(
+    problem: Problem, components: Any, ci: Any, weights: Weights, inputs: Array, names: tuple[str, ...]
+) -> dict[str, Array]:
+    """Activations of the components of the sites ``names``, by name."""
+    _, readings = read_sites(problem, components, ci, weights, inputs, names)
+    return {name: reading.activation for name, reading in readings.items()}
+
+
+def masked(
+    problem: Problem,
+    components: Any,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    sources: Bundle,
+    live: tuple[int, ...],
+    pinned: bool,
+) -> Array:
+    """The target's output with the ``live`` sites masked: by λ if ``pinned`` (sources are 0, M1), else by sources."""
+    components, ci = hold_for_reading(problem, components, ci)
+    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+    if not pinned:
+        reader = replace(reader, squash=jnp.zeros_like)
+    [forward], _ = run_masked(clean_pass, components, reader, [Stream(live, GivenSources(sources, clean_pass.batch))])
+    return _predictions(problem, weights, forward.output)
+
+
+def attacked(
+    problem: Problem,
+    components: Any,
+    ci: Any,
+    weights: Weights,
+    inputs: Array,
+    importances: Bundle,
+    fixed: Bundle,
+    value: Array,
+    start: Bundle,
+    steps: int,
+    step_size: float,
+) -> Bundle:
+    """Sources that an attack finds from ``start`` (A1, I3): it raises the error (R1) of the output against the one that
+    the importances alone give. Masks are ``value`` where they are ``fixed``, whatever the sources are."""
+    components, ci = hold_for_reading(problem, components, ci)
+    clean_pass, reader = read_batch(problem, components, ci, weights, inputs)
+    reader = replace(reader, squash=jnp.zeros_like)
+    live = tuple(range(len(problem.target.sites)))
+
+    def mask(importance: Sources, fixed: Sources, source: Sources) -> Sources:
+        own = importance.components
+        masks = jnp.where(fixed.components > 0, value, interpolate(own, source.components))
+        return Sources(masks, source.delta)
+
+    def run(sources: Bundle) -> Array:
+        masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}
+        stream = Stream(live, GivenSources(masks, clean_pass.batch))
+        [forward], _ = run_masked(clean_pass, components, reader, [stream])
+        return forward.output
+
+    no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}
+    reference = jax.lax.stop_gradient(run(no_sources))
+    spec = FreshAttack("random", step_size, steps, "unique_per_datapoint")
+    return attack(spec, lambda sources: problem.target.errors(weights, reference, [run(sources)])[0], start)
+
+
+def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:
+    """The output of the original target."""
+    as_it_is = replace(UNTOUCHED, memory=problem.target.memory)
+    return _predictions(problem, weights, problem.target.forward(weights, inputs, as_it_is).output)
+
+
+def _predictions(problem: Problem, weights: Weights, output: Array) -> Array:
+    return problem.target.predictions(weights, output)

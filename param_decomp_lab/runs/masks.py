@@ -1,0 +1,150 @@
+"""Masks given by users, and their conversion to the sources of a masked forward pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.method.masks import Bundle, Sources
+from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.errors import UserError
+
+CI: Literal["ci"] = "ci"
+"""Stands for a mask equal to the lower causal importance λ."""
+
+Mask = Any
+"""``"ci"``; component numbers (integers: these are kept, the others masked out); or a mask (floats or booleans) that
+broadcasts to ``[*n, C]``."""
+
+Masks = Literal["ci"] | Mapping[str, Mask]
+"""``"ci"`` for all sites, or masks by site name or pattern; sites not named use the target's own matrix (F3)."""
+
+
+def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, Literal["ci"] | np.ndarray]:
+    """The mask of every live site, in canonical order: ``"ci"``, or floats that broadcast to ``[*leading, C]``.
+
+    Raises UserError for an unknown site, a site matched by two patterns, a mask of the wrong shape, or a component
+    number that the site does not have.
+    """
+    if isinstance(masks, str):
+        masks = {"*": masks}
+    if not isinstance(masks, Mapping):
+        raise UserError(f"masks: should be '{CI}', or masks by site, not {type(masks).__name__}")
+    found: dict[str, Literal["ci"] | np.ndarray] = {}
+    named: dict[str, str] = {}
+    for pattern, mask in masks.items():
+        members = [site for site in sites.all if matches_module(pattern, site.name)]
+        if not members:
+            names = [site.name for site in sites.all]
+            raise UserError(f"masks: '{pattern}' is no site; {nearest(pattern, names)}")
+        for site in members:
+            if site.name in named:
+                raise UserError(f"masks: {site.name} is named twice, by '{named[site.name]}' and by '{pattern}'")
+            named[site.name] = pattern
+            found[site.name] = _mask(site, mask, leading)
+    return {site.name: found[site.name] for site in sites.all if site.name in found}
+
+
+def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | np.ndarray:
+    if isinstance(mask, str):
+        if mask != CI:
+            raise UserError(f"masks: {site.name}: '{mask}' is not a mask; the only text allowed is '{CI}'")
+        return CI
+    given = np.asarray(sorted(mask) if isinstance(mask, set | frozenset) else mask)
+    if given.dtype.kind in "iu" or given.size == 0:
+        given = _these_on(site, given.ravel().astype(np.int64))
+    shape = (*leading, site.C)
+    try:
+        np.broadcast_to(given, shape)
+    except ValueError:
+        raise UserError(
+            f"masks: {site.name}: a mask of shape {list(given.shape)} does not broadcast to {list(shape)} "
+            "(leading axes of the inputs, then the site's C)"
+        ) from None
+    padded = given.reshape((1,) * (len(shape) - given.ndim) + given.shape).astype(np.float32)
+    return np.broadcast_to(padded, (*padded.shape[:-1], site.C))
+
+
+def _these_on(site: Site, numbers: np.ndarray) -> np.ndarray:
+    beyond = numbers[(numbers < 0) | (numbers >= site.C)]
+    if beyond.size:
+        raise UserError(f"masks: {site.name} has components 0 to {site.C - 1}, and no component {beyond[0]}")
+    if len(np.unique(numbers)) < len(numbers):
+        raise UserError(
+            f"masks: {site.name}: integers are numbers of components, and one is given twice; give a mask as floats"
+        )
+    mask = np.zeros(site.C, np.float32)
+    mask[numbers] = 1
+    return mask
+
+
+Delta = float | Mapping[str, Any]
+"""Weight of Δ at the masked sites: a number, or by site an array that broadcasts to the leading axes of the inputs."""
+
+
+def bundle(
+    sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], leading: tuple[int, ...], delta: Delta
+) -> tuple[tuple[int, ...], Bundle]:
+    """The live sites, and sources equal to these masks when λ is taken as 0.
+
+    Raises UserError for a delta of the wrong shape, or of a site that is not masked.
+    """
+    weights = delta_weights(masks, leading, delta)
+    names = [site.name for site in sites.all]
+    made = {}
+    for stack in sites.stacks:
+        own = {row: masks[names[n]] for row, n in zip(stack.rows(), stack.sites, strict=True) if names[n] in masks}
+        if not own:
+            continue
+        of_sites = zip(stack.rows(), stack.sites, strict=True)
+        of_deltas = {} if weights is None else {row: weights[names[n]] for row, n in of_sites if names[n] in masks}
+        shapes = [mask.shape[:-1] for mask in own.values()] + [weight.shape for weight in of_deltas.values()]
+        lead = np.broadcast_shapes((1,) * len(leading), *shapes)
+        components = np.zeros((*stack.lead, *lead, stack.C), np.float32)
+        deltas = np.zeros((*stack.lead, *lead), np.float32)
+        for row, mask in own.items():
+            components[row] = mask
+        for row, weight in of_deltas.items():
+            deltas[row] = weight
+        made[stack.name] = Sources(jnp.asarray(components), jnp.asarray(deltas) if of_deltas else None)
+    live = tuple(n for n, name in enumerate(names) if name in masks)
+    return live, made
+
+
+def delta_weights(masks: Mapping[str, Any], leading: tuple[int, ...], delta: Delta) -> dict[str, np.ndarray] | None:
+    """The weight of Δ by site; None where it is 0 everywhere."""
+    if not isinstance(delta, Mapping):
+        return None if delta == 0 else {name: np.full((1,) * len(leading), delta, np.float32) for name in masks}
+    unknown = [name for name in delta if name not in masks]
+    if unknown:
+        raise UserError(f"delta: {unknown[0]} is not among the masked sites")
+    found = {}
+    for name in masks:
+        weight = np.asarray(delta.get(name, 0.0), np.float32)
+        try:
+            np.broadcast_to(weight, leading)
+        except ValueError:
+            raise UserError(
+                f"delta: {name}: weights of shape {list(weight.shape)} do not broadcast to {list(leading)}"
+            ) from None
+        found[name] = weight.reshape((1,) * (len(leading) - weight.ndim) + weight.shape)
+    return found
+
+
+def chosen_sites(sites: Sites, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the sites that match any of the patterns; all sites for None.
+
+    Raises UserError if a pattern matches none.
+    """
+    names = [site.name for site in sites.all]
+    if patterns is None:
+        return tuple(names)
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in wanted:
+        if not any(matches_module(pattern, name) for name in names):
+            raise UserError(f"'{pattern}' is no site; {nearest(pattern, names)}")
+    return tuple(name for name in names if any(matches_module(pattern, name) for pattern in wanted))

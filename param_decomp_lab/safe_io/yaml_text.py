@@ -1,0 +1,136 @@
+"""Reads and writes YAML: accepts floats such as 5e-5, refuses duplicate keys, reports errors with file and line.
+
+What is read comes from outside, so it is limited in size, depth and number of nodes (see `safe_io`).
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.safe_io.files import SETTINGS_BYTES, read_text
+from param_decomp_lab.safe_io.json_text import DEPTH, INTEGER, has_surrogates
+from param_decomp_lab.safe_io.printable import printable, shortened
+
+NODES = 100_000
+"""Values that a document may have, those that aliases repeat included."""
+
+# In PyYAML's YAML 1.1 a float needs both a dot and a signed exponent: to it `5e-5` and `1.0e6` are strings.
+_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader with YAML 1.2's floats that refuses duplicate keys, and documents too large or too deep."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self._depth = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+        """Of each finished node, with its aliases written out: how many nodes, and how many levels."""
+
+    def error(self, line: int, message: str) -> UserError:
+        return UserError(f"{self.name}, line {line}: {message}")
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        line = self.peek_event().start_mark.line + 1
+        if self.check_event(yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            if node not in self._sizes:
+                raise self.error(line, "an alias refers to the value that contains it")
+            return node
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise self.error(line, f"nested more than {DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        assert node is not None
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        sizes = [self._sizes[part] for part in parts]
+        count, levels = 1 + sum(count for count, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+        if count > NODES:
+            raise self.error(line, f"more than {NODES:,} values, counting what aliases (*name) repeat")
+        if levels > DEPTH:
+            raise self.error(line, f"nested more than {DEPTH} levels deep, with its aliases (*name)")
+        self._sizes[node] = count, levels
+        return node
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise self.error(
+                        line,
+                        f"the key '{shortened(key.value, 200)}' is given twice (first on line {lines[key.value]}); "
+                        "keep one of the two",
+                    )
+                lines[key.value] = line
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        # PyYAML's constructors of scalars let through what they stumble over: `!!bool abc` is a KeyError.
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, IndexError, TypeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            given = f" '{shortened(node.value, 80)}'" if isinstance(node, yaml.ScalarNode) else ""
+            raise self.error(node.start_mark.line + 1, f"not valid YAML:{given} cannot be read as {kind}") from error
+        if isinstance(value, int) and not -INTEGER < value < INTEGER:
+            raise self.error(node.start_mark.line + 1, f"the number {shortened(str(node.value), 40)} is too large")
+        if isinstance(value, str) and has_surrogates(value):
+            raise self.error(node.start_mark.line + 1, f"not valid text: {printable(value, 80)}")
+        return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as floats."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parses a YAML text. ``name``: of the text, for errors.
+
+    Raises UserError for what is not valid, nested more than `DEPTH` levels deep, or has more than `NODES` values with
+    its aliases written out: functions that walk over the result need no limits of their own.
+    """
+    name = shortened(name, 1000)
+    try:
+        return _Loader(text, name).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"{name}{line}: not valid YAML: {printable(error.problem or error.context or '', 400)}"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{name}: not valid YAML: {printable(str(error), 400)}") from error
+
+
+def read_mapping(path: Path, what: str, limit: int = SETTINGS_BYTES) -> dict[str, Any]:
+    """Reads the mapping in the YAML file ``path``. ``what``: description of the file, for errors; ``limit``: its size
+    in bytes. Raises UserError as `parse_yaml` does."""
+    value = parse_yaml(read_text(path, what, limit), str(path))
+    if not isinstance(value, dict):
+        found = "empty" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{path}: {what} should be a mapping of keys to values; this file is {found}")
+    return value
+
+
+def dump_yaml(value: object) -> str:
+    """YAML text that ``parse_yaml`` reads back equal. ASCII only: PyYAML treats U+0085 as a line break."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)

@@ -1,0 +1,158 @@
+"""Where metrics go: `metrics.jsonl` and the terminal. (wandb: `wandb_sink.py`.)"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)  # fmt: skip
+from rich.text import Text
+
+from param_decomp_lab.errors import CannotWrite
+from param_decomp_lab.folders import write_whole
+from param_decomp_lab.runs.folder import resume_command
+from param_decomp_lab.runs.identity import Displaced, what_became_of
+from param_decomp_lab.runs.metrics_file import METRICS_FILE, Row, read_metrics
+from param_decomp_lab.runs.unwritable import why_not_written
+
+
+class MetricsFile:
+    """Appends rows; opened at ``step``, it first cuts off every row of that step or later (T5).
+
+    Rows that cannot be written (the disk is full) wait here, and are tried again with the next one: a disk that has
+    room again in time costs nothing. No row is ever half in the file. ``last``: the step of the last row that was there
+    and stays, -1 without one. ``earlier``: called with each row that stays.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        step: int,
+        console: Console | None = None,
+        earlier: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        self.path = run_folder / METRICS_FILE
+        self._console = console or Console(quiet=True)
+        kept = [row for row in read_metrics(run_folder) if row["step"] < step]
+        self.last = int(kept[-1]["step"]) if kept else -1
+        for row in kept:
+            earlier(row)
+        write_whole(self.path, "".join(_line(row) for row in kept))
+        self._file = self.path.open("ab", buffering=0)
+        self._whole = self.path.stat().st_size
+        self._waiting: list[bytes] = []
+
+    def write(self, row: Row) -> None:
+        """Raises Displaced, as `settle` does, if another file, or none, is where the rows went."""
+        self._refuse_displaced()
+        self._waiting.append(_line(row).encode())
+        try:
+            self._append()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                why = why_not_written(error, self.path.parent) or str(error)
+                said = f"rows of metrics cannot be written and wait until they can: {why}"
+                self._console.print(Text(said, "yellow"), soft_wrap=True)
+
+    def settle(self) -> None:
+        """Returns when every row is on the disk. CannotWrite when one cannot be written."""
+        self._refuse_displaced()
+        try:
+            self._append()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            why = why_not_written(error, self.path.parent) or str(error)
+            raise CannotWrite(f"{len(self._waiting)} rows of {METRICS_FILE} cannot be written: {why}") from error
+
+    def _refuse_displaced(self) -> None:
+        became = what_became_of(self.path, self._file.fileno())
+        if became is not None:
+            raise Displaced(
+                f"{self.path} {became} while the run went on, which stops without saving. Put it back, and resume with "
+                f"`{resume_command(self.path.parent)}`"
+            )
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._append()
+        if self._waiting:
+            said = f"{len(self._waiting)} rows of {METRICS_FILE} could not be written and are lost"
+            self._console.print(Text(said, "yellow"), soft_wrap=True)
+        with suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._whole)
+        self._file.close()
+
+    def _append(self) -> None:
+        while self._waiting:
+            if os.fstat(self._file.fileno()).st_size > self._whole:
+                self._file.truncate(self._whole)  # the part of a row that there was room for
+            left = memoryview(self._waiting[0])
+            while left:
+                left = left[self._file.write(left) :]
+            self._whole += len(self._waiting.pop(0))
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=True) + "\n"
+
+
+class Terminal:
+    """A progress bar on a terminal; on anything else a line every ``seconds``."""
+
+    def __init__(self, console: Console, what: str, total: int, done: int = 0, seconds: float = 10.0) -> None:
+        self._console, self._what, self._total, self._seconds = console, what, total, seconds
+        self._done, self._last_line = done, 0.0
+        self._first: tuple[int, float] | None = None
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task(what, total=total, completed=done, text="")
+
+    def __enter__(self) -> "Terminal":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def advance(self, done: int) -> None:
+        # The clock starts here: what comes before the first step (an evaluation, compiling) comes once.
+        self._first = self._first or (done, time.monotonic())
+        self._done = done
+        self._progress.update(self._task, completed=done)
+
+    def show(self, text: str) -> None:
+        """Short news beside the bar."""
+        self._progress.update(self._task, text=text)
+        now = time.monotonic()
+        if self._console.is_terminal or now - self._last_line < self._seconds:
+            return
+        self._last_line = now
+        first, start = self._first or (self._done, now)
+        rate = (self._done - first) / max(now - start, 1e-9)
+        left = f", {(self._total - self._done) / rate:.0f} s left" if rate > 0 else ""
+        self._console.print(f"{self._what} {self._done}/{self._total}{left}  {text}")
+
+
+def brief(row: Row, prefix: str = "train/loss/") -> str:
+    """The loss terms of a row on one line."""
+    terms = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+    return "  ".join(f"{name} {_number(value)}" for name, value in terms.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,203 @@
+"""Short descriptions of loss terms, CI functions, memory policies and paths, for printing."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import assert_never
+
+from param_decomp_jax.ci import (
+    ChunkwiseTransformer,
+    CIConfig,
+    ComponentReadout,
+    GlobalMLP,
+    GlobalTransformer,
+    LayerwiseMLP,
+)
+from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.method.adversary import (
+    AdamAscent,
+    BroadcastAcrossBatch,
+    FreshAttack,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+    Scope,
+    SignAscent,
+    SingleSource,
+)  # fmt: skip
+from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
+from param_decomp_jax.method.routing import Everywhere, Routing, StaticProbability, UniformKSubset
+from param_decomp_jax.sharding.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
+from param_decomp_lab.ui.numbers import exact
+
+
+def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
+    """Describes what a term computes. ``n_sites``: None if the target is unknown."""
+    match term:
+        case Faithfulness():
+            return "mean squared entry of W − V U"
+        case ImportanceMinimality():
+            return describe_importance_minimality(term)
+        case Reconstruction():
+            at = ["error at the sites' outputs"] if term.error == "hidden_acts" else []
+            live = describe_live_sets(term.live, n_sites)
+            return "; ".join([live, describe_routing(term.routing), describe_sources(term.sources, steps), *at])
+        case _:
+            assert_never(term)
+
+
+def describe_importance_minimality(term: ImportanceMinimality) -> str:
+    match term.penalty:
+        case Lp(p, eps):
+            moves = p.final != p.start and p.start_frac < 1
+            text = f"(υ + {exact(eps)})^p, p {exact(p.start)}" + (f" → {exact(p.final)}" if moves else "")
+        case SmoothL0(gamma):
+            text = f"υ² / (υ² + γ²), γ {describe_schedule(gamma)}"
+    if term.frequency is None:
+        return f"{text}; β {exact(term.beta)}"
+    frequency = term.frequency
+    return f"{text}; frequency {exact(frequency.coeff)} at {exact(frequency.reference_token_count)} positions"
+
+
+def describe_live_sets(live: LiveSets, n_sites: int | None) -> str:
+    match live:
+        case AllSites():
+            return "all sites live"
+        case EachSite():
+            return "one site live at a time"
+        case Chunks(size):
+            if n_sites is None:
+                return f"chunks of {size} sites live"
+            sizes = [len(chunk) for chunk in live_sets(live, n_sites)]
+            last = f", the last of {sizes[-1]}" if sizes[-1] != sizes[0] else ""
+            return f"{len(sizes)} chunk{'s'[: len(sizes) > 1]} of {sizes[0]} sites live{last}"
+        case _:
+            assert_never(live)
+
+
+def describe_routing(routing: Routing) -> str:
+    match routing:
+        case Everywhere():
+            return "everywhere"
+        case UniformKSubset():
+            return "routed to a uniform k-subset"
+        case StaticProbability(p):
+            return f"each routed with probability {exact(p)}"
+        case _:
+            assert_never(routing)
+
+
+def describe_sources(sources: SourceSpec, steps: int) -> str:
+    match sources:
+        case Stochastic(sampling):
+            return f"stochastic {sampling} sources"
+        case Constant(value):
+            meaning = {0.0: " (masks are λ)", 1.0: " (all components on)"}
+            return f"constant {exact(value)}" + meaning.get(value, "")
+        case FreshAttack(init, step_size, n_steps, scope):
+            return f"fresh PGD, {n_steps} steps of {exact(step_size)} from {init}, {scope}"
+        case PersistentAttack():
+            return describe_persistent(sources, steps)
+        case _:
+            assert_never(sources)
+
+
+def describe_persistent(attack: PersistentAttack, steps: int) -> str:
+    match attack.optimizer:
+        case AdamAscent(schedule, beta1, beta2):
+            climbs = f"Adam (β {exact(beta1)}, {exact(beta2)}) lr {describe_schedule(schedule)}"
+        case SignAscent(schedule):
+            climbs = f"sign lr {describe_schedule(schedule)}"
+        case _:
+            assert_never(attack.optimizer)
+    ascents = f"{attack.n_warmup_steps} + 1 ascents per step"
+    parts = [f"persistent PGD, {climbs}, {describe_scope(attack.scope)}", ascents]
+    parts += ["sigmoid"] if attack.sigmoid else []
+    first = attack.first_step(steps)
+    parts += [f"on from step {first:,}" if first < steps else "never on"] if first else []
+    return ", ".join(parts)
+
+
+def describe_scope(scope: Scope) -> str:
+    match scope:
+        case SingleSource():
+            return "single_source"
+        case BroadcastAcrossBatch():
+            return "broadcast_across_batch"
+        case RepeatAcrossBatch(n):
+            return f"repeat_across_batch of {n}"
+        case PerBatchPerPosition():
+            return "per_batch_per_position"
+        case _:
+            assert_never(scope)
+
+
+def describe_schedule(schedule: Schedule) -> str:
+    warmup = f" after {exact(100 * schedule.warmup_pct)} % warm-up" if schedule.warmup_pct else ""
+    final = f" {schedule.kind} to {exact(schedule.start * schedule.final_val_frac)}"
+    return f"{exact(schedule.start)}{'' if schedule.kind == 'constant' else final}{warmup}"
+
+
+def describe_ci(ci: CIConfig) -> str:
+    match ci:
+        case LayerwiseMLP(kind, hidden):
+            return f"layerwise {kind}, hidden {list(hidden)}"
+        case GlobalMLP(hidden):
+            return f"global_shared_mlp, hidden {list(hidden)}"
+        case GlobalTransformer():
+            return f"global_shared_transformer, {describe_transformer(ci)}"
+        case ChunkwiseTransformer(transformer, n, inputs):
+            layers = "a layer" if n == 1 else f"{n} layers"
+            reads = "" if inputs is None else f", reads the inputs of {_listed(inputs.patterns)}"
+            return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}"
+        case ComponentReadout(function):
+            return f"{describe_ci(function)}, with a component readout"
+        case _:
+            assert_never(ci)
+
+
+def describe_transformer(ci: GlobalTransformer) -> str:
+    blocks = f"{ci.n_blocks} block{'s'[: ci.n_blocks > 1]} of width {ci.d_model:,}"
+    return f"{blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
+
+
+def shown_path(path: Path) -> str:
+    """The path, relative to the current folder if that is shorter."""
+    relative = os.path.relpath(path)
+    return min(str(path), relative, key=len)
+
+
+def describe_memory(preset: str, policy: MemoryPolicy) -> str:
+    """Describes what a policy keeps and what it computes in blocks; settings at their defaults are left out."""
+    kept = [name for name in INTERMEDIATES if name in policy.save]
+    summary = [f"{preset}: everything kept" if len(kept) == len(INTERMEDIATES) else f"{preset}: keeps {_listed(kept)}"]
+    offloaded = [*(name for name in INTERMEDIATES if name in policy.offload), *sorted(policy.offload_state)]
+    if offloaded:
+        summary.append(f"{_listed(offloaded)} in host memory")
+    blocks = {
+        "sites by {:,} components": policy.component_block,
+        "sites by {:,} tokens": policy.token_block,
+        "KL by {:,} tokens": policy.vocabulary_block if policy.recomputes("vocabulary") else None,
+    }
+    summary += [words.format(size) for words, size in blocks.items() if size is not None]
+    if policy.layers == "unroll":
+        summary.append("layers unrolled")
+    if policy.layer_group is not None:
+        summary.append(f"one input kept in {policy.layer_group} layers")
+    if policy.micro_batches > 1:
+        summary.append(f"{policy.micro_batches} micro-batches")
+    if not policy.donate:
+        summary.append("nothing donated")
+    for by in ("device", "node"):
+        if groups := [group for group in HELD_GROUPS if dict(policy.held).get(group) == by]:
+            summary.append(f"each {by} holds {_listed(groups)}")
+    if policy.collective_mib is not None:
+        summary.append(f"collectives of up to {policy.collective_mib:,} MiB")
+    summary += [f"{part} in {dtype}" for part, dtype in policy.state_dtypes]
+    return "; ".join(summary)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "nothing"
