@@ -52,10 +52,10 @@ TIMEOUT_S = 3600.0
 
 def announcing(file: Path, arguments: Sequence[str]) -> None:
     """`pd` with these arguments. A line of ``file``: nanoseconds, `begin`, `end`, `did` or `restored`, and of what."""
-    import param_decomp_lab.training.run as run
     from param_decomp_lab.cli import main
     from param_decomp_lab.eval.evaluation import Evaluation
     from param_decomp_lab.runs.checkpoints.store import Checkpoints
+    from param_decomp_lab.training import loop, run, start
     from param_decomp_lab.training.recorder import Recorder
 
     out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -89,8 +89,8 @@ def announcing(file: Path, arguments: Sequence[str]) -> None:
         say(f"did {first + n}")
         add(self, first, n, *rest)
 
-    owners = {"warm-up": (run._Run, "_warm_up"), "step": (run._Run, "_loop"), "finish": (run._Run, "_finish"),
-              "build": (run, "set_up"), "compile": (run, "compile_steps")}  # fmt: skip
+    owners = {"warm-up": (start, "_warm_up"), "step": (loop.Loop, "run"), "finish": (run, "finish"),
+              "build": (run, "set_up"), "compile": (loop, "compile_steps")}  # fmt: skip
     with ExitStack() as stack:
         for name, (owner, function) in owners.items():
             stack.enter_context(mock.patch.object(owner, function, phase(name, getattr(owner, function))))

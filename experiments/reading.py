@@ -176,7 +176,7 @@ def stepping(options: argparse.Namespace) -> None:
     from param_decomp_lab.config import load_config
     from param_decomp_lab.data.sources import TokenSource
     from param_decomp_lab.setup import set_up
-    from param_decomp_lab.training.run import compile_steps
+    from param_decomp_lab.training.loop import compile_steps
     from param_decomp_lab.weights.target_folder import save_target
     from tests.core.tiny import weights
 

@@ -31,7 +31,7 @@ def work(config: Path, overrides: list[str], steps: int) -> None:
     from param_decomp_jax.method.state_sharding import state_shardings
     from param_decomp_lab.config import load_config
     from param_decomp_lab.setup import set_up
-    from param_decomp_lab.training.run import compile_steps
+    from param_decomp_lab.training.loop import compile_steps
 
     setup = set_up(load_config(config, overrides), Console(stderr=True))
     spec, sites = setup.problem.decomposition, setup.problem.target.sites

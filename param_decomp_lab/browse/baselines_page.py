@@ -11,7 +11,7 @@ from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.report.charts import Axis, axis
+from param_decomp_lab.ui.charts import Axis, axis
 from param_decomp_lab.ui.numbers import number
 
 WIDTH, HEIGHT = 640, 300

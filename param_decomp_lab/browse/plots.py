@@ -10,7 +10,8 @@ from jaxtyping import Int
 
 from param_decomp_lab.harvest.files import Summary
 from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS, OCTAVES
-from param_decomp_lab.ui.numbers import exact, number
+from param_decomp_lab.ui.charts import Axis
+from param_decomp_lab.ui.numbers import number
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ ACROSS, DOWN = 90, 45
 """Cells of a map, which has a mark for each that is not empty."""
 ROOM = 800
 """With more components than this, those of a cell share a mark."""
+MARGIN = 1.15
+"""Factor between the outermost components and the edges of a map."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ def site_map(
     alive = numbers[(summary.firings[numbers] > 0) & (summary.importance_mean[numbers] > 0)]
     if not len(alive):
         return Map([], [], [], len(numbers), False)
-    (x, x_low, x_high), (y, y_low, y_high) = _axis(summary.density[alive]), _axis(summary.importance_mean[alive])
+    (x, across), (y, up) = _placed(summary.density[alive]), _placed(summary.importance_mean[alive])
     together = len(alive) > ROOM
-    x_ticks = [(ACROSS * t, text) for t, text in _ticks(x_low, x_high)]
-    y_ticks = [(DOWN * (1 - t), text) for t, text in _ticks(y_low, y_high)]
+    x_ticks = [(ACROSS * tick.at / 100, tick.label) for tick in across.ticks]
+    y_ticks = [(DOWN * (1 - tick.at / 100), tick.label) for tick in up.ticks]
     if not together:
         marks = [
             Mark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 0.6, 3, f"{c}", component_address(c))
@@ -125,8 +128,8 @@ def site_map(
         else:
             # A little wider than the cell: bounds in an address are rounded.
             spans = [
-                (low * (high / low) ** ((k - 0.01) / n), low * (high / low) ** ((k + 1.01) / n))
-                for low, high, k, n in ((x_low, x_high, a, ACROSS), (y_low, y_high, b, DOWN))
+                (at.low * (at.high / at.low) ** ((k - 0.01) / n), at.low * (at.high / at.low) ** ((k + 1.01) / n))
+                for at, k, n in ((across, a, ACROSS), (up, b, DOWN))
             ]
             address = range_address(spans[0], spans[1])
         shade = 1 + min(4, int(5 * math.log1p(count) / most))
@@ -136,20 +139,7 @@ def site_map(
     return Map(marks, x_ticks, y_ticks, len(numbers) - len(alive), True)
 
 
-def _axis(values: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Where positive values stand on a logarithmic axis, 0 to 1, and its ends."""
-    low, high = float(values.min()), float(values.max())
-    low, high = low / 1.15, high * 1.15
-    return np.log(values / low) / math.log(high / low), low, high
-
-
-def _ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Powers of ten, with 2 and 5 times them if there are few."""
-    span = math.log(high / low)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1,), (1, 3), (1, 2, 5)):
-        found = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
-        if len(found) >= 3:
-            break
-    every = max(1, math.ceil(len(found) / 7))
-    return [(math.log(value / low) / span, exact(value)) for value in found[::every]]
+def _placed(values: np.ndarray) -> tuple[np.ndarray, Axis]:
+    """Where positive values stand on a logarithmic axis, 0 to 1."""
+    low, high = float(values.min()) / MARGIN, float(values.max()) * MARGIN
+    return np.log(values / low) / math.log(high / low), Axis(low, high, log=True)

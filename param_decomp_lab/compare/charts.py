@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.compare.fronts import Front, RunPoint
-from param_decomp_lab.report.charts import SCALE, Axis, Tick, axis
+from param_decomp_lab.ui.charts import SCALE, Axis, Tick, axis
 from param_decomp_lab.ui.numbers import number
 
 

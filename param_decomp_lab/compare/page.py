@@ -10,8 +10,7 @@ from param_decomp_lab.compare.charts import scatter
 from param_decomp_lab.compare.differences import differences, in_order, labels, seed_groups, short_names
 from param_decomp_lab.compare.fronts import Front, fronts
 from param_decomp_lab.compare.records import Record
-from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
-from param_decomp_lab.runs.series import Series
+from param_decomp_lab.ui.charts import Chart, Series, line_chart, ramp_colors
 from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.templates import templates_beside
 

@@ -14,9 +14,10 @@ from param_decomp_lab.runs.evaluation_rows import attacks, kl, l0_names, l0_tabl
 from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.listing import RunStatus, find_runs
 from param_decomp_lab.runs.metrics_file import read_metrics
-from param_decomp_lab.runs.series import Series, series_by_key
+from param_decomp_lab.runs.series import series_by_key
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.safe_io.yaml_text import read_mapping
+from param_decomp_lab.ui.charts import Series
 
 MASKINGS = {"ci_masked": "λ as masks", "rounded_masked": "λ rounded", "stoch_masked": "stochastic"}
 """The maskings whose KL is compared."""

@@ -23,7 +23,7 @@ from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
 from param_decomp_lab.setup import Setup, set_up
 from param_decomp_lab.setup.programs import init_program
-from param_decomp_lab.training.run import compile_steps
+from param_decomp_lab.training.loop import compile_steps
 
 __all__ = ["profile"]
 

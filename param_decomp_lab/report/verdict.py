@@ -7,8 +7,8 @@ from typing import Any
 
 from param_decomp_lab.runs.configuration import attack_steps, least_p
 from param_decomp_lab.runs.evaluation_rows import L0, attacks, kl, relative
-from param_decomp_lab.runs.series import Series
 from param_decomp_lab.tracking.collapse import CI_GRADIENTS, LIMIT, growths
+from param_decomp_lab.ui.charts import Series
 from param_decomp_lab.ui.numbers import number, percent
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
-from param_decomp_lab.report.charts import Chart, line_chart, ramp_colors
 from param_decomp_lab.report.figure_files import read_figures
 from param_decomp_lab.report.snippets import (
     SiteExamples,
@@ -22,11 +21,12 @@ from param_decomp_lab.runs import configuration
 from param_decomp_lab.runs.evaluation_rows import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
-from param_decomp_lab.runs.series import Series, series_by_key, training_seconds
+from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.safe_io.files import read_text
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.paths import path_within
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
+from param_decomp_lab.ui.charts import Chart, Series, line_chart, ramp_colors
 from param_decomp_lab.ui.numbers import duration, exact, number, percent
 from param_decomp_lab.ui.templates import templates_beside
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from param_decomp_lab.config.site_patterns import expert_of
-from param_decomp_lab.runs.series import Series
+from param_decomp_lab.ui.charts import Series
 
 MASKINGS = {
     "unmasked": "every component on",

@@ -1,33 +1,13 @@
 """The rows of ``metrics.jsonl``, turned into one series of values over steps for every key."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite, nan
 from typing import Any
 
+from param_decomp_lab.ui.charts import Series
+
 STEP_TIME = "train/perf/step_time_s"
-
-
-@dataclass(frozen=True)
-class Series:
-    """The values of one metric, in order of steps. Never empty; a value may be NaN or infinite."""
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-    @property
-    def first(self) -> float:
-        return self.values[0]
-
-    @property
-    def last(self) -> float:
-        return self.values[-1]
-
-    @property
-    def finite(self) -> list[tuple[int, float]]:
-        """The (step, value) pairs that can be drawn."""
-        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if isfinite(value)]
 
 
 def series_by_key(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:

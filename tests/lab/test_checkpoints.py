@@ -30,7 +30,7 @@ from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.runs.checkpoints.damage import Damaged, find_file_damage
 from param_decomp_lab.runs.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.setup import Setup, set_up
-from param_decomp_lab.training.run import compile_steps
+from param_decomp_lab.training.loop import compile_steps
 from tests.cases import slow_but
 from tests.core import tiny as core
 from tests.lab.tiny_run import BATCH, EARLY, LATE, SECOND_ON, STEPS, rows, saved_arrays, saved_steps

@@ -9,7 +9,6 @@ import pytest
 from param_decomp_lab.config.loss_schema import ImportanceMinimalityLoss
 from param_decomp_lab.report.verdict import verdict
 from param_decomp_lab.runs.configuration import least_p
-from param_decomp_lab.runs.series import Series
 from param_decomp_lab.tracking.collapse import (
     CI_GRADIENTS,
     LEAST_STEPS,
@@ -22,6 +21,7 @@ from param_decomp_lab.tracking.collapse import (
     growths,
     may_collapse,
 )
+from param_decomp_lab.ui.charts import Series
 
 N = 400
 RNG = np.random.default_rng(0)

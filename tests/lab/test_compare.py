@@ -19,7 +19,7 @@ from param_decomp_lab.compare.fronts import on_front
 from param_decomp_lab.compare.page import compared, render
 from param_decomp_lab.compare.records import read_records
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.report.charts import axis
+from param_decomp_lab.ui.charts import axis
 from tests.lab.tiny_run import pd_here
 
 SITES = {"layers.0.mlp.up_proj": 8, "layers.0.mlp.down_proj": 4}

@@ -11,8 +11,7 @@ import yaml
 
 from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.report import write, write_report
-from param_decomp_lab.report.charts import line_chart
-from param_decomp_lab.runs.series import Series
+from param_decomp_lab.ui.charts import Series, line_chart
 from tests.lab.test_report import configuration, examples, metric_rows, read_page, site_names, write_run
 
 SITES = site_names(range(1))

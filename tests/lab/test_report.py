@@ -21,12 +21,12 @@ from param_decomp_lab.eval.figures import (
     save_figure,
 )
 from param_decomp_lab.report import summary_table, write_report
-from param_decomp_lab.report.charts import line_chart, thin
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.runs.configuration import component_counts, loss_terms
 from param_decomp_lab.runs.evaluation_rows import l0_table
-from param_decomp_lab.runs.series import Series, series_by_key, training_seconds
+from param_decomp_lab.runs.series import series_by_key, training_seconds
+from param_decomp_lab.ui.charts import Series, line_chart, thin
 from param_decomp_lab.ui.numbers import duration, number, percent, signed
 
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -20,8 +20,8 @@ from param_decomp_lab.processes.stop_signal import StopSignal
 from param_decomp_lab.runs.ending import read_ending
 from param_decomp_lab.runs.listing import read_run
 from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.training.loop import Loop
 from param_decomp_lab.training.recorder import Recorder
-from param_decomp_lab.training.run import _Run
 from tests.lab.tiny_run import LIGHT, SAVE_EVERY, STEPS, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 
@@ -115,14 +115,14 @@ def test_the_warm_up_is_to_be_saved(tiny: Tiny, tmp_path: Path, monkeypatch: pyt
     safe: list[tuple[str, bool]] = []
 
     def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(run: Any, *arguments: Any) -> Any:
-            safe.append((name, run.stop._nothing_new is not None))
-            return original(run, *arguments)
+        def call(loop: Any, *arguments: Any) -> Any:
+            safe.append((name, loop._job.stop._nothing_new is not None))
+            return original(loop, *arguments)
 
         return call
 
-    monkeypatch.setattr(_Run, "_evaluate", noted("evaluate", _Run._evaluate))
-    monkeypatch.setattr(_Run, "_save", noted("save", _Run._save))
+    monkeypatch.setattr(Loop, "_evaluate", noted("evaluate", Loop._evaluate))
+    monkeypatch.setattr(Loop, "_save", noted("save", Loop._save))
     settings = (*LIGHT, "pd.faithfulness_warmup_steps=1", "milestones={every: 6}", "pd.steps=12")
     settings += ("eval={batch_size: 8, n_steps: 1, every: 6, slow_every: 6, slow_on_first_step: false, metrics: []}",)
     assert pd_here(*tiny.train(tmp_path, 1, *settings)).status == 0

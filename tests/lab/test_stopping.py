@@ -92,7 +92,7 @@ def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["training.run.compile_steps", "eval.evaluation.Evaluation.compile"])
+@pytest.mark.parametrize("function", ["training.loop.compile_steps", "eval.evaluation.Evaluation.compile"])
 def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
     """Compiling is native code that nothing interrupts; the run begins anew when it is resumed."""
     start = tiny.train(tmp_path, 1, *EVALUATED, "pd.faithfulness_warmup_steps=3")
@@ -255,7 +255,7 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
     """The other is in its first step and waits for it. Either is told; both leave, with the same words."""
     texts = both_stopped(
         tiny,
-        stuck_in("param_decomp_lab.training.run.compile_steps", number=1),
+        stuck_in("param_decomp_lab.training.loop.compile_steps", number=1),
         tiny.train(tmp_path, 1, *TWO, "eval=null"),
         lambda processes: "stuck" in processes[1].text() and "compiled the step" in processes[0].text(),
         told,

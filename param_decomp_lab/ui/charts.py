@@ -1,4 +1,4 @@
-"""Line charts as numbers between 0 and 1: where the paths, the ticks and the labels go. `charts.html` draws them.
+"""Charts as numbers that templates draw as SVG: axes and their ticks, and line charts, which `charts.html` draws.
 
 The plot is an SVG that stretches with the page while its labels are HTML, so that a chart is readable at any width, and
 its points travel along as JSON for the few lines of JavaScript that show values under the pointer.
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
-from param_decomp_lab.runs.series import Series
 from param_decomp_lab.ui.numbers import number
 
 LOG_RATIO = 20.0
@@ -20,6 +19,27 @@ SCALE = 1000.0
 
 FARTHEST = 1e100
 """Largest magnitude that is drawn as it is, and 1 / the smallest."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one metric, in order of steps. Never empty; a value may be NaN or infinite."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+    @property
+    def finite(self) -> list[tuple[int, float]]:
+        """The (step, value) pairs that can be drawn."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if isfinite(value)]
 
 
 @dataclass(frozen=True)
