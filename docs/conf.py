@@ -1,6 +1,7 @@
 """The documentation site, built by `make docs`: the pages of this folder, and the API reference from docstrings."""
 
 import typing
+from typing import Any
 
 # jaxtyping then prints `Float[Array, "n d"]` in signatures, without the modules in which JAX keeps its classes.
 typing.GENERATING_DOCUMENTATION = "param_decomp"  # type: ignore[attr-defined]
@@ -27,3 +28,16 @@ maximum_signature_line_length = 100
 html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
+
+_IN_THE_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+"""Pages of the repository's root that pages of this folder include: links to the former are to lead to the latter."""
+
+
+def _link_pages_of_the_root(prefix: str, own: str, content: list[str]) -> None:
+    for name, page in _IN_THE_ROOT.items():
+        content[0] = content[0].replace(f"]({prefix}{name})", f"]({own}{page})")
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", lambda app, page, content: _link_pages_of_the_root("../", "", content))
+    app.connect("include-read", lambda app, file, page, content: _link_pages_of_the_root("", "docs/", content))

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from param_decomp_lab.opening import load_run as load_run
 
-__all__ = ["load_run"]
+__all__ = ["__version__", "load_run"]
+
+__version__ = "0.2.0"
+"""The version of the three packages: `pyproject.toml` reads it from here."""
 
 
 def __getattr__(name: str) -> Any:

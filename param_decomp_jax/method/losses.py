@@ -63,7 +63,7 @@ Term = Faithfulness | ImportanceMinimality | Reconstruction
 def faithfulness(
     components: Components, weights: dict[str, Float[Array, "*lead d_in d_out"]], memory: MemoryPolicy
 ) -> Float[Array, ""]:
-    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters."""
+    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters. Every expert's matrix counts (X7)."""
 
     frozen = frozen_axes(memory)
 

@@ -1,4 +1,4 @@
-"""LlamaSimpleMLP of the torch project: a small Llama with an MLP of two matrices."""
+"""LlamaSimpleMLP of the PyTorch project: a small Llama with an MLP of two matrices."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -3,15 +3,18 @@ preempted and saved."""
 
 import errno
 import os
+import platform
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+from param_decomp_lab import __version__
 from param_decomp_lab.cli import data, share, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
@@ -40,9 +43,32 @@ from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.ui.console import PlainConsole
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
-    help="Parameter decomposition: take a trained network's matrices apart into rank-one components.",
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )  # fmt: skip
+
+
+def _show_version(asked: bool) -> None:
+    if not asked:
+        return
+    from param_decomp_lab.runs.folder import commit_of_the_code
+
+    commit = commit_of_the_code()
+    python, jax = platform.python_version(), version("jax")
+    print(f"param-decomp {__version__}{f', commit {commit}' if commit else ''}")
+    print(f"Python {python}, JAX {jax}, {platform.platform()}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Parameter decomposition: take a trained network's matrices apart into rank-one components."""
+
+
 app.command()(demo)
 app.command()(configs)
 app.command()(train)

@@ -45,9 +45,10 @@ def import_torch(
 ) -> None:
     """Turn a checkpoint of torch into a folder that can be decomposed (`target: {folder: …}`).
 
-    Of the torch project: LlamaSimpleMLP, GPT2, TMS, ResidMLP, with the YAML that their training leaves; of a folder
-    with several checkpoints the newest. Of Hugging Face: a folder with pytorch_model.bin, of any architecture that can
-    be decomposed. Needs torch (`pip install 'torch>=2.4'`); only tensors are read, no code of a pickle is run.
+    It reads two kinds. From goodfire-ai/param-decomp when that was in PyTorch: LlamaSimpleMLP, GPT2, TMS or ResidMLP,
+    with the YAML that their training leaves; from a folder with several checkpoints the newest. From Hugging Face: a
+    folder with pytorch_model.bin, of any architecture that can be decomposed. Needs torch (`pip install 'torch>=2.4'`);
+    only tensors are read, no code of a pickle is run.
 
     Examples:
 

@@ -11,7 +11,7 @@ from param_decomp_lab.harvest.files import Harvest
 
 @dataclass(frozen=True)
 class Activity:
-    """The positions at which each of n components fires, ascending: those of component i are
+    """The positions at which each of n components fires (G1), ascending: those of component i are
     ``positions[ends[i]:ends[i + 1]]``, out of ``n_positions``."""
 
     ends: Int64[np.ndarray, " n_plus_1"]

@@ -19,7 +19,7 @@ REPORT_EVERY_S = 0.5
 class History(NamedTuple):
     """Merges in order. Component i is node i; the merge of number m makes node n + m of the nodes ``first`` and
     ``second``. ``active``: positions at which the new group is active; ``together``: at which both were. ``change``: of
-    the cost, in bits a position."""
+    the cost (G3), in bits a position."""
 
     first: Int32[np.ndarray, " merges"]
     second: Int32[np.ndarray, " merges"]

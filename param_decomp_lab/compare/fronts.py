@@ -9,7 +9,8 @@ from param_decomp_lab.compare.records import Record
 
 @dataclass(frozen=True)
 class RunPoint:
-    """A run's last evaluation. ``run``: its number among the runs. ``finished``: only such runs can be on a front."""
+    """A run's last evaluation (P1). ``run``: its number among the runs. ``finished``: only such runs can be on a
+    front."""
 
     run: int
     l0: float

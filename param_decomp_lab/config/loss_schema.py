@@ -254,7 +254,7 @@ AnyLoss = (
 
 
 REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
-"""Types of the torch project that are not supported."""
+"""Types of the PyTorch project that are not supported."""
 
 
 def not_refused(raw: Any) -> Any:

@@ -216,7 +216,7 @@ class HubSpec(Strict):
 
 
 class PretrainedSpec(Strict):
-    """``run_path``: of a run of the torch project, on wandb or on this machine."""
+    """``run_path``: of a run of the PyTorch project, on wandb or on this machine."""
 
     kind: Literal["pretrained"]
     model_class: Text

@@ -1,4 +1,7 @@
-"""The wrapper YAML: a run, described by a schema file of the torch project plus the settings that file lacks."""
+"""The wrapper YAML: a run, described by a schema file of the PyTorch project plus the settings that file lacks.
+
+The PyTorch project is goodfire-ai/param-decomp as it was until June 2026 (docs/sources.md).
+"""
 
 import os
 from pathlib import Path

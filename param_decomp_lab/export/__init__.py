@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from param_decomp_jax.ci import ComponentReadout, without_readout
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_lab import __version__
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
 from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, map_tensor
@@ -119,7 +120,8 @@ def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str,
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("param-decomp", "jax", "orbax-checkpoint", "safetensors", "numpy")},
+            "param-decomp": __version__,
+            **{name: version(name) for name in ("jax", "orbax-checkpoint", "safetensors", "numpy")},
         },
         "target": describe(found.architecture),
         "sites": [

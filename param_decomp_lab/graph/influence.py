@@ -1,4 +1,7 @@
-"""From incoming edges to influence (E6), and from influence to the part of a graph that is worth looking at (E7)."""
+"""From incoming edges to influence (E6), and from influence to the part of a graph that is worth looking at (E7).
+
+Both follow Ameisen et al. (2025) and circuit-tracer: see docs/sources.md.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

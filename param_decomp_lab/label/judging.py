@@ -1,4 +1,7 @@
-"""Asks a model to judge labels, and components without one: detection, fuzzing and intruder."""
+"""Asks a model to judge labels, and components without one: detection, fuzzing and intruder.
+
+The first two follow Paulo et al. (2024), the third Paulo and Belrose (2025): see docs/sources.md.
+"""
 
 import itertools
 import json

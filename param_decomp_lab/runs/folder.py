@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from param_decomp_lab import __version__
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
@@ -139,7 +140,8 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {
-            name: version(name) for name in ("param-decomp", "jax", "equinox", "optax", "orbax-checkpoint", "numpy")
+            "param-decomp": __version__,
+            **{name: version(name) for name in ("jax", "equinox", "optax", "orbax-checkpoint", "numpy")},
         },
         "backend": jax.default_backend(),
         "processes": jax.process_count(),

@@ -47,7 +47,7 @@ def set_up_toy(config: RunConfig, console: Console, processes: Processes = ALONE
 
 def toy_folder(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
     """The folder with the toy's weights; those of a recipe are trained now if they are not there, those of a run of the
-    torch project fetched."""
+    PyTorch project fetched."""
     source = config.wrapper.target
     recipe = None if source is None else source.pretrain
     if recipe is not None:

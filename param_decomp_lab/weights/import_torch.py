@@ -1,6 +1,6 @@
 """A checkpoint of torch to a folder that can be decomposed (`pd weights import-torch`).
 
-Either a folder of Hugging Face that holds `pytorch_model.bin`, of any architecture, or a model of the torch project
+Either a folder of Hugging Face that holds `pytorch_model.bin`, of any architecture, or a model of the PyTorch project
 (`torch_models.py`) with the file of settings that its training left beside the checkpoint.
 """
 
@@ -41,7 +41,7 @@ LEFT_OUT = ("*.rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class TorchFiles:
-    """Files of one model. ``settings``: of a model of the torch project; None for one of Hugging Face, which has a
+    """Files of one model. ``settings``: of a model of the PyTorch project; None for one of Hugging Face, which has a
     `config.json`. ``checkpoints``: of which only one of Hugging Face has several."""
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Models of the torch project, from their settings and state dicts to what our folders hold: names, shapes, layouts.
+"""Models of the PyTorch project, from their settings and state dicts to what our folders hold: names, shapes, layouts.
 
 Arrays are NumPy's; nothing here needs torch. A `nn.Linear` keeps ``[d_out, d_in]`` and computes ``x Wᵀ``.
 """
@@ -39,7 +39,7 @@ _BUFFERS = ("*.rotary_sin", "*.rotary_cos", "*.attn.bias", "*.attn.masked_bias")
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """Settings of a model of the torch project, as its training writes them. ``where``: that file, for errors."""
+    """Settings of a model of the PyTorch project, as its training writes them. ``where``: that file, for errors."""
 
     kind: Kind
     raw: Settings
@@ -58,7 +58,7 @@ class TorchSettings:
 def find_settings(raw: Settings, where: str) -> TorchSettings | None:
     """The settings of a model in a file of settings, at its top or within a section. None without any.
 
-    UserError for a model of the torch project that is none of ours.
+    UserError for a model of the PyTorch project that is none of ours.
     """
     level: list[Settings] = [raw]
     for _ in range(_DEPTH):
@@ -80,7 +80,7 @@ def _named_kind(section: Settings, kind: Kind, where: str) -> Kind:
             found: Kind = known
             return found
     raise UserError(
-        f"{where}: model_type: is {printable(repr(given), 80)}; of the torch project's models "
+        f"{where}: model_type: is {printable(repr(given), 80)}; of the PyTorch project's models "
         f"{', '.join(_TITLES.values())} can be imported"
     )
 

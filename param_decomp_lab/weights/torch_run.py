@@ -1,4 +1,4 @@
-"""What a training of the torch project left, on wandb or on this machine, as a folder that can be decomposed.
+"""What a training of the PyTorch project left, on wandb or on this machine, as a folder that can be decomposed.
 
 Such folders are kept in a cache, ``$XDG_CACHE_HOME/param-decomp/weights`` (by default under ``~/.cache``).
 """

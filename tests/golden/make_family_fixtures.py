@@ -173,7 +173,7 @@ def read_back(folder: Path, config: str, stored: np.ndarray, tokens: torch.Tenso
 
 
 def write_torch(out: Path, name: str, model: TorchModel) -> None:
-    """A model of the torch project, with the form of the torch project's own training beside, if it is to have one."""
+    """A model of the PyTorch project, with the form of that project's own training beside, if it is to have one."""
     torch.manual_seed(zlib.crc32(name.encode()))
     state = {
         parameter: torch.randn(shape) * 0.3 + (len(shape) == 1 and parameter.endswith("weight"))

@@ -1,4 +1,4 @@
-"""LlamaSimpleMLP and GPT2 of the torch project, written from their definitions in plain torch: functions of a
+"""LlamaSimpleMLP and GPT2 of the PyTorch project, written from their definitions in plain torch: functions of a
 configuration and a state dict, of any floating type. ``make_family_fixtures.py`` makes golden models of them.
 """
 

@@ -1,14 +1,18 @@
 """The command line: help with examples everywhere, and `pd report`."""
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from param_decomp_lab import __version__
 from param_decomp_lab.cli import app
+from param_decomp_lab.runs.folder import commit_of_the_code
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
 HELP = {
@@ -107,6 +111,16 @@ sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)
 def test_every_command_has_a_help_text_that_is_checked() -> None:
     names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert names <= {command[0] for command in HELP if command}
+
+
+def test_version() -> None:
+    """What a report of a bug needs, in a run's folder and here alike; the commit only of a checkout."""
+    outcome = pd_here("--version")
+    assert outcome.status == 0
+    first, second = outcome.out.splitlines()
+    commit = commit_of_the_code()
+    assert first == f"param-decomp {__version__}" + (f", commit {commit}" if commit else "")
+    assert f"Python {platform.python_version()}, JAX {jax.__version__}, " in second
 
 
 def test_wrong_usage() -> None:

@@ -1,10 +1,13 @@
-"""The documentation says what is there: every key with its default, every link, file, function, message and rule.
+"""The documentation says what is there: every key with its default, every link, file, function, message and rule; its
+tables are tables, and what it says of another project has a date.
 
 Its examples are run in `test_docs_examples.py`; `make docs` finds links and docstrings that the site cannot show.
 """
 
 import ast
+import json
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,9 +15,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from param_decomp_jax.targets.registry import ARCHITECTURES
+from param_decomp_jax.targets.transformer_config import TransformerConfig
+from param_decomp_lab import __version__
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import REFUSED, AnyLoss, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
@@ -31,7 +38,10 @@ PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 UNIONS: dict[str, Any] = {"AnyLoss": AnyLoss, "OnlyMeasured": OnlyMeasured}
-RULE = re.compile(r"\b(?!L0\b)([FCMRLATNDG]\d{1,2})\b")
+SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
+RULES = re.findall(r"^- \*\*([A-Z]\d+)\*\*", SEMANTICS, re.MULTILINE)
+RULE = re.compile(rf"\b(?!L0\b)([{''.join(sorted({rule[0] for rule in RULES}))}]\d{{1,2}})\b")
+MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -205,9 +215,10 @@ def test_files_and_names_exist(page: Path) -> None:
 
 def test_the_package_itself_uses_what_the_method_page_names() -> None:
     """What only tests call is not the code of a rule."""
-    page = (ROOT / "docs" / "semantics.md").read_text()
     named = {
-        (path, name) for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", page) if not path.startswith("tests/")
+        (path, name)
+        for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", SEMANTICS)
+        if not path.startswith("tests/")
     }
     unused = [f"{path}:{name}" for path, name in sorted(named) if name.rpartition(".")[2] not in used_in_packages()]
     assert not unused, f"docs/semantics.md names what only tests call: {', '.join(unused)}"
@@ -254,16 +265,158 @@ def strings(tree: ast.Module) -> Iterator[str]:
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
+# ---- tables ----
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MEASUREMENTS], ids=lambda page: page.name)
+def test_tables_are_shown_as_tables(page: Path) -> None:
+    """A row that is in no table, such as one after a blank line, is shown as text; a cell too many is dropped."""
+    text = page.read_text()
+    lines = text.splitlines()
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    found = {kind: [range(*token.map) for token in tokens if token.type == kind and token.map] for kind in SHOWN}
+    code = {line for kind in ("fence", "code_block") for block in found[kind] for line in block}
+    in_tables = {line for table in found["table_open"] for line in table}
+    rows = {line for line, content in enumerate(lines) if content.lstrip().startswith("|")}
+    assert not rows - code - in_tables, f"{page.name}: no table, {lines[min(rows - code - in_tables)]}"
+    for table in found["table_open"]:
+        widths = {len(cells(lines[line])) for line in table if lines[line].strip()}
+        assert len(widths) == 1, f"{page.name}: rows of unlike lengths below {lines[table.start]}"
+
+
+SHOWN = ("table_open", "fence", "code_block")
+
+
+def cells(row: str) -> list[str]:
+    """A ``\\|`` is part of a cell, in code as well."""
+    return re.split(r"(?<!\\)\|", row.strip().removeprefix("|").removesuffix("|"))
+
+
+# ---- other projects, and this one ----
+
+DATED = re.compile(
+    r"(January|February|March|April|May|June|July|August|September|October|November|December) 20\d\d|\b[0-9a-f]{7,40}\b"
+)
+
+
+@pages
+def test_what_is_said_of_another_project_has_a_date(page: Path) -> None:
+    """Another project changes, so what a page says of it is true at one time; docs/sources.md says which project."""
+    for paragraph in paragraphs(page.read_text()):
+        if re.search(r"\bunchanged\b", paragraph):
+            assert DATED.search(paragraph), f"{page.name}: unchanged since when? {paragraph}"
+    mentioned = [text for text in paragraphs(page.read_text()) if "PyTorch project" in text]
+    if mentioned and page.name != "sources.md":
+        assert any("[PyTorch project](sources.md)" in text for text in mentioned), f"{page.name}: which project?"
+    assert not re.search(r"\btorch project", page.read_text()), f"{page.name}: it is called the PyTorch project"
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs, items of lists and rows of tables, each in one line."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-|]|\d+\.) ?)", without_code(text))]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.findall(r"^## (\S+) \((\d+) (\w+) (\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert cited["version"] == newest[0] == __version__
+    assert f"{cited['date-released']:%-d %B %Y}" == " ".join(newest[1:])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project
+    assert cited["license"] == project["license"] == "MIT"
+    assert [author["name"] for author in cited["authors"]] == [author["name"] for author in project["authors"]]
+    assert cited["authors"][0]["name"] in (ROOT / "LICENSE").read_text()
+
+
+def test_papers_that_the_method_names_are_among_the_sources() -> None:
+    """``(Braun et al. 2025)``: the first name and the year."""
+    sources = (ROOT / "docs" / "sources.md").read_text().split("## Papers")[1]
+    papers = [" ".join(text.split()) for text in sources.split("\n- ")[1:]]
+    for page in PAGES:
+        text = " ".join(page.read_text().split())
+        for name, year in re.findall(r"([A-Z]\w+)(?: et al\.| and [A-Z]\w+)? \(?((?:19|20)\d\d)\)?", text):
+            if name not in MONTHS:
+                assert any(name in paper and f"{year}." in paper for paper in papers), f"{page.name}: {name} {year}"
+
+
+MONTHS = {
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+}
+
+
+# ---- families ----
+
+TARGETS = (ROOT / "docs" / "your_model.md").read_text()
+TINY = {
+    config["model_type"]: config
+    for file in sorted((ROOT / "tests" / "golden" / "families").glob("*/config.json"))
+    for config in [json.loads(file.read_text())]
+}
+"""A ``config.json`` of each family."""
+BIAS_KEYS = {"attention_bias", "mlp_bias", "attn_bias", "use_bias"}
+
+
+def test_biases_of_families() -> None:
+    """Which keys of `config.json` give a family biases, and what it has without them."""
+    found = re.search(r"<!-- biases -->\n((?:\|.*\n)+)", TARGETS)
+    assert found is not None
+    documented: dict[str, list[str]] = {}
+    for line in found[1].splitlines()[2:]:
+        families, *rest = cells(line)
+        documented |= dict.fromkeys(code(families), rest)
+    assert set(documented) == {name for name, kind in ARCHITECTURES.items() if issubclass(kind, TransformerConfig)}
+
+    for name, (matrices, keys, default) in documented.items():
+
+        def biases(name: str = name, **given: bool) -> set[str]:
+            bare = {key: value for key, value in TINY[name].items() if key not in BIAS_KEYS}
+            made = ARCHITECTURES[name].from_config({**bare, **given})
+            assert isinstance(made, TransformerConfig)
+            return set(made.biases)
+
+        as_is = biases()
+        assert bool(as_is) == (default.strip() == "`true`" or not (code(keys) or matrices.strip() == "none")), name
+        for key in BIAS_KEYS:
+            decides = key in code(keys)
+            assert (biases(**{key: True}) != biases(**{key: False})) == decides, f"{name}: {key}"
+            assert not decides or biases(**{key: default.strip() == "`true`"}) == as_is, f"{name}: {key}"
+
+
 # ---- rules and whole files ----
 
 
+def test_rules_are_numbered_without_gaps() -> None:
+    assert len(RULES) > 80
+    for letter in {rule[0] for rule in RULES}:
+        numbers = [int(rule[1:]) for rule in RULES if rule[0] == letter]
+        assert numbers == list(range(1, len(numbers) + 1)), f"docs/semantics.md, the rules {letter}"
+
+
 def test_every_rule_and_section_that_code_cites_is_there() -> None:
-    semantics = (ROOT / "docs" / "semantics.md").read_text()
     docstrings = "\n".join(text for package in PACKAGES for file in package.rglob("*.py") for text in prose(file))
-    assert set(RULE.findall(docstrings)) <= set(re.findall(r"\*\*([A-Z]\d+)\*\*", semantics))
+    assert set(RULE.findall(docstrings)) <= set(RULES)
     assert set(re.findall(r"[Ss]ections? (\d+)", docstrings)) <= set(
-        re.findall(r"^## (\d+)\.", semantics, re.MULTILINE)
+        re.findall(r"^## (\d+)\.", SEMANTICS, re.MULTILINE)
     )
+
+
+def test_every_rule_that_a_page_cites_is_there() -> None:
+    cited = {page.name: set(RULE.findall(prose_of(page))) for page in PAGES}
+    assert not {page: rules - set(RULES) for page, rules in cited.items() if rules - set(RULES)}
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"`[^`\n]+`", "", without_code(page.read_text()))
+
+
+def test_every_rule_is_cited_where_it_is_computed_or_tested() -> None:
+    sources = "\n".join(file.read_text() for folder in (*PACKAGES, ROOT / "tests") for file in folder.rglob("*.py"))
+    assert not set(RULES) - set(RULE.findall(sources))
 
 
 def prose(file: Path) -> Iterator[str]:

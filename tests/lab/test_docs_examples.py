@@ -1,6 +1,7 @@
 """The examples of the documentation work: Python is run, command lines are parsed and their configurations loaded."""
 
 import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -245,7 +246,8 @@ def test_commands_in_sentences(page: str) -> None:
     for text in re.findall(r"`(pd(?: [^`]*)?)`", prose):
         words = text.split()
         is_group = any(known.startswith(" ".join(words[:2]) + " ") for known in options())
-        command = " ".join(words[: 3 if is_group and len(words) > 1 else 2])
+        named = itertools.takewhile(lambda word: not word.startswith("--"), words)
+        command = " ".join(itertools.islice(named, 3 if is_group and len(words) > 1 else 2))
         assert command in options(), f"{page}: `{text}`"
         for word in (word.partition("=")[0] for word in words if word.startswith("--")):
             assert word in options()[command] | {"--help"}, f"{page}: `{text}`"

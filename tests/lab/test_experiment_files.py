@@ -1,4 +1,4 @@
-"""Experiment files in the style of the torch project's, as its users have them: `pd check` takes each as it is.
+"""Experiment files in the style of the PyTorch project's, as its users have them: `pd check` takes each as it is.
 
 They are in `schema_files/experiments/`: four of TMS, four of residual MLPs, GPT-2 and GPT-2 XL, Llama 3.1 8B, and
 LlamaSimpleMLP with 2, 4 and 12 layers. A wrapper names a small target of that kind and token data.

@@ -247,7 +247,7 @@ def test_settings() -> None:
     assert settings(as_wandb_has_them).kind == "llama_simple_mlp"
     assert settings({**GPT2, "model_type": "GPT2"}).kind == "gpt2"
     assert find_settings({"lr": 1, "model": {"n_embd": 3}}, "s") is None
-    with pytest.raises(UserError, match=r"model_type: is 'LlamaSimple'; of the torch project's models TMS, ResidMLP"):
+    with pytest.raises(UserError, match=r"model_type: is 'LlamaSimple'; of the PyTorch project's models TMS, ResidMLP"):
         find_settings({**SIMPLE, "model_type": "LlamaSimple"}, "s")
 
 

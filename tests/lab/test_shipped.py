@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from param_decomp_lab import __version__
 from param_decomp_lab.cli import demo as demo_module
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.shipped import FOLDER, Shipped, find, shipped, write_copies
@@ -199,12 +200,13 @@ def test_wheel_holds_what_the_commands_need(tmp_path: Path) -> None:
     source, place, here = tmp_path / "source", tmp_path / "site-packages", tmp_path / "here"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"param_decomp-{__version__}-")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(place)
     assert contents(place / "param_decomp_lab" / "configs") == contents(ROOT / "configs")
@@ -214,6 +216,7 @@ def test_wheel_holds_what_the_commands_need(tmp_path: Path) -> None:
     )
     for name in listed.stdout.splitlines():
         assert (place / name).exists() or not (ROOT / name).exists(), f"the wheel lacks {name}"
+    assert list(place.glob("*.dist-info/licenses/LICENSE"))
 
     here.mkdir()
     code = f"import sys; sys.path.insert(0, {str(place)!r}); from param_decomp_lab.cli import main; main()"
@@ -222,6 +225,7 @@ def test_wheel_holds_what_the_commands_need(tmp_path: Path) -> None:
         command = [sys.executable, "-P", "-c", code, *words]
         return subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=TIMEOUT)
 
+    assert pd("--version").stdout.startswith(f"param-decomp {__version__}\n")  # no commit: no checkout
     assert "toys/tms_5-2" in pd("configs").stdout
     assert pd("configs", "toys/tms_5-2").returncode == 0
     checked = pd("check", "configs/toys/tms_5-2.yaml")

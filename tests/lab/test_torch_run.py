@@ -1,4 +1,4 @@
-"""``run_path``: what a training of the torch project left, on wandb or on this machine, decomposed as it is.
+"""``run_path``: what a training of the PyTorch project left, on wandb or on this machine, decomposed as it is.
 
 wandb's client is the real one (`wandb_server.py` is not wandb's). Checkpoints are safetensors, which need no torch.
 """
@@ -204,7 +204,7 @@ def test_a_local_run(tmp_path: Path, cache: Path) -> None:
 
 
 def language_model(tmp_path: Path, model_class: str, run_path: str, *patterns: str) -> Path:
-    """A wrapper of a schema file that names what a training of the torch project left."""
+    """A wrapper of a schema file that names what a training of the PyTorch project left."""
     method = torch_file()
     method["target"] = {
         "spec": {"kind": "pretrained", "model_class": model_class, "run_path": run_path}, "output_extract": 0
