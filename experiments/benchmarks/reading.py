@@ -175,15 +175,15 @@ def stepping(options: argparse.Namespace) -> None:
     from param_decomp_jax.targets.llama import LlamaConfig
     from param_decomp_lab.config import load_config
     from param_decomp_lab.data.sources import TokenSource
+    from param_decomp_lab.pretrain.models import random_weights
     from param_decomp_lab.setup import set_up
     from param_decomp_lab.training.run import compile_steps
     from param_decomp_lab.weights.target_folder import save_target
-    from tests.core.tiny import weights
 
     seq_len, n_rows = 64, 400_000
     target = options.folder / "target"
     architecture = LlamaConfig(256, d_model=64, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=16, d_mlp=192)
-    save_target(target, architecture, weights(architecture))
+    save_target(target, architecture, random_weights(jax.random.key(0), architecture, 0.02, ()))
     print("\n| files | step, tokens there | ratio, read ahead | ratio, read in turn |\n|---|---|---|---|")
     for kind, make in MAKERS.items():
         folder = options.folder / kind

@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.wandb_speed
     python -m experiments.benchmarks.wandb_speed --rounds 60 --page docs/measurements/wandb.md
 
-wandb is pointed at a closed port. Two runs of the tests' tiny Llama on the CPU, alike but for that, take turns: while
+wandb is pointed at a closed port. Two runs of a tiny random Llama on the CPU, alike but for that, take turns: while
 one goes on, the other is stopped (SIGSTOP) with all the processes that belong to it, so that both meet the same load. A
 row of metrics is written for every step; what a turn has made is counted in them. Before that, either is started some
 times alone, one after the other, and the time to its first row taken.
@@ -24,11 +24,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "demo" / "transformer.yaml"
 CLOSED = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4, "WANDB_MODE": "online"}
 SIDES = {"without wandb": {"WANDB_MODE": "disabled"}, "closed port": CLOSED}
 SETTINGS = (
     "wandb={project: closed}",
     "pd.steps=1000000",
+    "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
+    "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+    "data.max_seq_len=16",
     "pd.faithfulness_warmup_steps=0",
     "eval=null",
     "cadence={train_log_every: 1}",
@@ -47,18 +51,45 @@ def family(pid: int) -> list[int]:
     return found
 
 
-class Side:
-    """A run. ``number``: of its folder."""
+def make_inputs(folder: Path) -> None:
+    """`target`, a random Llama, and `data`, a little text as bytes."""
+    import jax
 
-    def __init__(self, tiny: Any, runs: Path, number: int, more: dict[str, str]) -> None:
+    from param_decomp_jax.targets.llama import LlamaConfig
+    from param_decomp_lab.data.tokenize import tokenize_files
+    from param_decomp_lab.pretrain.models import random_weights
+    from param_decomp_lab.weights.target_folder import save_target
+
+    architecture = LlamaConfig(256, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_mlp=24, tied=True)
+    save_target(folder / "target", architecture, random_weights(jax.random.key(0), architecture, 0.2, ()))
+    (folder / "text").mkdir()
+    for n in range(20):
+        (folder / "text" / f"{n}.txt").write_text("".join(f"{n} times {m} makes {n * m}.\n" for m in range(50)))
+    tokenize_files([folder / "text"], folder / "data", seq_len=16, eval_fraction=0.2)
+
+
+class Side:
+    """A run. ``inputs``: what `make_inputs` made. ``number``: of its folder."""
+
+    def __init__(self, inputs: Path, runs: Path, number: int, more: dict[str, str]) -> None:
         self.metrics = runs / f"p-{number:08x}" / "metrics.jsonl"
-        sets = (f"out_dir={runs}", f"run_id=p-{number:08x}", *SETTINGS)
-        command = [sys.executable, "-m", "param_decomp_lab", "train", str(tiny.config)]
+        sets = (
+            f"out_dir={runs}",
+            f"run_id=p-{number:08x}",
+            f"target={{folder: {inputs / 'target'}}}",
+            f"data={{train: {inputs / 'data' / 'train'}, eval: {inputs / 'data' / 'eval'}}}",
+            *SETTINGS,
+        )
+        command = [sys.executable, "-m", "param_decomp_lab", "train", str(CONFIG)]
         command += [word for one in sets for word in ("--set", one)]
         self._output = (runs / f"output-{number}").open("w+")
         self.started = time.monotonic()
+        compiled = {
+            "JAX_COMPILATION_CACHE_DIR": str(inputs / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
         self._popen = subprocess.Popen(
-            command, cwd=ROOT, env={**tiny.environment(), **more}, stdout=self._output, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env={**os.environ, **compiled, **more}, stdout=self._output, stderr=subprocess.STDOUT
         )
 
     @property
@@ -87,33 +118,33 @@ class Side:
 
 
 @contextmanager
-def running(tiny: Any, runs: Path, number: int, side: str) -> Iterator[Side]:
-    made = Side(tiny, runs, number, SIDES[side])
+def running(inputs: Path, runs: Path, number: int, side: str) -> Iterator[Side]:
+    made = Side(inputs, runs, number, SIDES[side])
     try:
         yield made
     finally:
         made.end()
 
 
-def starts(tiny: Any, runs: Path, times: int) -> dict[str, list[float]]:
+def starts(inputs: Path, runs: Path, times: int) -> dict[str, list[float]]:
     """Seconds to the first row, of each side in turn; the first start compiles, and is not counted."""
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     number = 100
     for turn in range(times + 1):
         for side in SIDES if turn else list(SIDES)[:1]:
             number += 1
-            with running(tiny, runs, number, side) as run:
+            with running(inputs, runs, number, side) as run:
                 seconds = run.wait_for(1)
             if turn:
                 found[side].append(seconds)
     return found
 
 
-def turns(tiny: Any, runs: Path, rounds: int, seconds: float) -> list[tuple[float, float]]:
+def turns(inputs: Path, runs: Path, rounds: int, seconds: float) -> list[tuple[float, float]]:
     """Steps per second of both sides, round by round; which one goes first alternates."""
     found = []
     with ExitStack() as stack:
-        sides = [stack.enter_context(running(tiny, runs, number, side)) for number, side in enumerate(SIDES, 1)]
+        sides = [stack.enter_context(running(inputs, runs, number, side)) for number, side in enumerate(SIDES, 1)]
         for side in sides:
             side.wait_for(50)
         for side in sides:
@@ -149,7 +180,7 @@ PAGE = """# wandb that cannot be reached
 Steps per second: medians of {rounds} turns of {seconds:g} s; the ratio is the median of the pairs, with what lies
 between 10 % and 90 % of them. Wanted: within 5 %. The start: medians of {starts}.
 
-The two runs are the tests' tiny Llama, alike but for `WANDB_MODE=disabled` and `WANDB_BASE_URL=http://127.0.0.1:9`.
+The two runs are of a tiny random Llama, alike but for `WANDB_MODE=disabled` and `WANDB_BASE_URL=http://127.0.0.1:9`.
 They take turns on the same machine, the one whose turn it is not being stopped with all its processes. Steps are short
 and a row is written for each, so that anything that held up a step would show.
 """
@@ -164,13 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--page", type=Path, help="write the result here, as Markdown")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        from tests.lab.tiny_run import Tiny
-
-        tiny, runs = Tiny(Path(folder) / "made", Path(folder) / "compiled"), Path(folder) / "runs"
-        tiny.make()
+        inputs, runs = Path(folder) / "inputs", Path(folder) / "runs"
+        make_inputs(inputs)
         runs.mkdir()
-        begun = [statistics.median(times) for times in starts(tiny, runs, options.starts).values()]
-        pairs = turns(tiny, runs, options.rounds, options.seconds)
+        begun = [statistics.median(times) for times in starts(inputs, runs, options.starts).values()]
+        pairs = turns(inputs, runs, options.rounds, options.seconds)
     ratios = sorted(closed / without for without, closed in pairs)
     found: dict[str, Any] = {
         "speeds": [statistics.median(speeds) for speeds in zip(*pairs, strict=True)],
