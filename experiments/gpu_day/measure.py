@@ -8,8 +8,7 @@ JAX takes 0.92 of the memory at the start, as in a run (slurm/task.sh). What its
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -107,8 +106,9 @@ def _run(item: Step, outline: Outline, step: Any, at_once: int, live: dict[str, 
         "metrics": dict(zip(rows.names, map(float, values[-1]), strict=True)),
     }
     if item.traced:
-        traced = _Traced(outline, step, weights, draw, at_once, first_step + at_once * (item.rounds + 1))
-        found["phases"] = traced.run(state, found["step_s"])
+        drawn = [jax.block_until_ready(draw(n)) for n in range(3)]
+        number_now = first_step + at_once * (item.rounds + 1)
+        found["phases"] = _phases(outline, step, weights, drawn, at_once, state, number_now, found["step_s"])
     return found
 
 
@@ -163,34 +163,25 @@ def _draws(outline: Outline, at_once: int) -> Callable[[int], Any]:
     return drawn
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """Some steps under the profiler. ``number``: of the first of them."""
-
-    outline: Outline
-    step: Any
-    weights: Any
-    draw: Callable[[int], Any]
-    at_once: int
-    number: int
-
-    def run(self, state: Any, untraced_s: float, dispatches: int = 3) -> dict[str, Any]:
-        """The profile, as `pd profile` writes it, and milliseconds by phase."""
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        drawn = [jax.block_until_ready(self.draw(n)) for n in range(dispatches)]
-        with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                started = time.perf_counter()
-                for n, inputs in enumerate(drawn):
-                    with jax.profiler.StepTraceAnnotation("step", step_num=n):
-                        state, rows = self.step(state, self.weights, inputs, np.int32(self.at_once))
-                jax.block_until_ready((state, rows))
-                traced = time.perf_counter() - started
-            (file,) = Path(folder).rglob("*.xplane.pb")
-            kinds = {site.kind for site in self.outline.problem.target.sites.all}
-            times = read_times(file, self.step.as_text(), kinds, 1)
-        steps = dispatches * self.at_once
-        tokens = prod(self.outline.leading)
-        profile = Profile(steps, self.number, tokens, traced / steps, untraced_s, times)
-        return {**profile.as_json(), "phases": {name: profile.ms(ns) for name, ns in profile.phases()}}
+def _phases(
+    outline: Outline, step: Any, weights: Any, inputs: Sequence[Any], at_once: int, state: Any, number: int,
+    untraced_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Dispatches of ``inputs`` under the profiler, as `pd profile` writes it, and milliseconds by phase. ``number``: of
+    the first step."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            started = time.perf_counter()
+            for n, one in enumerate(inputs):
+                with jax.profiler.StepTraceAnnotation("step", step_num=n):
+                    state, rows = step(state, weights, one, np.int32(at_once))
+            jax.block_until_ready((state, rows))
+            traced = time.perf_counter() - started
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        kinds = {site.kind for site in outline.problem.target.sites.all}
+        times = read_times(file, step.as_text(), kinds, 1)
+    steps = len(inputs) * at_once
+    profile = Profile(steps, number, prod(outline.leading), traced / steps, untraced_s, times)
+    return {**profile.as_json(), "phases": {name: profile.ms(ns) for name, ns in profile.phases()}}

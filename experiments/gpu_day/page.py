@@ -1,6 +1,6 @@
 """The page of what a day with a GPU found."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +18,15 @@ def page(found: Tree) -> str:
     return "\n".join(line for section in sections for line in section(found)) + "\n"
 
 
+def _table(columns: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """``columns``: as the page has them, between bars."""
+    yield f"| {columns} |"
+    yield "|---" * (columns.count("|") + 1) + "|"
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
 def _of(found: Tree, part: str) -> dict[str, Any]:
     return {name: item for name, item in found["measured"].items() if part in item["parts"] and "step_s" in item}
 
@@ -31,49 +40,39 @@ def _head(found: Tree) -> Iterator[str]:
     what = f"{len(cards)} × {cards[0]} (driver {here['driver']})" if cards else here["device"]
     versions = ", ".join(f"{name} {v}" for name, v in here["packages"].items())
     commit = f", commit {here['commit']}" if here["commit"] else ""
-    yield (
-        f"`python -m experiments.gpu_day{toy}`, {here['date']}, {what}, {here['cores']} cores, "
-        f"Python {here['python']}, {versions}{commit}."
-    )
-    yield ""
-    yield "Of steps, weights and tokens are random, drawn on the card; the state is fresh, all attacks on. A step is"
-    yield "`pd train`'s own program, on one card. Its time is the median over dispatches after a first one."
-    yield ""
     product, copy = rates["matmul_flops_per_s"] / 1e12, rates["copy_bytes_per_s"] / 1e12
-    yield (
-        f"The card's own rates: a bf16 product of two {rates['size']:,} × {rates['size']:,} matrices of normal numbers "
-        f"{product:,.1f} TFLOP/s, a copy {copy:.3f} TB/s, read and written."
-    )
-    yield ""
+    yield f"""`python -m experiments.gpu_day{toy}`, {here["date"]}, {what}, {here["cores"]} cores, \
+Python {here["python"]}, {versions}{commit}.
+
+Of steps, weights and tokens are random, drawn on the card; the state is fresh, all attacks on. A step is
+`pd train`'s own program, on one card. Its time is the median over dispatches after a first one.
+
+The card's own rates: a bf16 product of two {rates["size"]:,} × {rates["size"]:,} matrices of normal numbers \
+{product:,.1f} TFLOP/s, a copy {copy:.3f} TB/s, read and written.
+"""
 
 
 def _plan(found: Tree) -> Iterator[str]:
     items = _of(found, "plan")
     if not items:
         return
-    yield "## Memory: planned and taken"
-    yield ""
-    yield "*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the"
-    yield "allocator had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan"
-    yield "for such a card that is not there. *Libraries*: what the driver counts beyond JAX's memory, 0.92 of it. GiB."
-    yield ""
-    yield "| configuration | plan | live | live − plan | `pd probe` | live − `pd probe` | libraries |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, x in items.items():
+    yield """## Memory: planned and taken
+
+*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the
+allocator had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan
+for such a card that is not there. *Libraries*: what the driver counts beyond JAX's memory, 0.92 of it. GiB.
+"""
+
+    def cells(name: str, x: Tree) -> Sequence[str]:
         plan, live = x["plan"]["peak"], live_of_steps(x)
         probed = found["planned"].get(name, {}).get("plan", {}).get("peak")
-        pool, used = x["pool"], x["driver_used"]
-        shown = _gib(x["live"]["steps"]) + " (making of the state)" * (live is None and x["live"]["steps"] is not None)
-        cells = (
-            _gib(plan),
-            shown,
-            _difference(live, plan),
-            _gib(probed),
-            _difference(live, probed),
-            _gib(None if None in (pool, used) else used - pool),
-        )
-        yield f"| {name} | {' | '.join(cells)} |"
-    yield ""
+        pool, used, highest = x["pool"], x["driver_used"], x["live"]["steps"]
+        shown = _gib(highest) + " (making of the state)" * (live is None and highest is not None)
+        libraries = _gib(None if None in (pool, used) else used - pool)
+        return name, _gib(plan), shown, _difference(live, plan), _gib(probed), _difference(live, probed), libraries
+
+    columns = "configuration | plan | live | live − plan | `pd probe` | live − `pd probe` | libraries"
+    yield from _table(columns, (cells(name, x) for name, x in items.items()))
 
 
 def _margin(found: Tree) -> Iterator[str]:
@@ -95,31 +94,26 @@ def _step(found: Tree) -> Iterator[str]:
     rate = found["machine"]["rates"]["matmul_flops_per_s"]
     promised = rates_of(found["machine"]["device"])
     dense = None if promised is None else promised.bf16_flops
-    yield "## Steps, by memory policy"
-    yield ""
     of = "the card is not in `gpus/cards.csv`" if dense is None else f"{dense / 1e12:.0f} TFLOP/s, the data sheet's"
-    yield "*MFU*: matrix products, those made again included (`param_decomp_aot/flops.py`), against the dense bf16 rate"
-    yield f"({of}); then against the rate measured above. *Useful MFU*: with the"
-    yield "arithmetic of the plain policy, which makes nothing twice, in place of the policy's own."
-    yield ""
-    yield "| configuration | tokens | step | tokens/s | TFLOP | MFU | of the measured rate | useful MFU | compiled in |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, x in items.items():
+    yield f"""## Steps, by memory policy
+
+*MFU*: matrix products, those made again included (`param_decomp_aot/flops.py`), against the dense bf16 rate
+({of}); then against the rate measured above. *Useful MFU*: with the
+arithmetic of the plain policy, which makes nothing twice, in place of the policy's own.
+"""
+
+    def cells(name: str, x: Tree) -> Sequence[str]:
         tokens, seconds = prod(x["leading"]), x["step_s"]
         flops = found["counted"].get(name, {}).get("total")
-        per_token = _plain_flops_per_token(found, x)
-        cells = (
-            f"{tokens:,}",
-            f"{1e3 * seconds:,.1f} ms",
-            f"{tokens / seconds:,.0f}",
-            "–" if flops is None else f"{flops / 1e12:,.1f}",
-            _share(flops, seconds, dense),
-            _share(flops, seconds, rate),
-            _share(None if per_token is None else per_token * tokens, seconds, dense),
-            f"{x['compile_s']:.0f} s",
-        )
-        yield f"| {name} | {' | '.join(cells)} |"
-    yield ""
+        plain = _plain_flops_per_token(found, x)
+        done = "–" if flops is None else f"{flops / 1e12:,.1f}"
+        mfu, of_measured = _share(flops, seconds, dense), _share(flops, seconds, rate)
+        useful = _share(None if plain is None else plain * tokens, seconds, dense)
+        times = f"{1e3 * seconds:,.1f} ms", f"{tokens / seconds:,.0f}"
+        return name, f"{tokens:,}", *times, done, mfu, of_measured, useful, f"{x['compile_s']:.0f} s"
+
+    columns = "configuration | tokens | step | tokens/s | TFLOP | MFU | of the measured rate | useful MFU | compiled in"
+    yield from _table(columns, (cells(name, x) for name, x in items.items()))
 
 
 def _plain_flops_per_token(found: Tree, item: Tree) -> float | None:
@@ -147,19 +141,17 @@ def _phases(found: Tree) -> Iterator[str]:
             f"{profile['unknown_ms']:,.2f} ms a step in kernels of no known operation."
         )
         yield ""
-        yield "| phase | ms | share | TFLOP | TFLOP/s |"
-        yield "|---|---|---|---|---|"
+        rows: list[Sequence[str]] = []
         for phase, ms in profile["phases"].items():
             flops = counted.get(phase)
             done = ("–", "–") if not flops else (f"{flops / 1e12:,.2f}", f"{flops / ms / 1e9:,.0f}")
-            yield f"| {phase} | {ms:,.2f} | {ms / total:.1%} | {' | '.join(done)} |"
-        yield ""
-        yield "| largest parts | ms | share |"
-        yield "|---|---|---|"
+            rows.append((phase, f"{ms:,.2f}", f"{ms / total:.1%}", *done))
+        yield from _table("phase | ms | share | TFLOP | TFLOP/s", rows)
+        rows = []
         for scope in profile["scopes"][:12]:
             words = ", ".join(filter(None, (scope["phase"], scope["way"], " · ".join(scope["inner"]))))
-            yield f"| {words} | {scope['ms_per_step']:,.2f} | {scope['share']:.1%} |"
-        yield ""
+            rows.append((words, f"{scope['ms_per_step']:,.2f}", f"{scope['share']:.1%}"))
+        yield from _table("largest parts | ms | share", rows)
 
 
 def _links(found: Tree) -> Iterator[str]:
@@ -171,26 +163,23 @@ def _links(found: Tree) -> Iterator[str]:
         yield ""
     for x in items:
         nodes = f", {x['nodes']} nodes" if x["nodes"] > 1 else ""
-        yield f"## Links between {x['devices']} × {x['device']}{nodes}"
-        yield ""
-        yield "Many collectives in a row inside one compiled program, each of what the one before has left. *Message*:"
-        yield "of an all-gather the result, else the operand, of one device. *Sent*: what each device sends to the"
-        yield "next, over the time. *Fit*: seconds = latency + bytes sent / rate, latency = start + hops × a hop, with"
-        yield "the smallest relative deviations."
-        yield ""
-        yield "| kind | over | devices | message | time | sent |"
-        yield "|---|---|---|---|---|---|"
+        yield f"""## Links between {x["devices"]} × {x["device"]}{nodes}
+
+Many collectives in a row inside one compiled program, each of what the one before has left. *Message*:
+of an all-gather the result, else the operand, of one device. *Sent*: what each device sends to the
+next, over the time. *Fit*: seconds = latency + bytes sent / rate, latency = start + hops × a hop, with
+the smallest relative deviations.
+"""
+        rows: list[Sequence[str]] = []
         for m in x["messages"]:
             time, sent = f"{1e6 * m['seconds']:,.1f} µs", f"{m['ring'] / m['seconds'] / 1e9:,.2f} GB/s"
-            yield f"| {m['kind']} | {m['link']} | {m['group']} | {_bytes(m['payload'])} | {time} | {sent} |"
-        yield ""
-        fits = [Fit(**one) for one in x["fits"]]
-        yield "| fit | over | devices | latency | start | a hop | rate | off by at most |"
-        yield "|---|---|---|---|---|---|---|---|"
+            rows.append((m["kind"], m["link"], str(m["group"]), _bytes(m["payload"]), time, sent))
+        yield from _table("kind | over | devices | message | time | sent", rows)
+        fits, rows = [Fit(**one) for one in x["fits"]], []
         for f in fits:
             cells = (_us(f.latency_s), _us(f.start_s), _us(f.hop_s), f"{f.rate_Bps / 1e9:,.2f} GB/s", f"{f.off:.0%}")
-            yield f"| {f.kind} | {f.link} | {f.group} | {' | '.join(cells)} |"
-        yield ""
+            rows.append((f.kind, f.link, str(f.group), *cells))
+        yield from _table("fit | over | devices | latency | start | a hop | rate | off by at most", rows)
         for reason in x["not_fitted"]:
             yield f"- {reason}"
         yield from ["```", as_table(fits), "```", ""]
@@ -202,12 +191,11 @@ def _toys(found: Tree) -> Iterator[str]:
         return
     yield "## Toys"
     yield ""
-    yield "| configuration | batch | a step | steps/s | compiled in |"
-    yield "|---|---|---|---|---|"
+    rows = []
     for name, x in items.items():
-        batch = " × ".join(f"{n:,}" for n in x["leading"])
-        yield f"| {name} | {batch} | {_us(x['step_s'])} | {1 / x['step_s']:,.1f} | {x['compile_s']:.0f} s |"
-    yield ""
+        batch, seconds = " × ".join(f"{n:,}" for n in x["leading"]), x["step_s"]
+        rows.append((name, batch, _us(seconds), f"{1 / seconds:,.1f}", f"{x['compile_s']:.0f} s"))
+    yield from _table("configuration | batch | a step | steps/s | compiled in", rows)
 
 
 _SHOWN = ("eval/ce_kl/kl_", "eval/loss/", "eval/l0/", "eval/ce_kl/ce_target")
@@ -231,12 +219,9 @@ def _decomposition(found: Tree) -> Iterator[str]:
             f"Report: `{x['report'].rpartition('/')[2]}` in the run folder `{x['run'].rpartition('/')[2]}`."
         )
         yield ""
-        yield "| | first | last |"
-        yield "|---|---|---|"
         keys = [key for key in x["last"] if key.startswith(_SHOWN) or ("PGD" in key and key.startswith("eval/"))]
-        for key in keys:
-            yield f"| `{key.removeprefix('eval/')}` | {x['first'][key]:.4g} | {x['last'][key]:.4g} |"
-        yield ""
+        shown = ((f"`{key.removeprefix('eval/')}`", f"{x['first'][key]:.4g}", f"{x['last'][key]:.4g}") for key in keys)
+        yield from _table("| first | last", shown)
 
 
 def _failed(found: Tree) -> Iterator[str]:

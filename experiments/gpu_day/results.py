@@ -1,14 +1,13 @@
 """The file of results: written anew after each, whole; a later call goes on from it."""
 
 import json
-import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.gpu_day.items import Item
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.folders import write_whole
 from param_decomp_lab.safe_io.json_text import read_json
 
 TRIES = 2
@@ -22,7 +21,7 @@ class Results:
 
     def __init__(self, file: Path) -> None:
         """UserError for a file that holds something else."""
-        self.file, self._lock = file, threading.RLock()
+        self.file = file
         self.all: dict[str, Any] = {kind: {} for kind in KINDS}
         if file.exists():
             found = read_json(file, "results of a day with a GPU", dict, LIMIT)
@@ -30,15 +29,13 @@ class Results:
                 raise UserError(f"{file}: does not hold results of a day with a GPU; choose another file with --json")
             self.all |= found
 
-    def add(self, kind: str, name: str, result: Mapping[str, Any]) -> None:
-        with self._lock:
-            self.all[kind][name] = dict(result)
-            self._write()
+    def add(self, kind: str, item: Item, result: Mapping[str, Any]) -> None:
+        self.all[kind][item.name] = {**result, "asked": item.asked}
+        self._write()
 
     def describe(self, machine: Mapping[str, Any]) -> None:
-        with self._lock:
-            self.all["machine"] = dict(machine)
-            self._write()
+        self.all["machine"] = dict(machine)
+        self._write()
 
     def of(self, item: Item) -> dict[str, Any]:
         """What was found for just this item, to its end or not; empty if nothing was."""
@@ -55,17 +52,6 @@ class Results:
         found = self.all[kind].get(item.name, {})
         return found.get("asked") == item.asked and "unfinished" not in found
 
-    def copy(self) -> dict[str, Any]:
-        """As it is now: other threads go on adding."""
-        with self._lock:
-            found: dict[str, Any] = json.loads(json.dumps(self.all))
-        return found
-
     def _write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        new = self.file.with_name(f".{self.file.name}.new")
-        with new.open("w") as file:
-            file.write(json.dumps(self.all, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.file)
+        write_whole(self.file, json.dumps(self.all, indent=1) + "\n")

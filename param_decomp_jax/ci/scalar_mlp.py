@@ -45,9 +45,9 @@ def erf_layer(
 
     The backward pass computes the hidden activations and their slopes anew and sums them by matrix-vector products.
     JAX's own, block by block, first repeats the whole forward pass: on two cores, a step of TMS 5-2, with an identity
-    layer or without, takes 1.2 times as long so (experiments/step_pairs.py). One exponential for both GELU and slope
-    (Abramowitz and Stegun 7.1.26) gains nothing over an erf and an exponential: these take 0.35 and 0.4 ns an element,
-    of 1.8 in all.
+    layer or without, takes 1.2 times as long so (experiments/benchmarks/step_pairs.py). One exponential for both
+    GELU and slope (Abramowitz and Stegun 7.1.26) gains nothing over an erf and an exponential: these take 0.35 and
+    0.4 ns an element, of 1.8 in all.
     """
 
     def of_block(u: Array, v: Array, w: Array, b: Array, s: Array) -> Array:

@@ -65,6 +65,19 @@ def test_layers() -> None:
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
 
 
+@pytest.mark.parametrize("name", ["param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "experiments", "slurm"])
+def test_nothing_imports_the_tests(name: str) -> None:
+    """Tests import experiments; what both use lies where both may import it."""
+    files = sorted((ROOT / name).rglob("*.py"))
+    assert files
+    assert not [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files
+        for module in imported(ast.parse(path.read_text()))
+        if module.split(".")[0] == "tests"
+    ]
+
+
 def test_the_root_of_the_laboratory_is_small() -> None:
     assert len(list(LAB.glob("*.py"))) <= 6
 

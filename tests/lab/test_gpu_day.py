@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from experiments.gpu_day import beside as beside_module
 from experiments.gpu_day import day as day_module
-from experiments.gpu_day.beside import Asked
+from experiments.gpu_day import decomposition
 from experiments.gpu_day.cards import Card, _parse, table_name
-from experiments.gpu_day.children import Children, Ended
-from experiments.gpu_day.day import Day, run_day, run_plans
-from experiments.gpu_day.decomposition import Inputs, NotPrepared, cadence, check_smollm2, steps_in
+from experiments.gpu_day.day import Asked, Day, run_day, run_plans
+from experiments.gpu_day.decomposition import Source, cadence, check_smollm2, decompose, steps_in
 from experiments.gpu_day.items import ITEMS, PARTS, Decomposition, Links, Step, named
+from experiments.gpu_day.job import Job
 from experiments.gpu_day.links import KINDS
 from experiments.gpu_day.margin import margin
 from experiments.gpu_day.page import page
@@ -65,52 +64,50 @@ def test_the_decomposition_has_the_step_that_is_measured() -> None:
 # ---- a day with a card that is not there ----
 
 
-class FakeChildren(Children):
-    """Children that answer at once. ``dies_at``: the name of the item in which the day is killed."""
+class FakeJob:
+    """A job that answers at once. What is asked of all of them is kept in ``log``."""
 
-    def __init__(self, work: Path) -> None:
-        super().__init__(work, toy=False)
-        self.asked: list[tuple[str, str, dict[str, str]]] = []
-        self.trained: list[Sequence[str]] = []
-        self.dies_at: str | None = None
-        self.train_status: int | None = 0
+    log: list[tuple[str, str, dict[str, str], list[str]]]
+    dies_at: str | None
+    """The name of the item in which the day is killed."""
+    answers: dict[str, dict[str, Any]]
+    """By the item's name, in place of the usual one."""
 
-    def do(self, what: str, limit_s: float, name: str = "", extra: Mapping[str, str] | None = None, *more: str) -> Any:
-        self.asked.append((what, name, dict(extra or {})))
-        if name == self.dies_at:
+    def __init__(self, words: Sequence[str], log: Path, extra: Mapping[str, str]) -> None:
+        self._words = dict(zip(words[0:6:2], words[1:6:2], strict=True))
+        self._more = [*words[6:]]
+        self._name, self._how = self._words["--one"], self._words["--how"]
+        self.log.append((self._how, self._name, dict(extra), self._more))
+
+    def end(self) -> None:
+        pass
+
+    def result(self, limit_s: float, patience_s: float = 0.0) -> dict[str, Any]:
+        if self._name == self.dies_at:
             raise KeyboardInterrupt
-        match what:
-            case "machine":
-                rates = {"size": 64, "matmul_flops_per_s": 800e12, "copy_bytes_per_s": 3e12}
-                here = {"platform": "gpu", "device": H100.name, "rates": rates}
-                return {**here, "date": "2026-01-01", "cores": 16, "python": "3.12", "packages": {"jax": "1"}}
-            case "count":
-                return {
-                    item.name: {"total": 200e12, "leading": [8, 512], "by_phase": {"losses": 150e12}}
-                    for item in ITEMS
-                    if isinstance(item, Step) and not item.needs
-                }
-            case "plan":
-                return {"plan": {"peak": 60 * GIB}}
-            case "run":
-                return {
-                    "run": more[1],
-                    "report": f"{more[1]}/report.html",
-                    "steps": 100,
-                    "reached": 50,
-                    "starts": 2,
-                    "batch": [64, 256],
-                    "training_s": 600.0,
-                    "tokens_per_s": 1e5,
-                    "first": {"eval/ce_kl/kl_ci_masked": 0.5},
-                    "last": {"eval/ce_kl/kl_ci_masked": 0.25},
-                }
+        if self._name == "machine":
+            rates = {"size": 64, "matmul_flops_per_s": 800e12, "copy_bytes_per_s": 3e12}
+            here = {"platform": "gpu", "device": H100.name, "rates": rates}
+            return {**here, "date": "2026-01-01", "cores": 16, "python": "3.12", "packages": {"jax": "1"}}
+        if self._how == "counted":
+            return {"total": 200e12, "leading": [8, 512], "by_phase": {"losses": 150e12}}
+        if self._how == "planned":
+            return {"plan": {"peak": 60 * GIB}}
+        if "--run" in self._more:
+            run = Path(self._more[1])
+            run.mkdir(exist_ok=True)
+            (run / "config.yaml").touch()
+            return {
+                "run": str(run), "report": f"{run}/report.html", "steps": 100, "reached": 50, "starts": 2, "rows": 1600,
+                "batch": [64, 256], "training_s": 600.0, "tokens_per_s": 1e5,
+                "first": {"eval/ce_kl/kl_ci_masked": 0.5}, "last": {"eval/ce_kl/kl_ci_masked": 0.25},
+            } | self.answers.get(self._name, {})  # fmt: skip
         profile = {
             "steps": 3, "step_s_traced": 0.6, "step_s_untraced": 0.5, "busy": 0.9, "unknown_ms": 1.0,
             "phases": {"clean_pass": 100.0, "losses": 300.0},
             "scopes": [{"phase": "losses", "way": "backward", "inner": ["up_proj"], "ms_per_step": 200, "share": 0.5}],
         }  # fmt: skip
-        return {
+        usual = {
             "plan": {"peak": 61 * GIB},
             "live": {"made": 50 * GIB, "steps": 62 * GIB},
             "pool": POOL,
@@ -118,54 +115,46 @@ class FakeChildren(Children):
             "step_s": 0.5,
             "leading": [8, 512],
             "compile_s": 30.0,
-            **({"phases": profile} if "traced" in name else {}),
+            **({"phases": profile} if "traced" in self._name else {}),
         }
+        return self.answers.get(self._name, usual)
 
-    def pd(
-        self, words: Sequence[str], label: str, limit_s: float, extra: Mapping[str, str] | None = None,
-        patience_s: float = 0.0,
-    ) -> Ended:  # fmt: skip
-        self.trained.append(words)
-        sets = dict(word.split("=", 1) for word in words if "=" in word)
-        if words[1] != "--resume":
-            run = Path(sets["out_dir"]) / sets["run_id"]
-            run.mkdir()
-            (run / "config.yaml").touch()
-        log = self._work / "logs" / "train.log"
-        log.touch()
-        return Ended(self.train_status, log)
 
-    @property
-    def measured(self) -> list[str]:
-        return [name for what, name, _ in self.asked if what in ("step", "links")]
+def measured() -> list[str]:
+    """Names of the steps and links that were begun since the last `a_day`."""
+    return [name for how, name, _, more in FakeJob.log if how == "measure" and name != "machine" and not more]
+
+
+def trained() -> list[list[str]]:
+    return [more for _, _, _, more in FakeJob.log if "--run" in more]
 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(day_module, "cards_here", lambda: [H100])
+    monkeypatch.setattr(day_module, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "dies_at", None, raising=False)
+    monkeypatch.setattr(FakeJob, "answers", {}, raising=False)
+    monkeypatch.setattr(FakeJob, "log", [], raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(beside_module, "prepare", lambda *arguments: Inputs(tmp_path / "model", tmp_path / "tokens"))
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "meta.json").write_text('{"train": {"rows": 1600}}')
+    (tmp_path / "work").mkdir()
     return Asked(
         parts=PARTS, json=tmp_path / "gpu.json", page=tmp_path / "gpu.md", work=tmp_path / "work", seconds=2400.0,
         decompose_s=None, smollm2=None, text=None, beside=2, toy=False,
     )  # fmt: skip
 
 
-def a_day(asked: Asked, seconds: float = 2400.0, cards: Sequence[Card] = (H100,)) -> tuple[Day, FakeChildren]:
-    asked.work.mkdir(exist_ok=True)
-    children = FakeChildren(asked.work)
-    return Day(asked, Results(asked.json), children, time.monotonic() + seconds, cards), children
+def a_day(asked: Asked, seconds: float = 2400.0, cards: Sequence[Card] = (H100,)) -> Day:
+    FakeJob.log.clear()
+    return Day(asked, Results(asked.json), time.monotonic() + seconds, cards)
 
 
 def test_a_day(asked: Asked) -> None:
-    day, children = a_day(asked)
-    assert day.run()
+    assert a_day(asked).run()
     # What an 80 GB card cannot hold is not begun, one card has no links.
     fit = [item.name for item in ITEMS if isinstance(item, Step) and item.plan_gib < 72]
-    assert children.measured == [name for name in fit if "32 × 512" not in name]
-    environments = {name: extra for what, name, extra in children.asked if what == "step"}
+    assert measured() == [name for name in fit if "32 × 512" not in name]
+    environments = {name: extra for how, name, extra, _ in FakeJob.log if how == "measure"}
     assert {extra["CUDA_VISIBLE_DEVICES"] for extra in environments.values()} == {"0"}
     assert environments["layer 18, balanced, 8 × 512, traced"]["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
     tight = environments["layer 18, balanced, 8 × 512, 0.5 GiB over its plan"]
@@ -179,138 +168,98 @@ def test_a_day(asked: Asked) -> None:
     assert "50 of 100 steps of 64 × 256 tokens, in 2 goes; of 1,600 rows each was taken 2.0 times; 10.0 minutes" in text
     assert "it should be **2 GiB**; today it is 5" in text
     # Again: nothing is left to do.
-    again, idle = a_day(asked)
-    assert again.run()
-    assert idle.measured == []
-    assert idle.trained == []
+    assert a_day(asked).run()
+    assert FakeJob.log == []
 
 
 def test_plans_are_added_without_the_card(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was measured on it, and of nothing else."""
     name = "layer 18, balanced, 8 × 512"
-    day, children = a_day(replace(asked, beside=0, parts=("step",)))
-    children.dies_at = "layer 18, lean, 8 × 512"
+    FakeJob.dies_at = "layer 18, lean, 8 × 512"
     with pytest.raises(KeyboardInterrupt):
-        day.run()
+        a_day(replace(asked, parts=("step",))).run()
     assert "From this it should be" not in asked.page.read_text()
-    elsewhere = FakeChildren(asked.work)
-    monkeypatch.setattr(day_module, "Children", lambda work, toy: elsewhere)
+    FakeJob.log.clear()
     monkeypatch.setattr(day_module, "cards_here", list)
     with pytest.raises(UserError, match="was measured with JAX 1, and here is"):
         run_plans(asked)
     monkeypatch.setattr(day_module, "installed", lambda package: "1")
     assert run_plans(asked) == 0
-    assert [(what, of) for what, of, _ in elsewhere.asked] == [("plan", name)]
+    assert [(how, of) for how, of, _, _ in FakeJob.log] == [("counted", name), ("planned", name)]
     assert f"| {name} | 61.000 | 62.000 | +1.000 GiB | 60.000 | +2.000 GiB | 1.000 |" in asked.page.read_text()
     assert "it should be **3 GiB**" in asked.page.read_text()
 
 
 def test_a_day_goes_on_where_it_was_killed(asked: Asked) -> None:
-    day, children = a_day(asked)
-    children.dies_at = "layer 18, lean, 8 × 512"
+    FakeJob.dies_at = "layer 18, lean, 8 × 512"
     with pytest.raises(KeyboardInterrupt):
-        day.run()
+        a_day(asked).run()
     assert asked.page.is_file()
-    again, more = a_day(asked)
-    assert again.run()
-    assert more.measured[0] == children.measured[-1] == "layer 18, lean, 8 × 512"
-    assert not {*more.measured[1:]} & {*children.measured}
-    assert "machine" not in [what for what, _, _ in more.asked]
+    before, FakeJob.dies_at = measured(), None
+    assert a_day(asked).run()
+    assert measured()[0] == before[-1] == "layer 18, lean, 8 × 512"
+    assert not {*measured()[1:]} & {*before}
+    assert "machine" not in [name for _, name, _, _ in FakeJob.log]
 
 
 def test_what_does_not_end_in_time_is_left(asked: Asked) -> None:
-    day, children = a_day(asked, seconds=70)
-    assert not day.run()
-    assert children.measured == ["tms_5-2, 100 at once", "resid_mlp1, 50 at once", "SmolLM2-135M, balanced, 64 × 256",
-                                 "tms_5-2, 1,000 at once", "resid_mlp1, 1,000 at once"]  # fmt: skip
+    assert not a_day(asked, seconds=70).run()
+    assert measured() == ["tms_5-2, 100 at once", "resid_mlp1, 50 at once", "SmolLM2-135M, balanced, 64 × 256",
+                          "tms_5-2, 1,000 at once", "resid_mlp1, 1,000 at once"]  # fmt: skip
 
 
 def test_the_decomposition_takes_the_time_that_is_left(asked: Asked) -> None:
-    day, children = a_day(asked, seconds=1000)
-    assert day.run()
-    (words,) = children.trained
+    assert a_day(asked, seconds=1000).run()
+    (words,) = trained()
     # Of 1,000 s two minutes are kept to stop it and four are its start; half a second a step.
-    steps = int(next(word for word in words if word.startswith("pd.steps=")).split("=")[1])
+    (steps,) = (int(word.rpartition("=")[2]) for word in words if word.startswith("--set=pd.steps="))
     assert steps == pytest.approx(0.85 * (1000 - 120 - 240) / 0.5, rel=0.01)
 
 
 def test_the_decomposition_is_resumed(asked: Asked) -> None:
-    day, children = a_day(asked)
-    children.train_status = 75
+    name = "SmolLM2-135M decomposed"
+    FakeJob.answers[name] = {"stopped": "at 50 of 100 steps: …", "unfinished": True, "tries": 0}
+    day = a_day(asked)
     assert not day.run()
-    (begun,) = children.trained
-    result = day.results.all["measured"]["SmolLM2-135M decomposed"]
-    assert result["stopped"].startswith("at 50 of 100 steps")
+    (begun,) = trained()
+    assert day.left() == [name]
     assert "Stopped at 50 of 100 steps" in asked.page.read_text()
     for _ in range(3):  # stopped is not failed: as often as it takes
-        again, more = a_day(asked)
-        more.train_status = 75
-        assert not again.run()
-        assert more.trained == [["train", "--resume", result["run"]]]
-    assert f"run_id={Path(result['run']).name}" in begun
-    last, more = a_day(asked)
-    assert last.run()
-    assert more.trained == [["train", "--resume", result["run"]]]
+        assert not a_day(asked).run()
+        assert trained() == [begun]
+    FakeJob.answers.clear()
+    assert a_day(asked).run()
+    assert trained() == [begun]
     assert "Stopped" not in asked.page.read_text()
 
 
-def test_without_weights_the_others_go_on(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def prepare(*arguments: object) -> Inputs:
-        raise NotPrepared("not fetched; --smollm2 FOLDER helps")
-
-    with monkeypatch.context() as without:
-        without.setattr(beside_module, "prepare", prepare)
-        for _ in range(3):
-            day, children = a_day(asked)
-            assert not day.run()
-            assert children.trained == []
-    assert "--smollm2 FOLDER helps; the other parts go on" in capsys.readouterr().out
-    assert "tms_5-2, 1,000 at once" in day.results.all["measured"]
-    day, children = a_day(asked)
-    assert day.run()
-    assert len(children.trained) == 1
-
-
-def test_what_fails_twice_is_not_begun_again(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(FakeChildren):
-        def do(self, what: str, limit_s: float, name: str = "", extra: Any = None, *more: str) -> Any:
-            found = super().do(what, limit_s, name, extra, *more)
-            return (
-                {"failed": "status 1: no\nmore", "unfinished": True} if name == "layer 18, balanced, 8 × 512" else found
-            )
-
-    with monkeypatch.context() as failing:
-        failing.setattr(sys.modules[__name__], "FakeChildren", Failing)
-        first, _ = a_day(asked)
-        assert not first.run()
-        second, children = a_day(asked)
-        assert second.run()
-        assert children.measured == ["layer 18, balanced, 8 × 512"]
-        third, children = a_day(asked)
-        assert third.run()
-        assert children.measured == []
-    assert "- layer 18, balanced, 8 × 512: status 1: no\n" in asked.page.read_text()
+def test_what_fails_twice_is_not_begun_again(asked: Asked) -> None:
+    name = "layer 18, balanced, 8 × 512"
+    FakeJob.answers[name] = {"failed": "status 1: no\nmore", "unfinished": True}
+    assert not a_day(asked).run()
+    assert a_day(asked).run()
+    assert measured() == [name]
+    assert a_day(asked).run()
+    assert measured() == []
+    assert f"- {name}: status 1: no\n" in asked.page.read_text()
 
 
 def test_another_card_is_refused(asked: Asked) -> None:
-    assert a_day(asked)[0].run()
+    assert a_day(asked).run()
     with pytest.raises(UserError, match=r"holds figures of 1 × NVIDIA H100 80GB HBM3, and here are 2 × NVIDIA B200"):
-        a_day(asked, cards=[Card("NVIDIA B200", 178 * GIB, 0, "580")] * 2)[0].run()
+        a_day(asked, cards=[Card("NVIDIA B200", 178 * GIB, 0, "580")] * 2).run()
 
 
 def test_several_cards_have_links(asked: Asked) -> None:
-    day, children = a_day(asked, cards=[H100, H100])
-    day.run()
-    (links,) = (extra for what, _, extra in children.asked if what == "links")
+    a_day(asked, cards=[H100, H100]).run()
+    (links,) = (extra for _, name, extra, _ in FakeJob.log if name == "links")
     assert links == {}, "it sees all cards"
 
 
 def test_parts_bring_what_they_need(asked: Asked) -> None:
-    day, _ = a_day(Asked(**{**vars(asked), "parts": ("phases",)}))
     needed = ["layer 18, balanced, 8 × 512", "layer 18, balanced, 32 × 512"]
-    assert [item.name for item in day.items if "traced" not in item.name] == needed
+    items = replace(asked, parts=("phases",)).items
+    assert [item.name for item in items if "traced" not in item.name] == needed
 
 
 def test_no_card_and_a_taken_card_are_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +269,21 @@ def test_no_card_and_a_taken_card_are_refused(asked: Asked, monkeypatch: pytest.
     monkeypatch.setattr(day_module, "cards_here", lambda: [Card(H100.name, H100.memory, 30 * GIB, "580")])
     with pytest.raises(UserError, match=r"30\.0 GiB of the card are taken"):
         run_day(asked)
-    assert not asked.work.exists()
+    assert not asked.json.exists()
+
+
+def test_without_weights_the_decomposition_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other items go on, and a later call tries again."""
+    (item,) = (item for item in ITEMS if isinstance(item, Decomposition))
+    monkeypatch.setattr(decomposition, "SMOLLM2", tmp_path / "smollm2")
+    monkeypatch.setattr(decomposition, "run", lambda words, extra: 1)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        found = decompose(item, Source(tmp_path, None, None, False), tmp_path / "run", ())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "--smollm2 FOLDER, made by `pd demo --smollm2` elsewhere" in found["failed"]
+    assert (found["unfinished"], found["tries"]) == (True, 0)
 
 
 # ---- its parts ----
@@ -341,7 +304,7 @@ def test_the_page_in_the_documentation_is_of_its_results() -> None:
 def test_a_result_of_other_settings_is_not_taken(tmp_path: Path) -> None:
     item, other = (Step(name="x", parts=(), expected_s=1, config="c", sets=(s,)) for s in ("a", "b"))
     results = Results(tmp_path / "gpu.json")
-    results.add("measured", "x", {"asked": item.asked, "step_s": 1.0})
+    results.add("measured", item, {"step_s": 1.0})
     again = Results(tmp_path / "gpu.json")
     assert again.is_done(item)
     assert not again.is_done(other)
@@ -389,31 +352,33 @@ def test_a_folder_that_is_not_smollm2_is_refused(tmp_path: Path) -> None:
         check_smollm2(tmp_path)
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+def test_a_job_is_stopped_at_its_limit(tmp_path: Path) -> None:
+    assert Job(["--one", "machine", "--toy"], tmp_path / "log", {}).result(1.0) == {
+        "failed": "not done in 1 s",
+        "unfinished": True,
+    }
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    found = Job(["--one", "nothing"], tmp_path / "log", {}).result(60.0)
+    assert found["unfinished"]
+    assert "status 2" in found["failed"]
+    assert "error: --one nothing: should be machine, tms_5-2, 100 at once" in found["failed"]
+
+
+def test_a_job_ends_with_its_parent(tmp_path: Path) -> None:
     """Else it would hold the card while the next call measures."""
-    sleeper = "import time; from experiments.gpu_day.child import end_with_parent as e; e(); print(1, flush=True)"
     starter = f"""
-import sys; from pathlib import Path; from experiments.gpu_day.children import Children
-children = Children(Path({str(tmp_path)!r}), True)
-children.command([sys.executable, "-c", {sleeper + "; time.sleep(60)"!r}], "sleeper", 60.0)
+import time; from pathlib import Path; from experiments.gpu_day.job import Job
+Job(["--one", "machine", "--toy"], Path({str(tmp_path / "log")!r}), {{"JAX_PLATFORMS": "cpu"}}); time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT) as parent:
-        log = tmp_path / "logs" / "sleeper.log"
-        until(lambda: log.is_file() and bool(log.read_text()))
-        (child,) = (int(text) for text in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        until(lambda: bool(children.read_text()))
+        (child,) = map(int, children.read_text().split())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
-
-
-def test_a_child_is_stopped_at_its_limit(tmp_path: Path) -> None:
-    children = Children(tmp_path, True)
-    ended = children.command(["sh", "-c", "echo begun; sleep 60 & wait"], "slow", 1.0)
-    assert ended.status is None
-    assert ended.last_line == "begun"
-    children.close()
-    with pytest.raises(KeyboardInterrupt):
-        children.command(["true"], "late", 1.0)
 
 
 def until(condition: Any, limit_s: float = 20.0) -> None:

@@ -1,11 +1,11 @@
-"""`experiments/mem_probe.py`: its flags in the configuration's terms, and one measurement on simulated devices."""
+"""`experiments/benchmarks/mem_probe.py`: its flags in the configuration's terms, and one measurement here."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from experiments.mem_probe import DEFAULT, assignments, parsed, probe
+from experiments.benchmarks.mem_probe import DEFAULT, assignments, parsed, probe
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.errors import UserError
 from tests.lab.tiny_run import LIGHT, ROOT, Tiny

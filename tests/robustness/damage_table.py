@@ -1,0 +1,72 @@
+"""What a user sees when a run folder is damaged, and what is left: every case of `damage_cases.py`, done for real.
+
+    python -m tests.robustness.damage_table                                        # all of them, some minutes; as root
+    python -m tests.robustness.damage_table --only truncated --only disk-full
+    python -m tests.robustness.damage_table --page docs/measurements/damage.md
+
+Mounting a small disk takes root; without, those cases are left out and named.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+from tests.robustness.damage_cases import CASES, Case, Rig, Seen, make_whole
+
+PAGE = """# Damage to a run folder
+
+`python -m tests.robustness.damage_table --page docs/measurements/damage.md` did each of these to a copy of the folder
+of a small run (a toy of 60 steps, a checkpoint every 20), with processes of their own, and wrote down what came of it.
+`tests/robustness/test_damage.py` does the same. RUN is the run folder; where names and numbers differ from time to
+time, examples stand in their place. More on it: [Going on with a run](../resuming.md#when-a-run-folder-is-damaged).
+
+| what was done | command | status | what the user sees | what is left | then |
+|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=CASES, help="one case; may be repeated")
+    parser.add_argument("--page", type=Path, help="write the table as this page")
+    given = parser.parse_args()
+    chosen = {name: case for name, case in CASES.items() if given.only is None or name in given.only}
+    lines, odd = [], []
+    with tempfile.TemporaryDirectory(prefix="param-decomp-damage-") as folder:
+        whole = make_whole(Path(folder))
+        for name, case in chosen.items():
+            if case.needs_root and os.geteuid() != 0:
+                odd.append(f"{name}: left out, it takes root")
+                continue
+            place = Path(folder) / name
+            place.mkdir()
+            seen = case.act(Rig(place, whole))
+            lines.append(line(case, seen))
+            print(f"{name}\n  status {seen.status}\n  {seen.said}\n  {seen.left}\n  then: {seen.then}", flush=True)
+            odd += [f"{name}: {what}" for what in unlike(case, seen)]
+    if given.page is not None:
+        given.page.write_text(PAGE + "\n".join(lines) + "\n")
+    if odd:
+        raise SystemExit("not as it should be:\n  " + "\n  ".join(odd))
+
+
+def line(case: Case, seen: Seen) -> str:
+    said = seen.said.replace("|", "\\|")
+    return f"| {case.what} | `{seen.command}` | {seen.status} | {said} | {seen.left} | {seen.then} |"
+
+
+def unlike(case: Case, seen: Seen) -> list[str]:
+    """What is not as the case says."""
+    found = []
+    if seen.status != case.status:
+        found.append(f"status {seen.status}, not {case.status}")
+    if case.says not in seen.said:
+        found.append(f"does not say {case.says!r}, but {seen.said!r}")
+    if not seen.then.endswith(case.then):
+        found.append(f"then: {seen.then!r}, not {case.then!r}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
