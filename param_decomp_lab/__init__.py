@@ -5,13 +5,12 @@ For scripts and notebooks: `from param_decomp_lab import load_run` opens a run.
 
 from typing import TYPE_CHECKING, Any
 
+from param_decomp_lab.version import __version__
+
 if TYPE_CHECKING:
     from param_decomp_lab.opening import load_run as load_run
 
 __all__ = ["__version__", "load_run"]
-
-__version__ = "0.2.0"
-"""The version of the three packages: `pyproject.toml` reads it from here."""
 
 
 def __getattr__(name: str) -> Any:

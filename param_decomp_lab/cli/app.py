@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from param_decomp_lab import __version__
 from param_decomp_lab.cli import data, share, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
@@ -41,6 +40,7 @@ from param_decomp_lab.folders import FULL_ERRORS
 from param_decomp_lab.safe_io.paths import path_mistake
 from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False

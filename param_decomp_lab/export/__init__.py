@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from param_decomp_jax.ci import ComponentReadout, without_readout
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
-from param_decomp_lab import __version__
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
 from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, map_tensor
@@ -23,6 +22,7 @@ from param_decomp_lab.runs.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.runs.load import FoundCheckpoint, find_checkpoint
 from param_decomp_lab.setup.programs import learned_shapes
 from param_decomp_lab.ui.templates import templates_beside
+from param_decomp_lab.version import __version__
 from param_decomp_lab.weights.recorded_target import describe
 
 DESCRIPTION_FILE = "description.json"

@@ -13,10 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab import __version__
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, write_whole
+from param_decomp_lab.version import __version__
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "ckpts"
