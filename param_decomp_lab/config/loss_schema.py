@@ -1,11 +1,23 @@
 """The LOSS, SCHEDULE and ROUTING tables of the torch schema. Each class is named after its `type`."""
 
+from collections.abc import Iterator
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule_error
+from param_decomp_lab.config.strict import (
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Strict,
+    Wrong,
+    rule,
+    rule_error,
+    where_it_stands,
+)
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
 """No slashes: names become parts of metric keys and of paths in a checkpoint."""
@@ -19,12 +31,11 @@ class ScheduleConfig(Strict):
     final_val_frac: NonNegative = 1.0
     fn_type: Literal["constant", "linear", "cosine"] = "constant"
 
-    @model_validator(mode="after")
-    def _constant_stays(self) -> "ScheduleConfig":
+    @rule
+    def _constant_stays(self) -> Iterator[Wrong]:
         if self.fn_type == "constant" and self.final_val_frac != 1.0:
             wrong = f"is {self.final_val_frac}, but fn_type constant requires final_val_frac: 1"
-            raise rule_error(("final_val_frac", f"{wrong}; or choose fn_type linear or cosine"))
-        return self
+            yield "final_val_frac", f"{wrong}; or choose fn_type linear or cosine"
 
 
 class UniformKSubsetRouting(Strict):
@@ -48,11 +59,10 @@ class Loss(Strict):
     coeff: float | None = None
     name: Name | None = None
 
-    @model_validator(mode="after")
-    def _not_total(self) -> "Loss":
+    @rule
+    def _not_total(self) -> Iterator[Wrong]:
         if self.name == "total":
-            raise rule_error(("name", "'total' is the key of the sum of all terms; choose another name"))
-        return self
+            yield "name", "'total' is the key of the sum of all terms; choose another name"
 
 
 class FaithfulnessLoss(Loss):
@@ -132,27 +142,32 @@ class ImportanceMinimalityLoss(Loss):
             return inf
         return min(self.pnorm, self.p_anneal_final_p or self.pnorm) if self._anneals else self.pnorm
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "ImportanceMinimalityLoss":
-        mistakes = []
+    @rule
+    def _anneal_ends_after_its_start(self) -> Iterator[Wrong]:
         if self._anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
-            mistakes.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
+            yield "p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"
+
+    @rule
+    def _frequency_in_place_of_beta(self) -> Iterator[Wrong]:
         if self.frequency is not None and self.beta != 0:
-            mistakes.append(("beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"))
+            yield "beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"
+
+    @rule
+    def _gamma_of_smooth_l0(self) -> Iterator[Wrong]:
         if self.penalty == "lp":
             if self.gamma is not None:
-                mistakes.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
-            if self.eps == 0 and self.least_p < 1:
-                mistakes.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
+                yield "gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"
         elif self.gamma is None:
-            mistakes.append(("gamma", "is required with penalty: smooth_l0"))
+            yield "gamma", "is required with penalty: smooth_l0"
         elif 0 in (self.gamma.start_val, self.gamma.final_val_frac) or self.gamma.warmup_pct > 0:
-            rule = "start_val and final_val_frac above 0, and warmup_pct: 0"
-            mistakes.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
-        if mistakes:
-            raise rule_error(*mistakes)
-        return self
+            instead = "start_val and final_val_frac above 0, and warmup_pct: 0"
+            yield "gamma", f"must stay above 0 (0/0 at an importance of 0): {instead}"
+
+    @rule
+    def _finite_gradient(self) -> Iterator[Wrong]:
+        if self.penalty == "lp" and self.eps == 0 and self.least_p < 1:
+            yield "eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"
 
 
 class FreshPGD(Loss):
@@ -265,17 +280,16 @@ def not_refused(raw: Any) -> Any:
     return raw
 
 
-def _with_coefficient(loss: Loss) -> Loss:
+def _with_coefficient(loss: Loss) -> Iterator[Wrong]:
     if loss.coeff is None:
-        raise rule_error(("coeff", "is required for a loss"))
-    if isinstance(loss, PersistentPGD) and loss.coeff <= 0:
-        raise rule_error(("coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"))
-    return loss
+        yield "coeff", "is required for a loss"
+    elif isinstance(loss, PersistentPGD) and loss.coeff <= 0:
+        yield "coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"
 
 
 TrainingLoss = Annotated[
     AnyLoss,
     Field(discriminator="type"),
-    AfterValidator(_with_coefficient),
+    where_it_stands(_with_coefficient),
     BeforeValidator(not_refused),
 ]

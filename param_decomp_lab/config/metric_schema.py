@@ -1,11 +1,12 @@
 """The METRIC table of the torch schema: any LOSS without a coefficient, and metrics that are not losses."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_error
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, Wrong, where_it_stands
 
 
 class CEandKLLosses(Strict):
@@ -78,17 +79,17 @@ OnlyMeasured = (
 )
 
 
-def _without_coefficient(metric: Strict) -> Strict:
+def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
     if isinstance(metric, Loss) and metric.coeff is not None:
-        raise rule_error(
-            ("coeff", f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null")
+        yield (
+            "coeff",
+            f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null",
         )
-    return metric
 
 
 Metric = Annotated[
     AnyLoss | OnlyMeasured,
     Field(discriminator="type"),
-    AfterValidator(_without_coefficient),
+    where_it_stands(_without_coefficient),
     BeforeValidator(not_refused),
 ]

@@ -1,22 +1,92 @@
-"""Base classes of the configuration: frozen models that refuse unknown keys, and errors that say how to fix them."""
+"""Base classes of the configuration: frozen models that refuse unknown keys, and errors that say how to fix them.
+
+`read` finds all mistakes of a file at once. A part that is wrong leaves an `Unreadable` where its value would be, and
+everything else is checked: a rule that needs the value of a part that is wrong is left out.
+"""
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic import Strict as Strictness
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import with_info_wrap_validator_function
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
 from param_decomp_lab.untrusted.printable import first_few, printable, shortened
 
+SHOWN_MISTAKES = 40
+"""Mistakes that a message lists at most."""
+NO_MEANING = object()
+"""Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
+ALIKE = 0.75
+"""Similarity (`difflib`'s ratio) from which an unknown key is taken for a valid one that was misspelled."""
+
+Wrong = tuple[str, str]
+"""A broken rule: the key, relative to the model ("" for the model itself), and a message that says how to fix it."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake in the configuration: dotted path of the key, and a message that says how to fix it."""
+
+    key: str
+    message: str
+
+    def below(self, path: str) -> "Mistake":
+        """The same mistake, with its key relative to the parent of ``path``."""
+        return Mistake(".".join(part for part in (path, self.key) if part), self.message)
+
+
+class Unread(Exception):
+    """Raised where a rule asks for a value that could not be read. The rule does not apply then."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a value that could not be read. ``mistakes``: why, with keys relative to the value."""
+
+    mistakes: tuple[Mistake, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unread(name)
+
+
+def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """The validated value; an `Unreadable`, if mistakes are being collected and there are some."""
+    if not isinstance(info.context, _Findings):
+        return handler(raw)
+    if isinstance(raw, Unreadable):
+        return raw
+    try:
+        return handler(raw)
+    except ValidationError as error:
+        return Unreadable(tuple(_mistakes(error, raw)))
+
+
 Item = TypeVar("Item")
-ListOf = Annotated[tuple[Item, ...], Strictness(False)]  # a YAML list; its items stay strict
+ListOf = Annotated[tuple[Annotated[Item, WrapValidator(_or_unreadable)], ...], Strictness(False)]
+"""A YAML list; its items stay strict."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]  # counters are int32 on the device
 # A file of a few bytes must not ask for gigabytes. As in `param_decomp_jax/targets/architecture.py`, which imports JAX.
 LayerCount = Annotated[int, Field(ge=1, le=4096)]
@@ -26,32 +96,99 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-SHOWN_MISTAKES = 40
-"""Mistakes that a message lists at most."""
-NO_MEANING = object()
-"""Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
+Check = TypeVar("Check", bound=Callable[[Any], Iterator[Wrong]])
+
+
+def rule(check: Check) -> Check:
+    """Marks a method of a `Strict` that yields what is wrong between the model's keys, each with a message.
+
+    A model may have several. Each runs as soon as the values that it asks for were read.
+    """
+    check.__dict__["is_rule"] = True
+    return check
 
 
 class Strict(BaseModel):
-    """Base class of a mapping in the configuration. Ints are accepted as floats; nothing else is converted."""
+    """Base class of a mapping in the configuration. Ints are accepted as floats; nothing else is converted.
+
+    What is wrong between keys is said by methods marked `rule`, and not by pydantic's `model_validator(mode="after")`,
+    which does not run when a key is wrong by itself. Field validators go into the annotation (`Annotated`).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     later: ClassVar[frozenset[str]] = frozenset()
     """Keys planned for a later release: refused by name until then."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, raw: Any) -> Any:
-        if isinstance(raw, dict):
-            unknown = [str(key) for key in raw if key not in cls.model_fields]
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        decorators = cls.__pydantic_decorators__
+        assert not [found for found in decorators.model_validators.values() if found.info.mode == "after"]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The model's schema, in which every field is wrapped in `_or_unreadable`.
+
+        The keys that say which model of a union is meant are not: pydantic takes no wrapped ones, and these are right
+        where their model was chosen.
+        """
+        schema = handler(source)
+        inner: Any = handler.resolve_ref_schema(schema)
+        while inner["type"] != "model-fields":
+            inner = inner["schema"]
+        for name, part in inner["fields"].items():
+            if not _is_tag(cls.model_fields[name].annotation):
+                part = part["schema"] if part["schema"]["type"] == "default" else part
+                if part["schema"].get("function", {}).get("function") is not _or_unreadable:
+                    part["schema"] = with_info_wrap_validator_function(_or_unreadable, part["schema"])
+        return schema
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _model(cls, raw: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        findings = info.context
+        if not isinstance(findings, _Findings):
+            unknown = cls._unknown_keys(raw) if isinstance(raw, dict) else {}
             if unknown:
-                # Looking for the nearest valid key of thousands takes minutes.
-                some = [shortened(key, 200) for key in unknown[: SHOWN_MISTAKES - 1]]
-                shown = [(key, cls._refusal(key)) for key in some]
-                rest = len(unknown) - len(shown)
-                raise rule_error(*shown, *([("", f"and {rest:,} more unknown keys")] if rest else ()))
-        return raw
+                raise rule_error(*unknown.items())
+            known = {key: raw[key] for key in raw if key in cls.model_fields} if isinstance(raw, dict) else raw
+            return _obeying(handler(known))
+        if not isinstance(raw, dict):
+            return handler(raw)
+        unknown = cls._unknown_keys(raw)
+        spellings = _misspelled(cls, raw)
+        known = {key: value for key, value in raw.items() if isinstance(key, str) and key in cls.model_fields}
+        known |= {key: raw[given] for key, given in spellings.items()}
+        for key, info_of_key in cls.model_fields.items():
+            if info_of_key.is_required() and not _is_tag(info_of_key.annotation):
+                known.setdefault(key, Unreadable((Mistake("", REQUIRED),)))
+        model = handler(known)
+        unread = {key: value for key, value in model.__dict__.items() if isinstance(value, Unreadable)}
+        for key in unread:
+            del model.__dict__[key]
+        findings.add(model, _Finding(model, unknown, unread, spellings, list(broken_rules(model))))
+        return model
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what a model does not have: values that could not be read."""
+            if name in type(self).model_fields:
+                raise Unread(name)
+            return super().__getattr__(name)
+
+    @classmethod
+    def _unknown_keys(cls, raw: dict[Any, Any]) -> dict[str, str]:
+        """Messages by unknown key; of thousands, whose nearest names take minutes to find, for the first."""
+        refused = {str(key): key for key in raw if key not in cls.model_fields and not cls._is_dropped(key, raw[key])}
+        some = [shortened(key, 200) for key in list(refused)[: SHOWN_MISTAKES - 1]]
+        rest = len(refused) - len(some)
+        return {key: cls._refusal(key) for key in some} | ({"": f"and {rest:,} more unknown keys"} if rest else {})
+
+    @classmethod
+    def _is_dropped(cls, key: Any, value: Any) -> bool:
+        """Whether an unknown key is passed over."""
+        return False
 
     @classmethod
     def _refusal(cls, key: str) -> str:
@@ -60,15 +197,189 @@ class Strict(BaseModel):
         return f"unknown key '{key}'; {nearest(key, cls.model_fields)}"
 
 
+def _is_tag(annotation: Any) -> bool:
+    """Whether a field can have one value only."""
+    return get_origin(annotation) is Literal and len(get_args(annotation)) == 1
+
+
+REQUIRED = "is required"
+
+
+def broken_rules(model: Strict) -> Iterator[Wrong]:
+    """What the rules of a model find wrong. A rule that needs a value that could not be read is left out."""
+    rules: dict[str, Callable[[Any], Iterator[Wrong]]] = {}
+    for owner in reversed(type(model).__mro__):
+        rules |= {name: found for name, found in vars(owner).items() if getattr(found, "is_rule", False)}
+    for check in rules.values():
+        yield from as_far_as_read(check, model)
+
+
+Found = TypeVar("Found")
+
+
+def as_far_as_read(check: Callable[..., Iterable[Found]], *given: Any) -> Iterator[Found]:
+    """What ``check`` yields until it asks for a value that could not be read."""
+    try:
+        yield from check(*given)
+    except Unread:
+        return
+
+
+Obeying = TypeVar("Obeying", bound=Strict)
+
+
+def _obeying(model: Obeying) -> Obeying:
+    wrong = list(broken_rules(model))
+    if wrong:
+        raise rule_error(*wrong)
+    return model
+
+
+def where_it_stands(check: Callable[[Any], Iterator[Wrong]]) -> AfterValidator:
+    """A rule of a place in the file, for the model that stands there; for its annotation (`Annotated`)."""
+
+    def validator(model: Any, info: ValidationInfo) -> Any:
+        wrong = list(as_far_as_read(check, model))
+        if wrong and isinstance(info.context, _Findings):
+            info.context.of(model).wrong.extend(wrong)
+        elif wrong:
+            raise rule_error(*wrong)
+        return model
+
+    return AfterValidator(validator)
+
+
+@dataclass
+class _Finding:
+    """What is wrong in a model. ``unknown``: messages by key. ``unread``: values by field. ``spellings``: keys of the
+    file by field, where they differ. ``wrong``: broken rules."""
+
+    model: Strict
+    unknown: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, Unreadable] = field(default_factory=dict)
+    spellings: dict[str, str] = field(default_factory=dict)
+    wrong: list[Wrong] = field(default_factory=list)
+
+
+class _Findings:
+    """What one validation has found, by model. It is the context of the validation."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[int, _Finding] = {}
+        """By the id of a model, which stays its own while `_Finding` holds the model."""
+
+    def add(self, model: Strict, finding: _Finding) -> None:
+        self._by_model[id(model)] = finding
+
+    def of(self, model: Strict) -> _Finding:
+        return self._by_model.setdefault(id(model), _Finding(model))
+
+    def mistakes(self, root: Any) -> list[Mistake]:
+        """All mistakes below ``root``, in the order of the schema, each once."""
+        misplaced: set[str] = set()
+        found = list(self._below(root, "", (), misplaced))
+        return list(dict.fromkeys(m for m in found if m.message != REQUIRED or m.key not in misplaced))
+
+    def _below(
+        self, value: Any, path: str, above: tuple[tuple[str, type[Strict]], ...], misplaced: set[str]
+    ) -> Iterator[Mistake]:
+        """Yields the mistakes of ``value``. ``above``: the sections around it, outermost first, with their paths.
+
+        Adds to ``misplaced`` the paths of keys that the file has elsewhere, and that are not missing besides.
+        """
+        match value:
+            case Unreadable(mistakes=mistakes):
+                yield from (mistake.below(path) for mistake in mistakes)
+            case Strict() if id(value) in self._by_model:
+                finding, sections = self._by_model[id(value)], (*above, (path, type(value)))
+                for key, message in finding.unknown.items():
+                    place = _place_of(key, sections)
+                    if place is not None:
+                        misplaced.add(_joined(place, key))
+                        message = f"unknown key '{key}'; it is a key of {place or 'the whole file'}: indent it as such"
+                    yield Mistake(key, message).below(path)
+                for name in type(value).model_fields:
+                    inner = finding.unread[name] if name in finding.unread else value.__dict__[name]
+                    below = _joined(path, finding.spellings.get(name, name))
+                    yield from self._below(inner, below, sections, misplaced)
+                yield from (Mistake(key, message).below(path) for key, message in finding.wrong)
+            case tuple():
+                for n, item in enumerate(value):
+                    yield from self._below(item, _joined(path, str(n)), above, misplaced)
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _place_of(key: str, sections: tuple[tuple[str, type[Strict]], ...]) -> str | None:
+    """The section to which a key belongs that is unknown in the last of ``sections``: one around it, or one within it.
+
+    None for a key that belongs to none of them, or that is more likely a misspelled one.
+    """
+    path, own = sections[-1]
+    if _nearest_alike(key, own.model_fields) is not None:
+        return None
+    within = [(_joined(path, name), model) for name, model in _sections(own)]
+    places = [place for place, model in (*reversed(sections[:-1]), *within) if key in model.model_fields]
+    return places[0] if places else None
+
+
+def _sections(model: type[Strict]) -> Iterator[tuple[str, type[Strict]]]:
+    """Yields the fields that are mappings, and their models."""
+    for name, info in model.model_fields.items():
+        for kind in _alternatives(info.annotation):
+            if isinstance(kind, type) and issubclass(kind, Strict):
+                yield name, kind
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _alternatives(part)
+    else:
+        yield annotation
+
+
+def _misspelled(model: type[Strict], raw: dict[Any, Any]) -> dict[str, str]:
+    """By field that is not given: the unknown key that is probably meant."""
+    absent = [name for name in model.model_fields if name not in raw]
+    found: dict[str, str] = {}
+    for given in [key for key in raw if isinstance(key, str) and key not in model.model_fields][:SHOWN_MISTAKES]:
+        meant = _nearest_alike(given, absent)
+        if meant is not None:
+            found.setdefault(meant, given)
+    return found
+
+
+def _nearest_alike(wrong: str, valid: Iterable[str]) -> str | None:
+    names = list(valid)
+    if len(wrong) > 200 or not names:
+        return None
+    best = _nearest_name(wrong, names)
+    return best if difflib.SequenceMatcher(None, _plain(wrong), _plain(best)).ratio() >= ALIKE else None
+
+
+def _nearest_name(wrong: str, names: Sequence[str]) -> str:
+    same = [name for name in names if _plain(name) == _plain(wrong)]
+    (best,) = same[:1] or difflib.get_close_matches(wrong, names, n=1, cutoff=0.0)
+    return best
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
 def nearest(wrong: str, valid: Iterable[str]) -> str:
     """The text `did you mean 'x'? (valid: …)` with the valid name most similar to ``wrong``."""
     names = sorted(valid)
     assert names
-    (best,) = difflib.get_close_matches(wrong, names, n=1, cutoff=0.0)
-    return f"did you mean '{best}'? (valid: {', '.join(names)})"
+    return f"did you mean '{_nearest_name(wrong, names)}'? (valid: {', '.join(names)})"
 
 
-def rule_error(*mistakes: tuple[str, str]) -> PydanticCustomError:
+def rule_error(*mistakes: Wrong) -> PydanticCustomError:
     """The error that a validator raises, from pairs of a key (relative to the model; "" for itself) and a message."""
     text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
     return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
@@ -91,21 +402,13 @@ PathText = Annotated[str, AfterValidator(check_path)]
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A mistake in the configuration: dotted path of the key, and a message that says how to fix it."""
-
-    key: str
-    message: str
-
-
-@dataclass(frozen=True)
 class ConfigSource:
     """Origin of a configuration: a file, and the `--set` assignments (dotted path, text) applied to it."""
 
     file: str
     assignments: tuple[tuple[str, str], ...] = ()
 
-    def error(self, mistakes: Sequence[Mistake]) -> UserError:
+    def error(self, mistakes: Iterable[Mistake]) -> UserError:
         """An error that lists the mistakes, one per line; of very many, the first."""
         return UserError("\n".join(first_few(map(self.line, mistakes), SHOWN_MISTAKES)))
 
@@ -126,24 +429,37 @@ Model = TypeVar("Model", bound=Strict)
 
 def validate(model: type[Model], raw: object, source: ConfigSource) -> Model:
     """``raw`` as a ``model``. UserError listing all mistakes if it is not valid."""
+    found, mistakes = read(model, raw)
+    if mistakes:
+        raise source.error(mistakes)
+    return found
+
+
+def read(model: type[Model], raw: object) -> tuple[Model, list[Mistake]]:
+    """``raw`` as a ``model``, and all mistakes in it.
+
+    Where there are mistakes, what could be read is there; to ask for the rest raises `Unread` (`as_far_as_read`).
+    """
+    findings = _Findings()
     try:
-        return model.model_validate(raw)
+        found: Any = model.model_validate(raw, context=findings)
     except ValidationError as error:
-        found = [mistake for details in error.errors() for mistake in _mistakes(details, raw)]
-        raise source.error(found) from None
+        found = Unreadable(tuple(_mistakes(error, raw)))
+    return found, findings.mistakes(found)
 
 
-def _mistakes(details: ErrorDetails, raw: object) -> Iterator[Mistake]:
-    missing = details["type"] == "missing"
-    path = list(_path(details["loc"][:-1] if missing else details["loc"], raw))
-    context = details.get("ctx", {})
-    if details["type"] == "rule":
-        for key, message in context["mistakes"]:
-            yield Mistake(".".join([*path, key] if key else path), message)
-    elif missing:
-        yield Mistake(".".join([*path, str(details["loc"][-1])]), "is required")
-    else:
-        yield Mistake(".".join(path), _message(details, context))
+def _mistakes(error: ValidationError, raw: object) -> Iterator[Mistake]:
+    for details in error.errors():
+        missing = details["type"] == "missing"
+        path = list(_path(details["loc"][:-1] if missing else details["loc"], raw))
+        context = details.get("ctx", {})
+        if details["type"] == "rule":
+            for key, message in context["mistakes"]:
+                yield Mistake(".".join([*path, key] if key else path), message)
+        elif missing:
+            yield Mistake(".".join([*path, str(details["loc"][-1])]), REQUIRED)
+        else:
+            yield Mistake(".".join(path), _message(details, context))
 
 
 def _path(location: tuple[int | str, ...], raw: object) -> Iterator[str]:

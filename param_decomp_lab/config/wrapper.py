@@ -1,14 +1,15 @@
 """The wrapper YAML: a run, described by a schema file of the torch project plus the settings that file lacks."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, check_path, expanded_path, rule_error
+from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, Wrong, expanded_path, rule
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]
@@ -27,11 +28,10 @@ class Mesh(Strict):
     tensor: Count = 1
     nodes: Count = 1
 
-    @model_validator(mode="after")
-    def _nodes_divide(self) -> "Mesh":
+    @rule
+    def _nodes_divide(self) -> Iterator[Wrong]:
         if self.fsdp % self.nodes:
-            raise rule_error(("nodes", f"{self.nodes} does not divide fsdp {self.fsdp}"))
-        return self
+            yield "nodes", f"{self.nodes} does not divide fsdp {self.fsdp}"
 
     @property
     def batch_devices(self) -> int:
@@ -57,11 +57,10 @@ class TargetSource(Strict):
     pretrain: FilePath | None = None
     revision: Text | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> "TargetSource":
-        if sum(given is not None for _, given in self) != 1:
-            raise rule_error(("", "takes exactly one of folder, pretrain and revision"))
-        return self
+    @rule
+    def _one(self) -> Iterator[Wrong]:
+        if sum(given is not None for given in (self.folder, self.pretrain, self.revision)) != 1:
+            yield "", "takes exactly one of folder, pretrain and revision"
 
 
 InitComponents = Literal["random", "weighted_singular_vectors"]
@@ -105,7 +104,7 @@ class Wrapper(Strict):
     steps_per_dispatch: Count = 1
     milestones: Milestones = ()
     init_components: InitComponents = "random"
-    init_from: Text | None = None
+    init_from: Annotated[PathText, Field(min_length=1)] | None = None
 
     @property
     def begins_with_singular_vectors(self) -> bool:
@@ -120,18 +119,12 @@ class Wrapper(Strict):
         run, at, step = self.init_from.rpartition("@")
         return (Path(run), int(step)) if at and step.isdecimal() else (Path(self.init_from), None)
 
-    @field_validator("init_from")
-    @classmethod
-    def _parent_path(cls, given: str | None) -> str | None:
-        return given and check_path(given)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Wrapper":
+    @rule
+    def _consistent(self) -> Iterator[Wrong]:
         preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
         if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
-            raise rule_error(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
-        return self
+            yield "memory.preset", f"is {preset}, but {says}; remove one of the two"
 
     def resolved(self) -> "Wrapper":
         """A copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute `init_from`."""
