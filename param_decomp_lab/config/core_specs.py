@@ -203,11 +203,12 @@ def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
 
 
 def _ci(config: AnyCI) -> ci.CIConfig:
-    function = _ci_function(config)
+    function = ci_function(config)
     return ci.ComponentReadout(function) if config.component_readout else function
 
 
-def _ci_function(config: AnyCI) -> ci.FunctionConfig:
+def ci_function(config: AnyCI) -> ci.FunctionConfig:
+    """The CI function of a `ci_config`, without its readout."""
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)

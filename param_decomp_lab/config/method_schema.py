@@ -290,3 +290,10 @@ class ToyFile(_MethodFile):
 
 
 MethodFile = LanguageModelFile | ToyFile
+
+
+class UndecidedFile(_MethodFile):
+    """A schema file that says neither what is decomposed nor on which data. It is checked otherwise, and refused."""
+
+    target: Any = None
+    data: Any = None

@@ -1,6 +1,6 @@
 """Base classes of the configuration: frozen models that refuse unknown keys, and errors that say how to fix them.
 
-`read` finds all mistakes of a file at once. A part that is wrong leaves an `Unreadable` where its value would be, and
+`parse` finds all mistakes of a file at once. A part that is wrong leaves an `Unreadable` where its value would be, and
 everything else is checked: a rule that needs the value of a part that is wrong is left out.
 """
 
@@ -29,7 +29,7 @@ from pydantic import Strict as Strictness
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import with_info_wrap_validator_function
 
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import Unread, UserError
 from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
 from param_decomp_lab.untrusted.printable import first_few, printable, shortened
 
@@ -56,10 +56,6 @@ class Mistake:
         return Mistake(".".join(part for part in (path, self.key) if part), self.message)
 
 
-class Unread(Exception):
-    """Raised where a rule asks for a value that could not be read. The rule does not apply then."""
-
-
 @dataclass(frozen=True)
 class Unreadable:
     """Stands for a value that could not be read. ``mistakes``: why, with keys relative to the value."""
@@ -81,7 +77,40 @@ def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: Valida
     try:
         return handler(raw)
     except ValidationError as error:
-        return Unreadable(tuple(_mistakes(error, raw)))
+        kind = _kind_that_is_meant(error, raw)
+        if kind is None:
+            return Unreadable(tuple(_mistakes(error, raw)))
+        model = _or_unreadable(raw | kind, handler, info)
+        if isinstance(model, Strict) and not kind.keys().isdisjoint(raw):
+            info.context.of(model).wrong[:0] = [(mistake.key, mistake.message) for mistake in _mistakes(error, raw)]
+        return model
+
+
+def _kind_that_is_meant(error: ValidationError, raw: Any) -> dict[str, Any] | None:
+    """Of a mapping whose kind is misspelled, or the key that says the kind: that key, with the right value."""
+    details = error.errors()[0]
+    if error.error_count() > 1 or details["loc"] or not isinstance(raw, dict):
+        return None
+    context = details.get("ctx", {})
+    match details["type"]:
+        case "union_tag_invalid":
+            meant = _nearest_alike(str(context["tag"]), _tags(context))
+            return None if meant is None else {_tag_key(context): meant}
+        case "union_tag_not_found":
+            key = _tag_key(context)
+            given = [other for other in raw if isinstance(other, str) and _nearest_alike(other, [key]) is not None]
+            return {key: raw[given[0]]} if given else None
+        case _:
+            return None
+
+
+def _tag_key(context: dict[str, Any]) -> str:
+    """The key that says of which kind a mapping is."""
+    return str(context["discriminator"]).strip("'")
+
+
+def _tags(context: dict[str, Any]) -> list[str]:
+    return [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
 
 
 Item = TypeVar("Item")
@@ -296,7 +325,7 @@ class _Findings:
                     place = _place_of(key, sections)
                     if place is not None:
                         misplaced.add(_joined(place, key))
-                        message = f"unknown key '{key}'; it is a key of {place or 'the whole file'}: indent it as such"
+                        message = f"unknown key '{key}'; it belongs {f'in {place}' if place else 'at the top level of the file'}: check its indentation"
                     yield Mistake(key, message).below(path)
                 for name in type(value).model_fields:
                     inner = finding.unread[name] if name in finding.unread else value.__dict__[name]
@@ -352,6 +381,11 @@ def _misspelled(model: type[Strict], raw: dict[Any, Any]) -> dict[str, str]:
         if meant is not None:
             found.setdefault(meant, given)
     return found
+
+
+def spelling(model: type[Strict], raw: dict[Any, Any], name: str) -> str | None:
+    """The key of ``raw`` that is the field ``name``, or is probably meant to be. None if there is none."""
+    return name if name in raw else _misspelled(model, raw).get(name)
 
 
 def _nearest_alike(wrong: str, valid: Iterable[str]) -> str | None:
@@ -429,13 +463,13 @@ Model = TypeVar("Model", bound=Strict)
 
 def validate(model: type[Model], raw: object, source: ConfigSource) -> Model:
     """``raw`` as a ``model``. UserError listing all mistakes if it is not valid."""
-    found, mistakes = read(model, raw)
+    found, mistakes = parse(model, raw)
     if mistakes:
         raise source.error(mistakes)
     return found
 
 
-def read(model: type[Model], raw: object) -> tuple[Model, list[Mistake]]:
+def parse(model: type[Model], raw: object) -> tuple[Model, list[Mistake]]:
     """``raw`` as a ``model``, and all mistakes in it.
 
     Where there are mistakes, what could be read is there; to ask for the rest raises `Unread` (`as_far_as_read`).
@@ -477,10 +511,11 @@ def _message(details: ErrorDetails, context: dict[str, Any]) -> str:
     shown = text if len(text) <= 60 else f"{text[:57]}..."
     match details["type"]:
         case "union_tag_invalid":
-            tags = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
-            return f"unknown {context['discriminator']} '{context['tag']}'; {nearest(str(context['tag']), tags)}"
+            return (
+                f"unknown {context['discriminator']} '{context['tag']}'; {nearest(str(context['tag']), _tags(context))}"
+            )
         case "union_tag_not_found":
-            return f"{context['discriminator'].strip(chr(39))} is required, to say which kind this is; got {shown}"
+            return f"{_tag_key(context)} is required, to say which kind this is; got {shown}"
         case "too_short":
             return f"needs at least {context['min_length']} item(s), not {context['actual_length']}"
         case "too_long":
