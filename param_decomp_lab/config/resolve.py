@@ -31,14 +31,14 @@ from param_decomp_lab.config.strict import (
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.errors import Unread, UserError
 from param_decomp_lab.untrusted.printable import first_few
-from param_decomp_lab.untrusted.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.untrusted.yaml_text import DuplicateKeys, dump_yaml, read_mapping
 
 
 class ConfigError(UserError):
     """Lists everything that is wrong with a configuration, one mistake per line.
 
     ``lines``: the mistakes. ``config``: what could be read of the configuration, to check it further
-    (`strict.as_far_as_read`); None if a file could not be read.
+    (`strict.as_far_as_read`); None if a file could not be read, or does not say which kind of target it is for.
     """
 
     def __init__(self, lines: Sequence[str], config: "RunConfig | None" = None) -> None:
@@ -139,7 +139,7 @@ def load_config(
     assignments, wrong = read_overrides(overrides)
     for_wrapper, for_method = _by_file(assignments)
     try:
-        raw = read(path, "the wrapper")
+        raw = _mapping(read, path, "the wrapper", wrong)
         if "pd" in raw and "torch_config" not in raw:
             raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
     except UserError as error:
@@ -149,7 +149,10 @@ def load_config(
     wrapper = _read_wrapper(raw, wrapper_source, path.parent)
     wrong += unfit
     try:
-        method = read(wrapper.model.torch_config, f"torch_config of {path}")
+        method = _mapping(read, wrapper.model.torch_config, f"torch_config of {path}", wrong)
+        if "torch_config" in method and "pd" not in method:
+            named = f"{wrapper.model.torch_config}: is a wrapper, and not the schema file that torch_config should be"
+            raise UserError(named)
     except Unread:
         raise ConfigError([*wrong, *wrapper.lines]) from None
     except UserError as error:
@@ -157,6 +160,17 @@ def load_config(
     method, unfit = apply_those_that_fit(method, for_method)
     source = override_source(wrapper.model.torch_config, for_method)
     return _configuration(wrapper, method, wrapper_source, source, before=[*wrong, *unfit])
+
+
+def _mapping(read: Callable[[Path, str], dict[str, Any]], path: Path, what: str, wrong: list[str]) -> dict[str, Any]:
+    """What ``read`` reads. Keys that are given twice are added to ``wrong``."""
+    try:
+        return read(path, what)
+    except DuplicateKeys as error:
+        if not isinstance(error.value, dict):
+            raise
+        wrong.append(str(error))
+        return error.value
 
 
 def _by_file(assignments: Sequence[Override]) -> tuple[list[Override], list[Override]]:
@@ -200,7 +214,7 @@ def _configuration(
     lines += map(wrapper_source.line, wrapper_mistakes(wrapper.model, method))
     lines += map(method_source.line, method_mistakes(wrapper.model, method))
     if lines:
-        raise ConfigError(lines, RunConfig(wrapper.model, method))
+        raise ConfigError(lines, None if isinstance(found, UndecidedFile) else RunConfig(wrapper.model, method))
     ignored = tuple(key for key, given in _without_meaning(method) if given)
     return RunConfig(wrapper.model, method, ignored, warnings(wrapper.model, method))
 

@@ -188,6 +188,7 @@ class Strict(BaseModel):
         spellings = _misspelled(cls, raw)
         known = {key: value for key, value in raw.items() if isinstance(key, str) and key in cls.model_fields}
         known |= {key: raw[given] for key, given in spellings.items()}
+        known = _in_place(cls, raw, known)
         for key, info_of_key in cls.model_fields.items():
             if info_of_key.is_required() and not _is_tag(info_of_key.annotation):
                 known.setdefault(key, Unreadable((Mistake("", REQUIRED),)))
@@ -325,7 +326,8 @@ class _Findings:
                     place = _place_of(key, sections)
                     if place is not None:
                         misplaced.add(_joined(place, key))
-                        message = f"unknown key '{key}'; it belongs {f'in {place}' if place else 'at the top level of the file'}: check its indentation"
+                        where = f"in {place}" if place else "at the top level of the file"
+                        message = f"unknown key '{key}'; it belongs {where}: check its indentation"
                     yield Mistake(key, message).below(path)
                 for name in type(value).model_fields:
                     inner = finding.unread[name] if name in finding.unread else value.__dict__[name]
@@ -352,6 +354,24 @@ def _place_of(key: str, sections: tuple[tuple[str, type[Strict]], ...]) -> str |
     within = [(_joined(path, name), model) for name, model in _sections(own)]
     places = [place for place, model in (*reversed(sections[:-1]), *within) if key in model.model_fields]
     return places[0] if places else None
+
+
+def _in_place(model: type[Strict], raw: dict[Any, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """``known``, the values by field, with those of misplaced keys: what belongs to the sections of ``model`` in these,
+    and what is in these but belongs to ``model`` itself."""
+    found = dict(known)
+    left = {key: value for key, value in raw.items() if isinstance(key, str) and key not in model.model_fields}
+    for section, inner in _sections(model):
+        own = found.get(section)
+        theirs = [key for key in left if key in inner.model_fields and _nearest_alike(key, model.model_fields) is None]
+        moved = {key: left.pop(key) for key in theirs}
+        if moved and (own is None or isinstance(own, dict)):
+            found[section] = moved | (own or {})
+        if isinstance(own, dict):
+            outer = [key for key in own if key not in inner.model_fields and key in model.model_fields]
+            above = {key: own[key] for key in outer if _nearest_alike(key, inner.model_fields) is None}
+            found = above | found
+    return found
 
 
 def _sections(model: type[Strict]) -> Iterator[tuple[str, type[Strict]]]:
