@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+from param_decomp_lab.config.loss_parts import RepeatAcrossBatchScope
 from param_decomp_lab.config.loss_schema import (
     ImportanceMinimalityLoss,
     Loss,
     PersistentPGD,
     PersistentPGDReconLoss,
-    RepeatAcrossBatchScope,
 )
 from param_decomp_lab.config.method_schema import (
     ChunkwiseCI,

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic import Strict as Strictness
 
-from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.loss_parts import ScheduleConfig
+from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.strict import (
     NO_MEANING,

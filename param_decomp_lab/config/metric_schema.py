@@ -1,11 +1,12 @@
 """The METRIC table of the torch schema: any LOSS without a coefficient, and metrics that are not losses."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
+from param_decomp_lab.config.kinds import by_type
+from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
 from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, Wrong, where_it_stands
 
 
@@ -88,8 +89,9 @@ def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
 
 
 Metric = Annotated[
-    AnyLoss | OnlyMeasured,
-    Field(discriminator="type"),
+    Loss | OnlyMeasured,
+    SerializeAsAny(),
+    by_type(LOSSES, {model.__name__: model for model in get_args(OnlyMeasured)}),
     where_it_stands(_without_coefficient),
     BeforeValidator(not_refused),
 ]

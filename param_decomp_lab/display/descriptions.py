@@ -24,7 +24,7 @@ from param_decomp_jax.ci import (
     GlobalTransformer,
     LayerwiseMLP,
 )
-from param_decomp_jax.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.losses import DirectTerm, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.masks import Constant, Stochastic
 from param_decomp_jax.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
@@ -36,8 +36,8 @@ from param_decomp_lab.display.numbers import exact
 def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
     """Describes what a term computes. ``n_sites``: None if the target is unknown."""
     match term:
-        case Faithfulness():
-            return "mean squared entry of W − V U"
+        case DirectTerm():
+            return term.describe()
         case ImportanceMinimality():
             return describe_importance_minimality(term)
         case Reconstruction():

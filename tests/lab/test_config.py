@@ -18,7 +18,8 @@ from param_decomp_jax.schedules import Anneal, Schedule
 from param_decomp_jax.state import Decomposition, FaithfulnessWarmup
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, term
-from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.loss_parts import ScheduleConfig
+from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
 from param_decomp_lab.config.site_patterns import PREFIXES
