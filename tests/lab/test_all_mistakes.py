@@ -46,7 +46,7 @@ def mistakes(path: Path, *overrides: str) -> list[tuple[str, str]]:
 def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
     raw = schema()
     pd = raw["pd"]
-    minimality, chunkwise, persistent, faithfulness = pd["loss_metrics"]
+    minimality, subset, persistent, faithfulness = pd["loss_metrics"]
     raw["cadence"] = [1]  # a list for a mapping
     raw["eval"]["slow_every"] = 7  # no multiple of every
     raw["eval"]["metrics"].append({"type": "CEandKLLosses", "rounding_threshold": 2})  # listed twice, and too large
@@ -63,8 +63,7 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
         "coef": 1,
         "gamma": {"start_val": -1},
     }  # three in one loss, and gamma without its penalty
-    chunkwise["routing"]["type"] = "uniform_k_subsets"  # a misspelled kind ...
-    chunkwise["sites_per_chunk"] = 0  # ... and what is wrong besides
+    subset["routing"] = {"type": "static_probabilities", "p": 2}  # a misspelled kind, and a value that is wrong for it
     persistent["type"] = "PersistentPGDReconLos"
     persistent["scope"] = {"type": "repeat_across_batch", "n_sources": 2}
     persistent["coeff"] = 0
@@ -100,8 +99,8 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
         "torch.yaml: pd.loss_metrics.0.eps",
         "torch.yaml: pd.loss_metrics.0.gamma.start_val",
         "torch.yaml: pd.loss_metrics.0.gamma",
+        "torch.yaml: pd.loss_metrics.1.routing.p",
         "torch.yaml: pd.loss_metrics.1.routing",
-        "torch.yaml: pd.loss_metrics.1.sites_per_chunk",
         "torch.yaml: pd.loss_metrics.2",
         "torch.yaml: pd.loss_metrics.2.coeff",
         "torch.yaml: pd.loss_metrics.3",
@@ -121,7 +120,7 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
         ("torch.yaml: n_mask_samples", "unknown key 'n_mask_samples'; it belongs in pd: check its indentation"),
         ("torch.yaml: pd.runtime", "unknown key 'runtime'; it belongs at the top level of the file: check its"),
         ("torch.yaml: pd.loss_metrics.0.gamma", "belongs to penalty: smooth_l0"),
-        ("torch.yaml: pd.loss_metrics.1.routing", "did you mean 'uniform_k_subset'?"),
+        ("torch.yaml: pd.loss_metrics.1.routing", "did you mean 'static_probability'?"),
         ("torch.yaml: pd.loss_metrics.2", "unknown 'type' 'PersistentPGDReconLos'; did you mean 'PersistentPGDReconLo"),
     ):
         assert any(where == head and message in said for where, said in found), head
@@ -146,13 +145,13 @@ def test_what_is_wrong_when_it_is_right_is_not_said() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", WRAPPERS, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_right_files_are_read_as_without_collecting(path: Path) -> None:
-    raw = read_mapping(path, "the wrapper")
-    assert parse(Wrapper, raw) == (Wrapper.model_validate(raw), [])
-    method = read_mapping(path.parent / raw["torch_config"], "the schema file")
-    model: type[LanguageModelFile] | type[ToyFile] = LanguageModelFile if "spec" in method["target"] else ToyFile
-    assert parse(model, method) == (model.model_validate(method), [])
+def test_right_files_are_read_as_without_collecting() -> None:
+    for path in WRAPPERS:
+        raw = read_mapping(path, "the wrapper")
+        assert parse(Wrapper, raw) == (Wrapper.model_validate(raw), [])
+        method = read_mapping(path.parent / raw["torch_config"], "the schema file")
+        model: type[LanguageModelFile] | type[ToyFile] = LanguageModelFile if "spec" in method["target"] else ToyFile
+        assert parse(model, method) == (model.model_validate(method), [])
 
 
 def test_indentation(tmp_path: Path) -> None:
