@@ -1,5 +1,5 @@
 """docs/development.md, "A new reconstruction loss" and "Another loss", followed to the letter: two losses that are not
-part of the project are configured, checked, trained, evaluated and reported on through the same commands as the others."""
+part of the project are configured, checked, trained, evaluated and reported on by the same commands as the others."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,7 @@ class CIMaskedChunkwiseReconLoss(Loss):
     routing: Routing = DEFAULT_ROUTING
 
     def term(self, make: TermMaker) -> Term:
-        return make.reconstruction(
-            make.constant(0.0), live=make.chunks(self.sites_per_chunk), routing=self.routing, n_samples=2
-        )
+        return make.reconstruction(make.constant(0.0), live=make.chunks(self.sites_per_chunk), routing=self.routing)
 
 
 # --8<-- another loss: what somebody adds to `losses.py` ...
@@ -77,6 +75,7 @@ TERMS = (
     f"pd.loss_metrics=[{{{CHUNKS}, coeff: 0.5}}, {{type: ComponentNormLoss, coeff: 100.0, name: norm}}]",
     "pd.components_optimizer.lr_schedule={start_val: 0.1}",
     "pd.steps=2",
+    "pd.faithfulness_warmup_steps=0",
     "eval.every=2",
     "eval.slow_every=2",
     f"eval.metrics=[{{{CHUNKS}}}, {{type: ComponentNormLoss, threshold: 1000.0}}]",
@@ -93,7 +92,7 @@ def new_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_new_losses_go_the_whole_way(tmp_path: Path) -> None:
     save_toy(tmp_path)
     said = " ".join(pd_here("check", CONFIG, *settings(tmp_path, 1, *TERMS)).out.split())
-    assert "CIMaskedChunkwiseReconLoss 0.5 4 0 2 chunks of 2 sites live, the last of 1; routed to a uniform" in said
+    assert "CIMaskedChunkwiseReconLoss 0.5 2 0 2 chunks of 2 sites live, the last of 1; routed to a uniform" in said
     assert "norm 100 – – mean squared entry of V and U above 0" in said
     outcome = pd_here("train", CONFIG, *settings(tmp_path, 1, *TERMS))
     assert outcome.status == 0, outcome
