@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -192,11 +191,8 @@ class _ReadWrapper:
 def _read_wrapper(raw: object, source: ConfigSource, folder: Path) -> _ReadWrapper:
     """Reads a wrapper whose paths are relative to ``folder``."""
     wrapper, mistakes = parse(Wrapper, raw)
-    if not mistakes:
-        return _ReadWrapper(wrapper.relative_to(folder).resolved())
-    with suppress(Unread):
-        wrapper = wrapper.relative_to(folder)
-    return _ReadWrapper(wrapper, tuple(map(source.line, mistakes)))
+    wrapper = wrapper.relative_to(folder)
+    return _ReadWrapper(wrapper if mistakes else wrapper.resolved(), tuple(map(source.line, mistakes)))
 
 
 def _configuration(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
 from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, Wrong, expanded_path, rule
+from param_decomp_lab.errors import Unread
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]
@@ -136,17 +138,18 @@ class Wrapper(Strict):
         return self.model_copy(update=update)
 
     def relative_to(self, folder: Path) -> "Wrapper":
-        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative."""
+        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative.
 
-        def below(part: Strict | None) -> Strict | None:
-            paths = {key: _absolute(folder / path) for key, path in part or () if isinstance(path, Path)}
-            return part and part.model_copy(update=paths)
-
-        update = {
-            "torch_config": _absolute(folder / self.torch_config),
-            "data": below(self.data),
-            "target": below(self.target),
-        }
+        Leaves out what could not be read.
+        """
+        update: dict[str, Any] = {}
+        with suppress(Unread):
+            update["torch_config"] = _absolute(folder / self.torch_config)
+        for key in ("data", "target"):
+            with suppress(Unread):
+                part: Strict | None = getattr(self, key)
+                paths = {name: _absolute(folder / path) for name, path in part or () if isinstance(path, Path)}
+                update[key] = part and part.model_copy(update=paths)
         return self.model_copy(update=update)
 
     def is_milestone(self, step: int) -> bool:

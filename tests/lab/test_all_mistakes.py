@@ -75,6 +75,7 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
         "memory": {"save": ["logit", "logits"], "recompute": ["logits"], "micro_batches": 0},
         "experiment": "tms",
         "data": {"train": "a"},
+        "target": "folder",
     }
     path = write(tmp_path, raw, wrapper)
     found = mistakes(path, "nothing", "pd.loss_metrics.9.coeff=1", "eval.n_steps=many")
@@ -89,6 +90,7 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
         "wrapper.yaml: memory.micro_batches",
         "wrapper.yaml: memory.recompute",  # logits, which is in both lists
         "wrapper.yaml: data.eval",
+        "wrapper.yaml: target",
         "torch.yaml: n_mask_samples",
         "torch.yaml: pd.runtime",
         "torch.yaml: pd.stepz",
