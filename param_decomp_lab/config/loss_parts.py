@@ -34,7 +34,7 @@ class StaticProbabilityRouting(Strict):
 
 Routing = Annotated[UniformKSubsetRouting | StaticProbabilityRouting, Field(discriminator="type")]
 DEFAULT_ROUTING = UniformKSubsetRouting(type="uniform_k_subset")
-"""Of the four losses on subsets of sites."""
+"""The default of the four losses on subsets of sites."""
 
 
 class AdamConfig(Strict):

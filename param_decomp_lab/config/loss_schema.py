@@ -22,7 +22,7 @@ from param_decomp_lab.config.strict import (
     Wrong,
     rule,
     rule_error,
-    where_it_stands,
+    rule_here,
 )
 
 if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
@@ -305,6 +305,6 @@ def _with_coefficient(loss: Loss) -> Iterator[Wrong]:
 TrainingLoss = Annotated[
     SerializeAsAny[Loss],
     by_type(LOSSES),
-    where_it_stands(_with_coefficient),
+    rule_here(_with_coefficient),
     BeforeValidator(not_refused),
 ]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from param_decomp_lab.config.kinds import by_type
 from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, Wrong, where_it_stands
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, Wrong, rule_here
 
 
 class CEandKLLosses(Strict):
@@ -92,6 +92,6 @@ Metric = Annotated[
     Loss | OnlyMeasured,
     SerializeAsAny(),
     by_type(LOSSES, {model.__name__: model for model in get_args(OnlyMeasured)}),
-    where_it_stands(_without_coefficient),
+    rule_here(_without_coefficient),
     BeforeValidator(not_refused),
 ]

@@ -40,7 +40,7 @@ from param_decomp_lab.config.loss_parts import (
 class TermMaker:
     """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of draws.
 
-    A reconstruction is a choice of live sets (`all_sites`, `each_site`, `chunks`), routing, and sources (`constant`,
+    A reconstruction is a choice of live sets (all sites, `each_site`, `chunks`), routing, and sources (`constant`,
     `stochastic`, `fresh_attack`, `persistent_attack`).
     """
 
@@ -62,10 +62,6 @@ class TermMaker:
         return Reconstruction(self.name, self.coeff, live, _routing(routing), sources, n_samples, error)
 
     # ---- live sets ----
-
-    @property
-    def all_sites(self) -> AllSites:
-        return AllSites()
 
     @property
     def each_site(self) -> EachSite:

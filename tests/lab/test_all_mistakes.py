@@ -147,13 +147,16 @@ def test_what_is_wrong_when_it_is_right_is_not_said() -> None:
     ]
 
 
-def test_right_files_are_read_as_without_collecting() -> None:
+def test_what_is_right_is_read_as_ever() -> None:
+    """With one mistake beside it, which changes nothing else, and is the only one that is found."""
     for path in WRAPPERS:
-        raw = read_mapping(path, "the wrapper")
-        assert parse(Wrapper, raw) == (Wrapper.model_validate(raw), [])
-        method = read_mapping(path.parent / raw["torch_config"], "the schema file")
-        model: type[LanguageModelFile] | type[ToyFile] = LanguageModelFile if "spec" in method["target"] else ToyFile
-        assert parse(model, method) == (model.model_validate(method), [])
+        wrapper = read_mapping(path, "the wrapper")
+        method = read_mapping(path.parent / wrapper["torch_config"], "the schema file")
+        schema = LanguageModelFile if "spec" in method["target"] else ToyFile
+        for model, raw in ((Wrapper, wrapper), (schema, method)):
+            assert parse(model, raw) == (model.model_validate(raw), [])
+            found, (mistake,) = parse(model, {**raw, "zzz": 1})
+            assert (found, mistake.key) == (model.model_validate(raw), "zzz")
 
 
 def test_indentation(tmp_path: Path) -> None:
