@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from param_decomp_jax.dictionaries import Dictionary, Encoder, Normalization
 from param_decomp_jax.hooks import Hook
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
-from param_decomp_lab.config.strict import ConfigSource, Strict, Width, Wrong, rule, rule_error, validate
+from param_decomp_lab.config.mistakes import ConfigSource, Wrong, rule_error
+from param_decomp_lab.config.strict import Strict, Width, rule, validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.json_text import read_json
 from param_decomp_lab.untrusted.printable import first_few, printable

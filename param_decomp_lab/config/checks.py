@@ -27,8 +27,9 @@ from param_decomp_lab.config.metric_schema import (
     PermutedCIPlots,
     UVPlots,
 )
+from param_decomp_lab.config.mistakes import Mistake
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import Mistake, Strict, as_far_as_read
+from param_decomp_lab.config.strict import Strict, as_far_as_read
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {

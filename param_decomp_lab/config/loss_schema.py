@@ -12,18 +12,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from param_decomp_lab.config.kinds import by_type, registered
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Ascent, Routing, ScheduleConfig, Scope
-from param_decomp_lab.config.strict import (
-    Count,
-    Fraction,
-    Natural,
-    NonNegative,
-    Positive,
-    Strict,
-    Wrong,
-    rule,
-    rule_error,
-    rule_here,
-)
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
 
 if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
     from param_decomp_jax.adversary import FreshAttack, PersistentAttack

@@ -22,7 +22,9 @@ from param_decomp_jax.memory import (
     MemoryPolicy,
     StatePart,
 )
-from param_decomp_lab.config.strict import Count, ListOf, Strict, Wrong, nearest, rule, rule_error
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.spelling import nearest
+from param_decomp_lab.config.strict import Count, ListOf, Strict, rule
 
 Preset = Literal["plain", "balanced", "lean", "fast", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {

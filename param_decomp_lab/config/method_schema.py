@@ -9,6 +9,7 @@ from pydantic import Strict as Strictness
 from param_decomp_lab.config.loss_parts import ScheduleConfig
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.mistakes import Wrong, rule_error
 from param_decomp_lab.config.strict import (
     NO_MEANING,
     Count,
@@ -20,9 +21,7 @@ from param_decomp_lab.config.strict import (
     Positive,
     Strict,
     Width,
-    Wrong,
     rule,
-    rule_error,
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -7,7 +7,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from param_decomp_lab.config.kinds import by_type
 from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, Wrong, rule_here
+from param_decomp_lab.config.mistakes import Wrong
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_here
 
 
 class CEandKLLosses(Strict):

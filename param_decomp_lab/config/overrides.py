@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.config.strict import ConfigSource, Strict, nearest
+from param_decomp_lab.config.mistakes import ConfigSource
+from param_decomp_lab.config.spelling import nearest
+from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.printable import shortened

@@ -4,9 +4,7 @@
 everything else is checked: a rule that needs the value of a part that is wrong is left out.
 """
 
-import difflib
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,34 +26,27 @@ from pydantic import (
     model_validator,
 )
 from pydantic import Strict as Strictness
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema
 from pydantic_core.core_schema import with_info_wrap_validator_function
 
-from param_decomp_lab.errors import Unread, UserError
+from param_decomp_lab.config.mistakes import (
+    REQUIRED,
+    SHOWN_MISTAKES,
+    ConfigSource,
+    Mistake,
+    Wrong,
+    mistakes_of,
+    rule_error,
+    tag_key,
+    tags,
+)
+from param_decomp_lab.config.spelling import nearest, nearest_alike
+from param_decomp_lab.errors import Unread
 from param_decomp_lab.untrusted.paths import home_mistake, path_mistake
-from param_decomp_lab.untrusted.printable import first_few, printable, shortened
+from param_decomp_lab.untrusted.printable import printable, shortened
 
-SHOWN_MISTAKES = 40
-"""Mistakes that a message lists at most."""
 NO_MEANING = object()
 """Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""
-ALIKE = 0.75
-"""Similarity (`difflib`'s ratio) from which an unknown key is taken for a valid one that was misspelled."""
-
-Wrong = tuple[str, str]
-"""A broken rule: the key, relative to the model ("" for the model itself), and a message that says how to fix it."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake in the configuration: dotted path of the key, and a message that says how to fix it."""
-
-    key: str
-    message: str
-
-    def below(self, path: str) -> "Mistake":
-        """The same mistake, with its key relative to the parent of ``path``."""
-        return Mistake(".".join(part for part in (path, self.key) if part), self.message)
 
 
 @dataclass(frozen=True)
@@ -81,10 +72,10 @@ def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: Valida
     except ValidationError as error:
         kind = _kind_that_is_meant(error, raw)
         if kind is None:
-            return Unreadable(tuple(_mistakes(error, raw)))
+            return Unreadable(tuple(mistakes_of(error, raw)))
         model = _or_unreadable(raw | kind, handler, info)
         if isinstance(model, Strict) and not kind.keys().isdisjoint(raw):
-            info.context.of(model).wrong[:0] = [(mistake.key, mistake.message) for mistake in _mistakes(error, raw)]
+            info.context.of(model).wrong[:0] = [(mistake.key, mistake.message) for mistake in mistakes_of(error, raw)]
         return model
 
 
@@ -96,23 +87,14 @@ def _kind_that_is_meant(error: ValidationError, raw: Any) -> dict[str, Any] | No
     context = details.get("ctx", {})
     match details["type"]:
         case "union_tag_invalid":
-            meant = _nearest_alike(str(context["tag"]), _tags(context))
-            return None if meant is None else {_tag_key(context): meant}
+            meant = nearest_alike(str(context["tag"]), tags(context))
+            return None if meant is None else {tag_key(context): meant}
         case "union_tag_not_found":
-            key = _tag_key(context)
-            given = [other for other in raw if isinstance(other, str) and _nearest_alike(other, [key]) is not None]
+            key = tag_key(context)
+            given = [other for other in raw if isinstance(other, str) and nearest_alike(other, [key]) is not None]
             return {key: raw[given[0]]} if given else None
         case _:
             return None
-
-
-def _tag_key(context: dict[str, Any]) -> str:
-    """The key that says of which kind a mapping is."""
-    return str(context["discriminator"]).strip("'")
-
-
-def _tags(context: dict[str, Any]) -> list[str]:
-    return [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
 
 
 Item = TypeVar("Item")
@@ -232,9 +214,6 @@ class Strict(BaseModel):
 def _is_tag(annotation: Any) -> bool:
     """Whether a field can have one value only."""
     return get_origin(annotation) is Literal and len(get_args(annotation)) == 1
-
-
-REQUIRED = "is required"
 
 
 def broken_rules(model: Strict) -> Iterator[Wrong]:
@@ -357,7 +336,7 @@ def _place_of(key: str, sections: tuple[tuple[str, type[Strict]], ...]) -> str |
     None for a key that belongs to none of them, or that is more likely a misspelled one.
     """
     path, own = sections[-1]
-    if _nearest_alike(key, own.model_fields) is not None:
+    if nearest_alike(key, own.model_fields) is not None:
         return None
     within = [(_joined(path, name), model) for name, model in _sections(own)]
     places = [place for place, model in (*reversed(sections[:-1]), *within) if key in model.model_fields]
@@ -371,13 +350,13 @@ def _in_place(model: type[Strict], raw: dict[Any, Any], known: dict[str, Any]) -
     left = {key: value for key, value in raw.items() if isinstance(key, str) and key not in model.model_fields}
     for section, inner in _sections(model):
         own = found.get(section)
-        theirs = [key for key in left if key in inner.model_fields and _nearest_alike(key, model.model_fields) is None]
+        theirs = [key for key in left if key in inner.model_fields and nearest_alike(key, model.model_fields) is None]
         moved = {key: left.pop(key) for key in theirs}
         if moved and (own is None or isinstance(own, dict)):
             found[section] = moved | (own or {})
         if isinstance(own, dict):
             outer = [key for key in own if key not in inner.model_fields and key in model.model_fields]
-            above = {key: own[key] for key in outer if _nearest_alike(key, inner.model_fields) is None}
+            above = {key: own[key] for key in outer if nearest_alike(key, inner.model_fields) is None}
             found = above | found
     return found
 
@@ -405,7 +384,7 @@ def _misspelled(model: type[Strict], raw: dict[Any, Any]) -> dict[str, str]:
     absent = [name for name in model.model_fields if name not in raw]
     found: dict[str, str] = {}
     for given in [key for key in raw if isinstance(key, str) and key not in model.model_fields][:SHOWN_MISTAKES]:
-        meant = _nearest_alike(given, absent)
+        meant = nearest_alike(given, absent)
         if meant is not None:
             found.setdefault(meant, given)
     return found
@@ -414,37 +393,6 @@ def _misspelled(model: type[Strict], raw: dict[Any, Any]) -> dict[str, str]:
 def spelling(model: type[Strict], raw: dict[Any, Any], name: str) -> str | None:
     """The key of ``raw`` that is the field ``name``, or is probably meant to be. None if there is none."""
     return name if name in raw else _misspelled(model, raw).get(name)
-
-
-def _nearest_alike(wrong: str, valid: Iterable[str]) -> str | None:
-    names = list(valid)
-    if len(wrong) > 200 or not names:
-        return None
-    best = _nearest_name(wrong, names)
-    return best if difflib.SequenceMatcher(None, _plain(wrong), _plain(best)).ratio() >= ALIKE else None
-
-
-def _nearest_name(wrong: str, names: Sequence[str]) -> str:
-    same = [name for name in names if _plain(name) == _plain(wrong)]
-    (best,) = same[:1] or difflib.get_close_matches(wrong, names, n=1, cutoff=0.0)
-    return best
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "_")
-
-
-def nearest(wrong: str, valid: Iterable[str]) -> str:
-    """The text `did you mean 'x'? (valid: …)` with the valid name most similar to ``wrong``."""
-    names = sorted(valid)
-    assert names
-    return f"did you mean '{_nearest_name(wrong, names)}'? (valid: {', '.join(names)})"
-
-
-def rule_error(*mistakes: Wrong) -> PydanticCustomError:
-    """The error that a validator raises, from pairs of a key (relative to the model; "" for itself) and a message."""
-    text = "; ".join(f"{key}: {message}" if key else message for key, message in mistakes)
-    return PydanticCustomError("rule", "{text}", {"text": text, "mistakes": mistakes})
 
 
 def check_path(text: str) -> str:
@@ -461,29 +409,6 @@ def expanded_path(path: Path) -> Path:
 
 
 PathText = Annotated[str, AfterValidator(check_path)]
-
-
-@dataclass(frozen=True)
-class ConfigSource:
-    """Origin of a configuration: a file, and the `--set` assignments (dotted path, text) applied to it."""
-
-    file: str
-    assignments: tuple[tuple[str, str], ...] = ()
-
-    def error(self, mistakes: Iterable[Mistake]) -> UserError:
-        """An error that lists the mistakes, one per line; of very many, the first."""
-        return UserError("\n".join(first_few(map(self.line, mistakes), SHOWN_MISTAKES)))
-
-    def line(self, mistake: Mistake) -> str:
-        """One line: file, the last assignment that affects the key (if any), key, message."""
-        texts = [text for path, text in self.assignments if _touches(path, mistake.key)]
-        by = f" with --set {texts[-1]}" if texts else ""
-        key = f"{mistake.key}: " if mistake.key else ""
-        return f"{self.file}{by}: {key}{mistake.message}"
-
-
-def _touches(path: str, key: str) -> bool:
-    return bool(key) and (path == key or path.startswith(f"{key}.") or key.startswith(f"{path}."))
 
 
 Model = TypeVar("Model", bound=Strict)
@@ -508,56 +433,5 @@ def parse(model: type[Model], raw: object) -> tuple[Model, list[Mistake]]:
     try:
         found: Any = model.model_validate(raw, context=findings)
     except ValidationError as error:
-        found = Unreadable(tuple(_mistakes(error, raw)))
+        found = Unreadable(tuple(mistakes_of(error, raw)))
     return found, findings.mistakes(found)
-
-
-def _mistakes(error: ValidationError, raw: object) -> Iterator[Mistake]:
-    for details in error.errors():
-        missing = details["type"] == "missing"
-        path = list(_path(details["loc"][:-1] if missing else details["loc"], raw))
-        context = details.get("ctx", {})
-        if details["type"] == "rule":
-            for key, message in context["mistakes"]:
-                yield Mistake(".".join([*path, key] if key else path), message)
-        elif missing:
-            yield Mistake(".".join([*path, str(details["loc"][-1])]), REQUIRED)
-        else:
-            yield Mistake(".".join(path), _message(details, context))
-
-
-def _path(location: tuple[int | str, ...], raw: object) -> Iterator[str]:
-    """Pydantic's location without the tags of unions, which are not keys of the file."""
-    for part in location:
-        inside = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, dict) else ()
-        if part in inside:
-            raw = raw[part]  # type: ignore[index]
-            yield str(part)
-
-
-def _message(details: ErrorDetails, context: dict[str, Any]) -> str:
-    given = details["input"]
-    text = json.dumps(given) if given is None or isinstance(given, bool) else repr(given)  # null, true, false
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    match details["type"]:
-        case "union_tag_invalid":
-            return (
-                f"unknown {context['discriminator']} '{context['tag']}'; {nearest(str(context['tag']), _tags(context))}"
-            )
-        case "union_tag_not_found":
-            return f"{_tag_key(context)} is required, to say which kind this is; got {shown}"
-        case "too_short":
-            return f"needs at least {context['min_length']} item(s), not {context['actual_length']}"
-        case "too_long":
-            return f"takes at most {context['max_length']} item(s), not {context['actual_length']}"
-        case "tuple_type":
-            return f"should be a list, not {shown}"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"should be a mapping, not {shown}"
-        case "path_type":
-            return f"should be a path, not {shown}"
-        case "string_type":
-            return f"should be a string, not {shown}: put it in quotes if it is meant as text"
-        case _:
-            message = details["msg"].replace("Input should be", "should be").replace("String should", "should")
-            return f"{message}, not {shown}"

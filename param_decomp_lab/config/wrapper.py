@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, Wrong, expanded_path, rule
+from param_decomp_lab.config.mistakes import Wrong
+from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, expanded_path, rule
 from param_decomp_lab.errors import Unread
 
 Text = Annotated[str, Field(min_length=1)]

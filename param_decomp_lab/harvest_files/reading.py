@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Float32, Float64, Int, Int32, Int64
 
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.data.token_names import stored_names, unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest_files.averages import Averages, find_averages

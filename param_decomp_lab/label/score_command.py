@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.display.numbers import number
 from param_decomp_lab.display.tables import plain_table
 from param_decomp_lab.errors import UserError

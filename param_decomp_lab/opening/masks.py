@@ -10,7 +10,7 @@ from jaxtyping import Float
 from param_decomp_jax.masks import Bundle, Sources
 from param_decomp_jax.sites import Site, Sites
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 
 CI: Literal["ci"] = "ci"

@@ -13,22 +13,19 @@ from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.registry import ARCHITECTURES as REGISTERED
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_jax.targets.transformer_config import TransformerConfig
+from param_decomp_lab.config.mistakes import ConfigSource, Mistake, Wrong, rule_error
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.config.strict import (
-    ConfigSource,
     Count,
     LayerCount,
     ListOf,
-    Mistake,
     Natural,
     NonNegative,
     PathText,
     Positive,
     Strict,
     Width,
-    Wrong,
-    nearest,
     rule,
-    rule_error,
     validate,
 )
 from param_decomp_lab.errors import UserError

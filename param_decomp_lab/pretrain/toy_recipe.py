@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, Wrong, rule, rule_error
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")

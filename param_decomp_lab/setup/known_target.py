@@ -11,7 +11,7 @@ from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.display.descriptions import shown_path
 from param_decomp_lab.errors import CannotFetch, Errors, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe

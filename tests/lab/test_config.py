@@ -22,8 +22,9 @@ from param_decomp_lab.config.loss_parts import ScheduleConfig
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.mistakes import ConfigSource
 from param_decomp_lab.config.site_patterns import PREFIXES
-from param_decomp_lab.config.strict import ConfigSource, validate
+from param_decomp_lab.config.strict import validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.untrusted.yaml_text import dump_yaml, parse_yaml, read_mapping
 

@@ -29,7 +29,8 @@ from param_decomp_lab.checkpoints.damage import (
 )
 from param_decomp_lab.checkpoints.store import Checkpoints
 from param_decomp_lab.cli import main
-from param_decomp_lab.config.strict import ConfigSource, LayerCount, Mistake, Width, validate
+from param_decomp_lab.config.mistakes import ConfigSource, Mistake
+from param_decomp_lab.config.strict import LayerCount, Width, validate
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.display.console import PlainConsole
 from param_decomp_lab.errors import UserError
