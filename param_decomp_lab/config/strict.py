@@ -60,6 +60,12 @@ class Unreadable:
             raise AttributeError(name)
         raise Unread(name)
 
+    def __iter__(self) -> Iterator[Any]:
+        raise Unread
+
+    def __len__(self) -> int:
+        raise Unread
+
 
 def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """The validated value; an `Unreadable`, if mistakes are being collected and there are some."""

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
-    FunctionConfig,
     LayerwiseMLP,
     UnfitGroups,
     stacks_read,
@@ -16,8 +15,9 @@ from param_decomp_jax.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import ci_function, decomposition
-from param_decomp_lab.config.method_schema import EvalConfig, LanguageModelFile
+from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
 from param_decomp_lab.config.metric_schema import IdentityCIError
+from param_decomp_lab.config.strict import broken_rules
 from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.setup.base import check_site_patterns
 from param_decomp_lab.setup.sites import build_sites
@@ -60,7 +60,7 @@ def _fitting_sites(config: RunConfig, architecture: Architecture, origin: str | 
     with errors:
         _check_init(config, sites)
     with errors:
-        _check_ci(ci_function(method.pd.ci_config), sites)
+        _check_ci(method.pd.ci_config, sites)
     with errors:
         if method.eval is not None:
             check_site_patterns(method.eval, sites)
@@ -90,7 +90,10 @@ def _check_init(config: RunConfig, sites: Sites) -> None:
         )
 
 
-def _check_ci(function: FunctionConfig, sites: Sites) -> None:
+def _check_ci(config: AnyCI, sites: Sites) -> None:
+    if any(broken_rules(config)):  # which the mistakes in the file say
+        return
+    function = ci_function(config)
     tables = [site.name for site in sites.all if site.lookup]
     if tables and isinstance(function, LayerwiseMLP) and function.kind == "mlp":
         raise UserError(

@@ -1,5 +1,8 @@
 """One message names every mistake of a configuration, wherever it is, and each of them once."""
 
+import copy
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.strict import parse
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.checked_config import load_checked
 from param_decomp_lab.untrusted.yaml_text import read_mapping
 from tests.lab.tiny_run import ROOT, pd_here
 
@@ -242,3 +246,49 @@ def test_patterns_beside_mistakes_of_the_file(command: str, tmp_path: Path) -> N
         "pd.decomposition_targets.2.module_pattern",
     ]
     assert not (tmp_path / "runs").exists()
+
+
+WRONG = (None, -1, 3, "x", [], {}, [1, "a"], [[1]], {"type": "x"}, True, "global_shared_mlp", {"train": 3})
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from places(inner, (*path, key))
+
+
+def damage(raw: Any, draw: random.Random) -> None:
+    """Takes away, renames, misplaces or replaces one value."""
+    *above, key = draw.choice([path for path in places(raw) if path])
+    node = raw
+    for part in above:
+        node = node[part]
+    how = draw.randrange(5) if isinstance(node, dict) else 4
+    if how == 0:
+        del node[key]
+    elif how == 1:
+        node[f"{key}s"] = node.pop(key)
+    elif how == 2:
+        raw[key] = node.pop(key)
+    else:
+        node[key] = copy.deepcopy(draw.choice(WRONG))
+
+
+def test_what_could_be_read_of_damaged_files_is_checked_without_an_accident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is missing: further checks say what they can, each mistake once, or nothing."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for seed in range(60):
+        draw = random.Random(seed)
+        path = draw.choice([CONFIGS / "llama8b_l18_example.yaml", *sorted((CONFIGS / "toys").glob("*.yaml"))])
+        wrapper = yaml.safe_load(path.read_text())
+        method = yaml.safe_load((path.parent / wrapper["torch_config"]).read_text())
+        for _ in range(draw.randrange(1, 5)):
+            damage(draw.choice((method, method, wrapper)), draw)
+        try:
+            load_checked(write(tmp_path, method, wrapper | {"torch_config": "torch.yaml"}))
+        except UserError as error:
+            lines = str(error).splitlines()
+            assert len(set(lines)) == len(lines), (seed, lines)
