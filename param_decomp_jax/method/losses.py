@@ -1,12 +1,16 @@
 """Faithfulness and importance minimality (section 6), and the sum type of all terms."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.decomposition.components import Components, Factors, delta, with_lead
 from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_jax.sharding.memory import MemoryPolicy
@@ -16,11 +20,43 @@ from param_decomp_jax.targets.plain_linears import frozen_axes
 
 
 @dataclass(frozen=True)
-class Faithfulness:
-    """L1: mean squared entry of the deltas W − V U over all sites."""
+class DirectTerm(ABC):
+    """A term that is computed from the clean pass and from what is trained, without masked forwards.
+
+    A subclass is a term of its own: the objective asks it for its value, and gradients follow by differentiation.
+    """
 
     name: str
     coeff: float
+
+    @abstractmethod
+    def value(
+        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, step: Int[Array, ""]
+    ) -> Float[Array, ""]:
+        """The term without its coefficient.
+
+        ``components``: of every stack, each of its arrays ``[layers, …]``. ``reader``: reads causal importances λ, site
+        by site (`ci.per_component` sums a function of theirs over positions). ``step``: the number of this step.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the term is, in a few words."""
+
+
+@dataclass(frozen=True)
+class Faithfulness(DirectTerm):
+    """L1: mean squared entry of the deltas W − V U over all sites."""
+
+    def value(
+        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, step: Int[Array, ""]
+    ) -> Float[Array, ""]:
+        target = clean_pass.target
+        with jax.named_scope("faithfulness"):
+            return faithfulness(components, target.site_weights(clean_pass.weights), target.memory)
+
+    def describe(self) -> str:
+        return "mean squared entry of W − V U"
 
 
 @dataclass(frozen=True)
@@ -57,7 +93,7 @@ class ImportanceMinimality:
     frequency: Frequency | None = None
 
 
-Term = Faithfulness | ImportanceMinimality | Reconstruction
+Term = DirectTerm | ImportanceMinimality | Reconstruction
 
 
 def faithfulness(

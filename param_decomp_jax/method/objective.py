@@ -14,9 +14,8 @@ from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.method.adversary import effective
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.losses import (
-    Faithfulness,
+    DirectTerm,
     ImportanceMinimality,
-    faithfulness,
     importance_minimality,
     penalty_sum,
 )
@@ -53,7 +52,7 @@ class Objective:
 
         ``components``: of every stack. ``raw``: raw sources of the persistent terms, by name.
         """
-        spec, memory = self.spec, clean_pass.target.memory
+        spec = self.spec
         _, upper = squashings(spec.squashing)
         minimised = [term for term in spec.terms if isinstance(term, ImportanceMinimality)]
 
@@ -66,9 +65,8 @@ class Objective:
         total, metrics = jnp.zeros(()), {}
         for term in spec.terms:
             match term:
-                case Faithfulness():
-                    with jax.named_scope("faithfulness"):
-                        value = faithfulness(components, clean_pass.target.site_weights(clean_pass.weights), memory)
+                case DirectTerm():
+                    value = term.value(clean_pass, components, reader, self.step)
                 case ImportanceMinimality():
                     term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
                     value, frequency = importance_minimality(term, term_sums, clean_pass.at.size)

@@ -5,19 +5,20 @@ Keys, defaults and the older form of the file (before SAELens 6: everything at t
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import BeforeValidator
 from safetensors import SafetensorError
 
 from param_decomp_jax.analysis.dictionaries import Dictionary, Encoder, Normalization
 from param_decomp_jax.analysis.hooks import Hook
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
-from param_decomp_lab.config.strict import ConfigSource, Strict, Width, rule_error, validate
+from param_decomp_lab.config.mistakes import ConfigSource, Wrong, rule_error
+from param_decomp_lab.config.strict import Strict, Width, rule, validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.printable import first_few, printable
@@ -60,6 +61,12 @@ class _Metadata(Strict):
     model_from_pretrained_kwargs: Mapping[str, Any] | None = None
 
 
+def _is_in_the_folder(how: Any) -> Any:
+    if isinstance(how, str) and how in NOT_IN_THE_FOLDER:
+        raise rule_error(("", f"{how}: {NOT_IN_THE_FOLDER[how]}"))
+    return how
+
+
 class _Config(Strict):
     """The keys that are read of `cfg.json`."""
 
@@ -70,7 +77,7 @@ class _Config(Strict):
     k: int | None = None
     rescale_acts_by_decoder_norm: bool = False
     apply_b_dec_to_input: bool = True
-    normalize_activations: Normalization = "none"
+    normalize_activations: Annotated[Normalization, BeforeValidator(_is_in_the_folder)] = "none"
     reshape_activations: Literal["none"] = "none"
     activation_fn: Literal["relu", "topk"] = "relu"
     metadata: _Metadata
@@ -79,30 +86,30 @@ class _Config(Strict):
     def is_transcoder(self) -> bool:
         return self.architecture.endswith("transcoder")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_what_it_is_normalised_by(cls, raw: Any) -> Any:
-        how = raw.get("normalize_activations")
-        if isinstance(how, str) and how in NOT_IN_THE_FOLDER:
-            raise rule_error(("normalize_activations", f"{how}: {NOT_IN_THE_FOLDER[how]}"))
-        return raw
+    @rule
+    def _is_a_transcoder(self) -> Iterator[Wrong]:
+        if self.is_transcoder and self.apply_b_dec_to_input:
+            yield "apply_b_dec_to_input", "should be false in a transcoder"
+        if self.is_transcoder and self.d_out is None:
+            yield "d_out", "is missing; a transcoder has it"
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    @rule
+    def _where_it_writes(self) -> Iterator[Wrong]:
         out = self.metadata.hook_name_out
-        if self.is_transcoder:
-            if self.apply_b_dec_to_input:
-                raise rule_error(("apply_b_dec_to_input", "should be false in a transcoder"))
-            for key, value in (("d_out", self.d_out), ("metadata.hook_name_out", out)):
-                if value is None:
-                    raise rule_error((key, "is missing; a transcoder has it"))
-        elif out not in (None, self.metadata.hook_name):
-            raise rule_error(("metadata.hook_name_out", "should be missing in an SAE, which writes where it reads"))
+        if self.is_transcoder and out is None:
+            yield "metadata.hook_name_out", "is missing; a transcoder has it"
+        if not self.is_transcoder and out not in (None, self.metadata.hook_name):
+            yield "metadata.hook_name_out", "should be missing in an SAE, which writes where it reads"
+
+    @rule
+    def _has_a_k(self) -> Iterator[Wrong]:
         if self.architecture == "topk" and not 1 <= (self.k or 0) <= self.d_sae:
-            raise rule_error(("k", f"should be a number from 1 to d_sae, {self.d_sae:,}, not {self.k}"))
+            yield "k", f"should be a number from 1 to d_sae, {self.d_sae:,}, not {self.k}"
+
+    @rule
+    def _topk_is_topk(self) -> Iterator[Wrong]:
         if self.activation_fn == "topk" and self.architecture != "topk":
-            raise rule_error(("activation_fn", f"is topk, but the architecture is {self.architecture}"))
-        return self
+            yield "activation_fn", f"is topk, but the architecture is {self.architecture}"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the tensors that SAELens saves, by name."""

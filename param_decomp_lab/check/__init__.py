@@ -17,7 +17,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.runs.folder import refuse_taken
 from param_decomp_lab.runs.parent import Parent, find_parent, refuse_mismatch
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
@@ -37,11 +37,18 @@ def check(config: RunConfig, console: Console) -> None:
 
     Weights and data missing on this machine are listed and are not an error; those present must fit.
     """
-    if config.wrapper.run_id is not None:
-        refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
-    target, missing = find_target(config), check_data(config)
+    errors = Errors()
+    with errors:
+        if config.wrapper.run_id is not None:
+            refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
+    with errors:
+        target = find_target(config)
+    with errors:
+        missing = check_data(config)
+    with errors:
+        parent, elsewhere = _parent(config)
+    errors.raise_all()
     spec, method = decomposition(config), config.method
-    parent, elsewhere = _parent(config)
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
         state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))

@@ -19,7 +19,7 @@ def check(config: Config, overrides: Overrides = None) -> None:
     import jax
 
     from param_decomp_lab.check import check as check_run
-    from param_decomp_lab.config import load_config
+    from param_decomp_lab.setup.checked_config import load_checked
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
-    check_run(load_config(config, overrides or ()), PlainConsole())
+    check_run(load_checked(config, overrides or ()), PlainConsole())

@@ -77,12 +77,12 @@ def _train(
     processes: "Processes",
     stop: "StopSignal",
 ) -> None:
-    from param_decomp_lab.config import load_config
+    from param_decomp_lab.setup.checked_config import load_checked
     from param_decomp_lab.training import run
     from param_decomp_lab.ui.warnings import print_warnings
 
     with processes.sharing_errors():
-        loaded = None if config is None else load_config(config, overrides)
+        loaded = None if config is None else load_checked(config, overrides)
     if loaded is not None:
         print_warnings(loaded.notes, console)
     if resume is not None:

@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 
+from param_decomp_lab.config.loss_parts import RepeatAcrossBatchScope
 from param_decomp_lab.config.loss_schema import (
     ImportanceMinimalityLoss,
     Loss,
     PersistentPGD,
     PersistentPGDReconLoss,
-    RepeatAcrossBatchScope,
 )
 from param_decomp_lab.config.method_schema import (
     ChunkwiseCI,
+    EvalConfig,
     GlobalCI,
     HubSpec,
     LanguageModelData,
     LanguageModelFile,
     MethodFile,
+    PDConfig,
     ToyFile,
 )
 from param_decomp_lab.config.metric_schema import (
@@ -25,8 +27,9 @@ from param_decomp_lab.config.metric_schema import (
     PermutedCIPlots,
     UVPlots,
 )
+from param_decomp_lab.config.mistakes import Mistake
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import Mistake, Strict
+from param_decomp_lab.config.strict import Strict, as_far_as_read
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
@@ -63,45 +66,86 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
 
 
 def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
-    """Yields mistakes in the wrapper, given the schema file."""
+    """Yields mistakes in the wrapper, given the schema file. Both may lack what could not be read."""
+    for check in (_equal_micro_batches, _equal_evaluation_micro_batches, _of_a_toy, _of_a_language_model, _bos_of_text):
+        yield from as_far_as_read(check, wrapper, method)
+    yield from as_far_as_read(_revision_of_the_hub, wrapper, method)
+
+
+def _equal_micro_batches(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    return _unequal_micro_batches(wrapper, method.pd.batch_size, "pd.batch_size")
+
+
+def _equal_evaluation_micro_batches(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if method.eval is not None:
+        yield from _unequal_micro_batches(wrapper, method.eval.batch_size, "eval.batch_size")
+
+
+def _unequal_micro_batches(wrapper: Wrapper, size: int, key: str) -> Iterator[Mistake]:
     parts, devices = wrapper.memory.micro_batches, wrapper.mesh.batch_devices
-    for section in (method.pd, method.eval):
-        if section is not None and section.batch_size % devices == 0 and section.batch_size // devices % parts:
-            on = f"{section.batch_size} rows on {devices} device{'s'[: devices > 1]}"
-            key = "pd.batch_size" if section is method.pd else "eval.batch_size"
-            yield Mistake("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
-    if isinstance(method, ToyFile):
-        if wrapper.bos:
-            yield Mistake("bos", "is for language models; a toy reads no text")
-        if wrapper.data is not None:
-            yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
-        if wrapper.target is not None and wrapper.target.revision is not None:
-            yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
+    if size % devices == 0 and size // devices % parts:
+        on = f"{size} rows on {devices} device{'s'[: devices > 1]}"
+        yield Mistake("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
+
+
+def _of_a_toy(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if not isinstance(method, ToyFile):
+        return
+    if wrapper.bos:
+        yield Mistake("bos", "is for language models; a toy reads no text")
+    if wrapper.data is not None:
+        yield Mistake("data", "is for language models; a toy's features are drawn as its schema file says")
+    if wrapper.target is not None and wrapper.target.revision is not None:
+        yield Mistake("target.revision", "is for a language model on the hub; a toy takes folder or pretrain")
+
+
+def _of_a_language_model(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if not isinstance(method, LanguageModelFile):
         return
     if wrapper.experiment is not None:
         yield Mistake(
             "experiment",
             f"is {wrapper.experiment}, but the schema file has target.spec and so is a language model's; remove it",
         )
-    if wrapper.bos and wrapper.data is None and method.data.is_tokenized:
-        yield Mistake("bos", "is for text that the run tokenizes, and data.is_tokenized is true; remove it")
     if wrapper.target is not None and wrapper.target.pretrain is not None:
         yield Mistake("target.pretrain", "is for toys only; a language model takes target: {folder: …}")
+
+
+def _bos_of_text(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if isinstance(method, LanguageModelFile) and wrapper.bos and wrapper.data is None and method.data.is_tokenized:
+        yield Mistake("bos", "is for text that the run tokenizes, and data.is_tokenized is true; remove it")
+
+
+def _revision_of_the_hub(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if not isinstance(method, LanguageModelFile) or wrapper.target is None or wrapper.target.revision is None:
+        return
     spec = method.target.spec
-    if wrapper.target is not None and wrapper.target.revision is not None and not isinstance(spec, HubSpec):
+    if not isinstance(spec, HubSpec):
         yield Mistake("target.revision", f"is for target.spec.kind hf, not {spec.kind}; remove it")
 
 
 def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
-    """Yields mistakes in the schema file, given the wrapper."""
-    yield from _unsupported(method)
-    yield from _metric_mistakes(method)
-    yield from _batch_mistakes(wrapper, method)
-    yield from _name_mistakes("pd.loss_metrics", method.pd.loss_metrics)
-    metrics = method.eval.metrics if method.eval else ()
-    yield from _name_mistakes("eval.metrics", metrics)
+    """Yields mistakes in the schema file, given the wrapper. Both may lack what could not be read."""
+    yield from as_far_as_read(_unsupported, method)
+    yield from as_far_as_read(_metric_mistakes, method)
+    for section in ("pd", "eval"):
+        yield from as_far_as_read(_batch_mistakes, wrapper, method, section)
+        yield from as_far_as_read(_source_mistakes, method, section)
+    for section in ("pd", "eval"):
+        yield from as_far_as_read(_name_mistakes, method, section)
     if isinstance(method, LanguageModelFile):
-        yield from _data_mistakes(wrapper, method)
+        yield from as_far_as_read(_data_mistakes, wrapper, method)
+        yield from as_far_as_read(_length_mistakes, method)
+
+
+TERMS = {"pd": "loss_metrics", "eval": "metrics"}
+"""Keys of the lists of terms, by section."""
+
+
+def _terms(method: MethodFile, section: str) -> tuple[Strict, ...]:
+    part: PDConfig | EvalConfig | None = getattr(method, section)
+    terms: tuple[Strict, ...] = () if part is None else getattr(part, TERMS[section])
+    return terms
 
 
 def _unsupported(method: MethodFile) -> Iterator[Mistake]:
@@ -110,30 +154,45 @@ def _unsupported(method: MethodFile) -> Iterator[Mistake]:
     if falls is None:
         return
     for n, loss in enumerate(method.pd.loss_metrics):
-        where = f"pd.loss_metrics.{n}"
-        if _takes_roots(loss):
-            why = f"{name} {falls}, where (υ + eps)^p is not a number unless p is an integer"
-            yield Mistake("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+        found = list(as_far_as_read(_takes_what_is_below_0, loss, f"pd.loss_metrics.{n}", name, falls))
+        if found:
+            yield from found
             return
-        if name == "two_sided_leaky_hard" and _takes_log_of_odd_power(loss):
-            why = f"{name} {falls}, where an odd power is negative and the logarithm of its sum is not a number"
-            yield Mistake("pd.sigmoid_type", f"{why}; give {where} an even p, beta: 0, or penalty: smooth_l0")
-            return
+
+
+def _takes_what_is_below_0(loss: Strict, where: str, name: str, falls: str) -> Iterator[Mistake]:
+    if _takes_roots(loss):
+        why = f"{name} {falls}, where (υ + eps)^p is not a number unless p is an integer"
+        yield Mistake("pd.sigmoid_type", f"{why}; give {where} a constant integer p, or penalty: smooth_l0")
+    elif name == "two_sided_leaky_hard" and _takes_log_of_odd_power(loss):
+        why = f"{name} {falls}, where an odd power is negative and the logarithm of its sum is not a number"
+        yield Mistake("pd.sigmoid_type", f"{why}; give {where} an even p, beta: 0, or penalty: smooth_l0")
 
 
 def _metric_mistakes(method: MethodFile) -> Iterator[Mistake]:
-    seen: list[Strict] = []
-    for n, metric in enumerate(method.eval.metrics if method.eval else ()):
-        key, kind = f"eval.metrics.{n}.type", getattr(metric, "type", "")
-        if any(_one_output(metric, other) for other in seen):
-            yield Mistake(key, f"{kind} is listed twice and would log the same keys; keep one")
-        seen.append(metric)
-        if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
-            yield Mistake(key, f"{kind} needs a toy, where single features can be activated; remove it")
-        if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
-            yield Mistake(key, f"{kind} is for language models; remove it")
-        if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
-            yield Mistake(key, f"{kind} has neither identity_ci nor dense_ci, so it measures nothing; give one of them")
+    metrics = _terms(method, "eval")
+    for n, metric in enumerate(metrics):
+        yield from as_far_as_read(_listed_twice, metric, metrics[:n], f"eval.metrics.{n}.type")
+        yield from as_far_as_read(_unfit_metric, metric, method, f"eval.metrics.{n}.type")
+
+
+def _listed_twice(metric: Strict, before: Sequence[Strict], key: str) -> Iterator[Mistake]:
+    if any(_one_output(metric, other) for other in before):
+        yield Mistake(key, f"{_kind(metric)} is listed twice and would log the same keys; keep one")
+
+
+def _unfit_metric(metric: Strict, method: MethodFile, key: str) -> Iterator[Mistake]:
+    if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
+        yield Mistake(key, f"{_kind(metric)} needs a toy, where single features can be activated; remove it")
+    if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
+        yield Mistake(key, f"{_kind(metric)} is for language models; remove it")
+    if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
+        neither = "has neither identity_ci nor dense_ci, so it measures nothing; give one of them"
+        yield Mistake(key, f"{_kind(metric)} {neither}")
+
+
+def _kind(metric: Strict) -> str:
+    return str(getattr(metric, "type", ""))
 
 
 def _takes_roots(loss: Strict) -> bool:
@@ -158,25 +217,29 @@ def _one_output(a: Strict, b: Strict) -> bool:
     return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
 
 
-def _batch_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
-    mesh = wrapper.mesh
-    batches: list[tuple[str, int, tuple[Strict, ...]]] = [("pd", method.pd.batch_size, method.pd.loss_metrics)]
-    if method.eval is not None:
-        batches.append(("eval", method.eval.batch_size, method.eval.metrics))
-    for section, size, terms in batches:
-        if size % mesh.batch_devices:
-            split = f"mesh.replica · mesh.fsdp = {mesh.replica} · {mesh.fsdp}"
-            yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {split}")
-        for term in terms:
-            if not (isinstance(term, PersistentPGD) and isinstance(term.scope, RepeatAcrossBatchScope)):
-                continue
-            if size % term.scope.n_sources:
-                sources = f"the n_sources of {term.type} ({term.scope.n_sources})"
-                yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
+def _batch_mistakes(wrapper: Wrapper, method: MethodFile, section: str) -> Iterator[Mistake]:
+    part, mesh = getattr(method, section), wrapper.mesh
+    if part is not None and part.batch_size % mesh.batch_devices:
+        split = f"mesh.replica · mesh.fsdp = {mesh.replica} · {mesh.fsdp}"
+        yield Mistake(f"{section}.batch_size", f"is {part.batch_size}; it must be a multiple of {split}")
 
 
-def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
-    numbered = [(n, term) for n, term in enumerate(terms) if isinstance(term, Loss)]
+def _source_mistakes(method: MethodFile, section: str) -> Iterator[Mistake]:
+    for term in _terms(method, section):
+        size: int = getattr(method, section).batch_size
+        yield from as_far_as_read(_unequal_sources, term, size, section)
+
+
+def _unequal_sources(term: Strict, size: int, section: str) -> Iterator[Mistake]:
+    scope = term.scope if isinstance(term, PersistentPGD) else None
+    if isinstance(scope, RepeatAcrossBatchScope) and size % scope.n_sources:
+        sources = f"the n_sources of {_kind(term)} ({scope.n_sources})"
+        yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
+
+
+def _name_mistakes(method: MethodFile, section: str) -> Iterator[Mistake]:
+    key = f"{section}.{TERMS[section]}"
+    numbered = [(n, term) for n, term in enumerate(_terms(method, section)) if isinstance(term, Loss)]
     taken: dict[str, int] = {}
     for (n, _), name in zip(numbered, term_names(tuple(term for _, term in numbered)), strict=True):
         if name in taken:
@@ -185,15 +248,19 @@ def _name_mistakes(key: str, terms: tuple[Strict, ...]) -> Iterator[Mistake]:
 
 
 def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
-    data, ci = method.data, method.pd.ci_config
+    data = method.data
     if wrapper.data is None and data.of_files:
         if data.data_files is None:
             yield Mistake("data.data_files", f"is required with dataset_name: {data.dataset_name}, which names files")
         if data.dataset_name == "arrow" and not data.is_in_rows:
-            rule = "shards of `pd data tokenize` have column_name: input_ids and is_tokenized: true"
-            yield Mistake("data.dataset_name", f"is arrow; {rule}")
+            rows = "shards of `pd data tokenize` have column_name: input_ids and is_tokenized: true"
+            yield Mistake("data.dataset_name", f"is arrow; {rows}")
         if data.dataset_name == "text" and (data.is_tokenized or data.column_name != "text"):
             yield Mistake("data.dataset_name", "is text, whose only column is text; its column_name is to be text")
+
+
+def _length_mistakes(method: LanguageModelFile) -> Iterator[Mistake]:
+    data, ci = method.data, method.pd.ci_config
     if isinstance(ci, GlobalCI | ChunkwiseCI) and ci.simple_transformer_ci_cfg is not None:
         longest = ci.simple_transformer_ci_cfg.attn_config.max_len
         if data.max_seq_len > longest:

@@ -1,13 +1,10 @@
 """Converts a configuration to the types of the core (`param_decomp_jax`); rule ids refer to docs/semantics.md."""
 
-from typing import Literal, assert_never
-
 from param_decomp_jax import ci
-from param_decomp_jax.decomposition import schedules
-from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing, state
+from param_decomp_jax.method import losses, optim, state
 from param_decomp_jax.sharding.memory import MemoryPolicy
-from param_decomp_lab.config import loss_schema as schema
 from param_decomp_lab.config.checks import term_names
+from param_decomp_lab.config.loss_schema import Loss
 from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.method_schema import (
     AnyCI,
@@ -21,8 +18,7 @@ from param_decomp_lab.config.method_schema import (
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
 from param_decomp_lab.config.site_patterns import PREFIXES
-
-Sources = masks.Stochastic | masks.Constant | adversary.FreshAttack | adversary.PersistentAttack
+from param_decomp_lab.config.term_maker import TermMaker, core_schedule
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
@@ -56,133 +52,16 @@ def _memory(config: RunConfig) -> MemoryPolicy:
     return memory.policy(memory.preset)
 
 
-def term(loss: schema.AnyLoss | CIHiddenActsReconLoss, name: str, pd: PDConfig) -> losses.Term:
+def term(loss: Loss | CIHiddenActsReconLoss, name: str, pd: PDConfig) -> losses.Term:
     """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
-    coeff = 1.0 if isinstance(loss, CIHiddenActsReconLoss) or loss.coeff is None else loss.coeff
-    stochastic = masks.Stochastic(pd.sampling)
-    everywhere, draws = routing.Everywhere(), pd.n_mask_samples
-
-    def all_sites(
-        sources: Sources,
-        routes: routing.Routing = everywhere,
-        n_samples: int = 1,
-        error: Literal["output", "hidden_acts"] = "output",
-    ) -> recon.Reconstruction:
-        return recon.Reconstruction(name, coeff, recon.AllSites(), routes, sources, n_samples, error)
-
-    def each_site(sources: Sources, n_samples: int = 1) -> recon.Reconstruction:
-        return recon.Reconstruction(name, coeff, recon.EachSite(), everywhere, sources, n_samples)
-
-    match loss:
-        case schema.FaithfulnessLoss():
-            return losses.Faithfulness(name, coeff)
-        case schema.ImportanceMinimalityLoss():
-            return _importance_minimality(loss, name, coeff)
-        case schema.UnmaskedReconLoss():
-            return all_sites(masks.Constant(1.0))
-        case schema.CIMaskedReconLoss():
-            return all_sites(masks.Constant(0.0))
-        case schema.CIMaskedReconSubsetLoss():
-            return all_sites(masks.Constant(0.0), _routing(loss.routing))
-        case schema.CIMaskedReconLayerwiseLoss():
-            return each_site(masks.Constant(0.0))
-        case CIHiddenActsReconLoss():
-            return all_sites(masks.Constant(0.0), error="hidden_acts")
-        case schema.StochasticReconLoss():
-            return all_sites(stochastic, n_samples=draws)
-        case schema.StochasticReconSubsetLoss():
-            return all_sites(stochastic, _routing(loss.routing), draws)
-        case schema.StochasticReconLayerwiseLoss():
-            return each_site(stochastic, draws)
-        case schema.StochasticHiddenActsReconLoss():
-            return all_sites(stochastic, n_samples=draws, error="hidden_acts")
-        case schema.ChunkwiseSubsetReconLoss():
-            chunks = recon.Chunks(loss.sites_per_chunk)
-            return recon.Reconstruction(name, coeff, chunks, _routing(loss.routing), stochastic, loss.n_samples)
-        case schema.PGDReconLoss():
-            return all_sites(_fresh(loss))
-        case schema.PGDReconSubsetLoss():
-            return all_sites(_fresh(loss), _routing(loss.routing))
-        case schema.PGDReconLayerwiseLoss():
-            return each_site(_fresh(loss))
-        case schema.PersistentPGDReconLoss():
-            return all_sites(_persistent(loss))  # R5: routed everywhere, so computed once whatever n_samples is
-        case schema.PersistentPGDReconSubsetLoss():
-            return all_sites(_persistent(loss), _routing(loss.routing), loss.n_samples)
-        case _:
-            assert_never(loss)
-
-
-def _importance_minimality(
-    loss: schema.ImportanceMinimalityLoss, name: str, coeff: float
-) -> losses.ImportanceMinimality:
-    frequency = None
-    if loss.frequency is not None:
-        frequency = losses.Frequency(loss.frequency.coeff, loss.frequency.reference_token_count)
-    if loss.gamma is not None:
-        penalty: losses.Lp | losses.SmoothL0 = losses.SmoothL0(_schedule(loss.gamma))
-    else:
-        final = loss.pnorm if loss.p_anneal_final_p is None else loss.p_anneal_final_p
-        anneal = schedules.Anneal(loss.pnorm, final, loss.p_anneal_start_frac, loss.p_anneal_end_frac)
-        penalty = losses.Lp(anneal, loss.eps)
-    return losses.ImportanceMinimality(name, coeff, penalty, loss.beta, frequency)
-
-
-def _routing(config: schema.Routing) -> routing.UniformKSubset | routing.StaticProbability:
-    match config:
-        case schema.UniformKSubsetRouting():
-            return routing.UniformKSubset()
-        case schema.StaticProbabilityRouting(p=p):
-            return routing.StaticProbability(p)
-        case _:
-            assert_never(config)
-
-
-def _fresh(loss: schema.FreshPGD) -> adversary.FreshAttack:
-    return adversary.FreshAttack(loss.init, loss.step_size, loss.n_steps, loss.mask_scope)
-
-
-def _persistent(loss: schema.PersistentPGD) -> adversary.PersistentAttack:
-    return adversary.PersistentAttack(
-        optimizer=_ascent(loss.optimizer),
-        scope=_scope(loss.scope),
-        sigmoid=loss.use_sigmoid_parameterization,
-        n_warmup_steps=loss.n_warmup_steps,
-        start_frac=loss.start_frac,
-    )
-
-
-def _ascent(config: schema.AdamConfig | schema.SignConfig) -> adversary.AdamAscent | adversary.SignAscent:
-    schedule = _schedule(config.lr_schedule)
-    match config:
-        case schema.AdamConfig():
-            return adversary.AdamAscent(schedule, config.beta1, config.beta2, config.eps)
-        case schema.SignConfig():
-            return adversary.SignAscent(schedule)
-        case _:
-            assert_never(config)
-
-
-def _scope(config: schema.Scope) -> adversary.Scope:
-    match config:
-        case schema.SingleSourceScope():
-            return adversary.SingleSource()
-        case schema.BroadcastAcrossBatchScope():
-            return adversary.BroadcastAcrossBatch()
-        case schema.RepeatAcrossBatchScope(n_sources=n):
-            return adversary.RepeatAcrossBatch(n)
-        case schema.PerBatchPerPositionScope():
-            return adversary.PerBatchPerPosition()
-        case _:
-            assert_never(config)
-
-
-def _schedule(config: schema.ScheduleConfig) -> schedules.Schedule:
-    return schedules.Schedule(config.start_val, config.fn_type, config.warmup_pct, config.final_val_frac)
+    if isinstance(loss, CIHiddenActsReconLoss):
+        make = TermMaker(name, 1.0, pd.n_mask_samples, pd.sampling)
+        return make.reconstruction(make.constant(0.0), error="hidden_acts")
+    return loss.term(TermMaker(name, 1.0 if loss.coeff is None else loss.coeff, pd.n_mask_samples, pd.sampling))
 
 
 def _optimizer(config: OptimizerConfig, name: OptimizerName) -> optim.Optimizer:
-    settings = (_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
+    settings = (core_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
     match name:
         case "adamw":
             return optim.AdamW(*settings)
@@ -205,11 +84,12 @@ def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
 
 
 def _ci(config: AnyCI) -> ci.CIConfig:
-    function = _ci_function(config)
+    function = ci_function(config)
     return ci.ComponentReadout(function) if config.component_readout else function
 
 
-def _ci_function(config: AnyCI) -> ci.FunctionConfig:
+def ci_function(config: AnyCI) -> ci.FunctionConfig:
+    """The CI function of a `ci_config`, without its readout."""
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)

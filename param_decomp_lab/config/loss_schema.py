@@ -1,44 +1,27 @@
-"""The LOSS, SCHEDULE and ROUTING tables of the torch schema. Each class is named after its `type`."""
+"""The LOSS table of the torch schema: one class for each loss, named after its `type`, which says what it computes.
 
+`registered` makes a class a loss of `LOSSES`, which are what `pd.loss_metrics` and `eval.metrics` take.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule_error
+from param_decomp_lab.config.kinds import by_type, registered
+from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Ascent, Routing, ScheduleConfig, Scope
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
+
+if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
+    from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack
+    from param_decomp_jax.method.losses import Lp, SmoothL0, Term
+    from param_decomp_lab.config.term_maker import TermMaker
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
 """No slashes: names become parts of metric keys and of paths in a checkpoint."""
-
-
-class ScheduleConfig(Strict):
-    """SCHEDULE (T2)."""
-
-    start_val: NonNegative
-    warmup_pct: Fraction = 0.0
-    final_val_frac: NonNegative = 1.0
-    fn_type: Literal["constant", "linear", "cosine"] = "constant"
-
-    @model_validator(mode="after")
-    def _constant_stays(self) -> "ScheduleConfig":
-        if self.fn_type == "constant" and self.final_val_frac != 1.0:
-            wrong = f"is {self.final_val_frac}, but fn_type constant requires final_val_frac: 1"
-            raise rule_error(("final_val_frac", f"{wrong}; or choose fn_type linear or cosine"))
-        return self
-
-
-class UniformKSubsetRouting(Strict):
-    type: Literal["uniform_k_subset"]
-
-
-class StaticProbabilityRouting(Strict):
-    type: Literal["static_probability"]
-    p: Annotated[float, Field(gt=0, le=1)]
-
-
-Routing = Annotated[UniformKSubsetRouting | StaticProbabilityRouting, Field(discriminator="type")]
-DEFAULT_ROUTING = UniformKSubsetRouting(type="uniform_k_subset")
-"""Of the four losses on subsets of sites."""
 
 
 class Loss(Strict):
@@ -48,56 +31,104 @@ class Loss(Strict):
     coeff: float | None = None
     name: Name | None = None
 
-    @model_validator(mode="after")
-    def _not_total(self) -> "Loss":
+    @rule
+    def _not_total(self) -> Iterator[Wrong]:
         if self.name == "total":
-            raise rule_error(("name", "'total' is the key of the sum of all terms; choose another name"))
-        return self
+            yield "name", "'total' is the key of the sum of all terms; choose another name"
+
+    @abstractmethod
+    def term(self, make: "TermMaker") -> "Term":
+        """The term of the core that computes this loss. ``make``: makes it, with its name and coefficient."""
 
 
+LOSSES: dict[str, type[Loss]] = {}
+"""Every loss, by the `type` that configurations have."""
+
+
+@registered(LOSSES)
 class FaithfulnessLoss(Loss):
     type: Literal["FaithfulnessLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.faithfulness()
 
+
+@registered(LOSSES)
 class UnmaskedReconLoss(Loss):
     type: Literal["UnmaskedReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.constant(1.0))
 
+
+@registered(LOSSES)
 class CIMaskedReconLoss(Loss):
     type: Literal["CIMaskedReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.constant(0.0))
 
+
+@registered(LOSSES)
 class CIMaskedReconLayerwiseLoss(Loss):
     type: Literal["CIMaskedReconLayerwiseLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.constant(0.0), live=make.each_site)
 
+
+@registered(LOSSES)
 class CIMaskedReconSubsetLoss(Loss):
     type: Literal["CIMaskedReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.constant(0.0), routing=self.routing)
 
+
+@registered(LOSSES)
 class StochasticReconLoss(Loss):
     type: Literal["StochasticReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.stochastic, n_samples=make.n_mask_samples)
 
+
+@registered(LOSSES)
 class StochasticReconLayerwiseLoss(Loss):
     type: Literal["StochasticReconLayerwiseLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.stochastic, live=make.each_site, n_samples=make.n_mask_samples)
 
+
+@registered(LOSSES)
 class StochasticReconSubsetLoss(Loss):
     type: Literal["StochasticReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.stochastic, routing=self.routing, n_samples=make.n_mask_samples)
 
+
+@registered(LOSSES)
 class StochasticHiddenActsReconLoss(Loss):
     type: Literal["StochasticHiddenActsReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(make.stochastic, n_samples=make.n_mask_samples, error="hidden_acts")
 
+
+@registered(LOSSES)
 class ChunkwiseSubsetReconLoss(Loss):
     type: Literal["ChunkwiseSubsetReconLoss"]
     routing: Routing
     sites_per_chunk: Count
     n_samples: Count = 1
+
+    def term(self, make: "TermMaker") -> "Term":
+        chunks = make.chunks(self.sites_per_chunk)
+        return make.reconstruction(make.stochastic, live=chunks, routing=self.routing, n_samples=self.n_samples)
 
 
 class FrequencyConfig(Strict):
@@ -107,6 +138,7 @@ class FrequencyConfig(Strict):
     reference_token_count: Positive
 
 
+@registered(LOSSES)
 class ImportanceMinimalityLoss(Loss):
     """L2, L4. ``penalty``, ``gamma`` and ``frequency`` extend the torch schema; smooth_l0 uses gamma instead of p."""
 
@@ -132,27 +164,43 @@ class ImportanceMinimalityLoss(Loss):
             return inf
         return min(self.pnorm, self.p_anneal_final_p or self.pnorm) if self._anneals else self.pnorm
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "ImportanceMinimalityLoss":
-        mistakes = []
+    @rule
+    def _anneal_ends_after_its_start(self) -> Iterator[Wrong]:
         if self._anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
-            mistakes.append(("p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"))
+            yield "p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"
+
+    @rule
+    def _frequency_in_place_of_beta(self) -> Iterator[Wrong]:
         if self.frequency is not None and self.beta != 0:
-            mistakes.append(("beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"))
+            yield "beta", f"is {self.beta}, but frequency replaces the beta part; set beta: 0"
+
+    @rule
+    def _gamma_of_smooth_l0(self) -> Iterator[Wrong]:
         if self.penalty == "lp":
             if self.gamma is not None:
-                mistakes.append(("gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"))
-            if self.eps == 0 and self.least_p < 1:
-                mistakes.append(("eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"))
+                yield "gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"
         elif self.gamma is None:
-            mistakes.append(("gamma", "is required with penalty: smooth_l0"))
+            yield "gamma", "is required with penalty: smooth_l0"
         elif 0 in (self.gamma.start_val, self.gamma.final_val_frac) or self.gamma.warmup_pct > 0:
-            rule = "start_val and final_val_frac above 0, and warmup_pct: 0"
-            mistakes.append(("gamma", f"must stay above 0 (0/0 at an importance of 0): {rule}"))
-        if mistakes:
-            raise rule_error(*mistakes)
-        return self
+            instead = "start_val and final_val_frac above 0, and warmup_pct: 0"
+            yield "gamma", f"must stay above 0 (0/0 at an importance of 0): {instead}"
+
+    @rule
+    def _finite_gradient(self) -> Iterator[Wrong]:
+        if self.penalty == "lp" and self.eps == 0 and self.least_p < 1:
+            yield "eps", "is 0, where the gradient for p < 1 is infinite; 1e-6 is stable"
+
+    def term(self, make: "TermMaker") -> "Term":
+        if self.gamma is not None:
+            penalty: Lp | SmoothL0 = make.smooth_l0(self.gamma)
+        else:
+            final = self.pnorm if self.p_anneal_final_p is None else self.p_anneal_final_p
+            penalty = make.lp(self.eps, self.pnorm, final, self.p_anneal_start_frac, self.p_anneal_end_frac)
+        frequency = None
+        if self.frequency is not None:
+            frequency = make.frequency(self.frequency.coeff, self.frequency.reference_token_count)
+        return make.importance_minimality(penalty, self.beta, frequency)
 
 
 class FreshPGD(Loss):
@@ -163,94 +211,66 @@ class FreshPGD(Loss):
     n_steps: Natural
     mask_scope: Literal["unique_per_datapoint", "shared_across_batch"]
 
+    def _attack(self, make: "TermMaker") -> "FreshAttack":
+        return make.fresh_attack(self.init, self.step_size, self.n_steps, self.mask_scope)
 
+
+@registered(LOSSES)
 class PGDReconLoss(FreshPGD):
     type: Literal["PGDReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make))
 
+
+@registered(LOSSES)
 class PGDReconLayerwiseLoss(FreshPGD):
     type: Literal["PGDReconLayerwiseLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make), live=make.each_site)
 
+
+@registered(LOSSES)
 class PGDReconSubsetLoss(FreshPGD):
     type: Literal["PGDReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
-
-class AdamConfig(Strict):
-    type: Literal["adam"]
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Positive = 1e-8
-    lr_schedule: ScheduleConfig
-
-
-class SignConfig(Strict):
-    type: Literal["sign"]
-    lr_schedule: ScheduleConfig
-
-
-class SingleSourceScope(Strict):
-    type: Literal["single_source"]
-
-
-class BroadcastAcrossBatchScope(Strict):
-    type: Literal["broadcast_across_batch"]
-
-
-class PerBatchPerPositionScope(Strict):
-    type: Literal["per_batch_per_position"]
-
-
-class RepeatAcrossBatchScope(Strict):
-    type: Literal["repeat_across_batch"]
-    n_sources: Count
-
-
-Scope = Annotated[
-    SingleSourceScope | BroadcastAcrossBatchScope | PerBatchPerPositionScope | RepeatAcrossBatchScope,
-    Field(discriminator="type"),
-]
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make), routing=self.routing)
 
 
 class PersistentPGD(Loss):
     """Persistent PGD (A2 to A7)."""
 
-    optimizer: Annotated[AdamConfig | SignConfig, Field(discriminator="type")]
+    optimizer: Ascent
     scope: Scope
     use_sigmoid_parameterization: bool = False
     n_warmup_steps: Natural = 0
     start_frac: Fraction = 0.0
     n_samples: Count = 1
 
+    def _attack(self, make: "TermMaker") -> "PersistentAttack":
+        return make.persistent_attack(
+            self.optimizer, self.scope, self.use_sigmoid_parameterization, self.n_warmup_steps, self.start_frac
+        )
 
+
+@registered(LOSSES)
 class PersistentPGDReconLoss(PersistentPGD):
     type: Literal["PersistentPGDReconLoss"]
 
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make))  # R5: routed everywhere, so computed once whatever n_samples is
 
+
+@registered(LOSSES)
 class PersistentPGDReconSubsetLoss(PersistentPGD):
     type: Literal["PersistentPGDReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
-
-AnyLoss = (
-    FaithfulnessLoss
-    | ImportanceMinimalityLoss
-    | UnmaskedReconLoss
-    | CIMaskedReconLoss
-    | CIMaskedReconSubsetLoss
-    | CIMaskedReconLayerwiseLoss
-    | StochasticReconLoss
-    | StochasticReconSubsetLoss
-    | StochasticReconLayerwiseLoss
-    | StochasticHiddenActsReconLoss
-    | ChunkwiseSubsetReconLoss
-    | PGDReconLoss
-    | PGDReconSubsetLoss
-    | PGDReconLayerwiseLoss
-    | PersistentPGDReconLoss
-    | PersistentPGDReconSubsetLoss
-)
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make), routing=self.routing, n_samples=self.n_samples)
 
 
 REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
@@ -265,17 +285,16 @@ def not_refused(raw: Any) -> Any:
     return raw
 
 
-def _with_coefficient(loss: Loss) -> Loss:
+def _with_coefficient(loss: Loss) -> Iterator[Wrong]:
     if loss.coeff is None:
-        raise rule_error(("coeff", "is required for a loss"))
-    if isinstance(loss, PersistentPGD) and loss.coeff <= 0:
-        raise rule_error(("coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"))
-    return loss
+        yield "coeff", "is required for a loss"
+    elif isinstance(loss, PersistentPGD) and loss.coeff <= 0:
+        yield "coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"
 
 
 TrainingLoss = Annotated[
-    AnyLoss,
-    Field(discriminator="type"),
-    AfterValidator(_with_coefficient),
+    SerializeAsAny[Loss],
+    by_type(LOSSES),
+    rule_here(_with_coefficient),
     BeforeValidator(not_refused),
 ]

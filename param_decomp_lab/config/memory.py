@@ -1,9 +1,10 @@
 """The wrapper's `memory` section: a preset whose settings can be overridden one by one."""
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field
 
 from param_decomp_jax.sharding.memory import (
     BALANCED,
@@ -21,7 +22,9 @@ from param_decomp_jax.sharding.memory import (
     MemoryPolicy,
     StatePart,
 )
-from param_decomp_lab.config.strict import Count, ListOf, Strict, nearest, rule_error
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.spelling import nearest
+from param_decomp_lab.config.strict import Count, ListOf, Strict, rule
 
 Preset = Literal["plain", "balanced", "lean", "fast", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {
@@ -31,7 +34,19 @@ PRESETS: dict[Preset, MemoryPolicy] = {
     "fast": FAST,
     "published": PUBLISHED,
 }
-Names = ListOf[Annotated[str, "an intermediate"]]
+
+
+def _one_of(known: Collection[str]) -> Callable[[str], str]:
+    def known_name(name: str) -> str:
+        if name not in known:
+            raise rule_error(("", f"there is no '{name}' here; {nearest(name, known)}"))
+        return name
+
+    return known_name
+
+
+Names = ListOf[Annotated[str, AfterValidator(_one_of(INTERMEDIATES))]]
+NamesOnHost = ListOf[Annotated[str, AfterValidator(_one_of((*INTERMEDIATES, *STATE_PARTS)))]]
 OptimizerName = Literal["adamw", "lion", "adafactor"]
 
 
@@ -47,7 +62,7 @@ class Memory(Strict):
 
     preset: Preset | None = None
     save: Names = ()
-    offload: Names = ()
+    offload: NamesOnHost = ()
     recompute: Names = ()
     layers: Literal["scan", "unroll"] = "scan"
     layer_group: Count | None = None
@@ -63,27 +78,20 @@ class Memory(Strict):
     state_dtypes: dict[StatePart, Literal["float32", "bfloat16"]] = Field(default_factory=dict)
     optimizers: Optimizers = Optimizers()
 
-    @field_validator("save", "offload", "recompute")
-    @classmethod
-    def _known(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        known = (*INTERMEDIATES, *STATE_PARTS) if info.field_name == "offload" else tuple(INTERMEDIATES)
-        unknown = [(str(n), name) for n, name in enumerate(names) if name not in known]
-        if unknown:
-            raise rule_error(*((n, f"there is no '{name}' here; {nearest(name, known)}") for n, name in unknown))
-        return names
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> "Memory":
+    @rule
+    def _disjoint(self) -> Iterator[Wrong]:
         lists = {"save": self.save, "offload": self.offload, "recompute": self.recompute}
         for name in INTERMEDIATES:
             keys = [key for key, names in lists.items() if name in names]
             if len(keys) > 1:
-                raise rule_error((keys[1], f"'{name}' is listed in {' and in '.join(keys)}; keep one"))
+                yield keys[1], f"'{name}' is listed in {' and in '.join(keys)}; keep one"
+
+    @rule
+    def _can_be_on_the_host(self) -> Iterator[Wrong]:
         can = (*(name for name in INTERMEDIATES if name in OFFLOADABLE), *STATE_PARTS)
-        held = [name for name in self.offload if name not in can]
-        if held:
-            raise rule_error(("offload", f"'{held[0]}' cannot be kept in host memory; these can: {', '.join(can)}"))
-        return self
+        for name in self.offload:
+            if name in INTERMEDIATES and name not in can:
+                yield "offload", f"'{name}' cannot be kept in host memory; these can: {', '.join(can)}"
 
     def resolved(self, preset: Preset) -> "Memory":
         """A copy with every setting explicit, taken from ``preset`` where none was given."""

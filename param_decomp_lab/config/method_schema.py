@@ -1,12 +1,15 @@
 """The torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic import Strict as Strictness
 
-from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.loss_parts import ScheduleConfig
+from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.mistakes import Wrong, rule_error
 from param_decomp_lab.config.strict import (
     NO_MEANING,
     Count,
@@ -18,7 +21,7 @@ from param_decomp_lab.config.strict import (
     Positive,
     Strict,
     Width,
-    rule_error,
+    rule,
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -39,12 +42,11 @@ class LayerwiseCI(Strict):
     hidden_dims: ListOf[Width]
     component_readout: bool = False
 
-    @model_validator(mode="after")
-    def _hidden(self) -> "LayerwiseCI":
+    @rule
+    def _hidden(self) -> Iterator[Wrong]:
         if not self.hidden_dims and self.fn_type != "shared_mlp":
-            rule = f"{self.fn_type} needs at least one hidden layer; only shared_mlp may have none"
-            raise rule_error(("hidden_dims", f"is empty; {rule}"))
-        return self
+            needed = f"{self.fn_type} needs at least one hidden layer; only shared_mlp may have none"
+            yield "hidden_dims", f"is empty; {needed}"
 
 
 class AttentionConfig(Strict):
@@ -59,15 +61,14 @@ class TransformerCIConfig(Strict):
     mlp_hidden_dim: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     attn_config: AttentionConfig
 
-    @model_validator(mode="after")
-    def _heads(self) -> "TransformerCIConfig":
+    @rule
+    def _heads(self) -> Iterator[Wrong]:
         heads = self.attn_config.n_heads
         if self.d_model % heads:
-            raise rule_error(("d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"))
-        if self.d_model // heads % 2:
+            yield "d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"
+        elif self.d_model // heads % 2:
             size = self.d_model // heads
-            raise rule_error(("d_model", f"gives heads of width {size}; rotary embedding needs an even width"))
-        return self
+            yield "d_model", f"gives heads of width {size}; rotary embedding needs an even width"
 
     @property
     def mlp_hidden(self) -> tuple[int, ...]:
@@ -75,24 +76,25 @@ class TransformerCIConfig(Strict):
         return self.mlp_hidden_dim or (4 * self.d_model,)
 
 
+def _not_removed(fn_type: Any) -> Any:
+    if fn_type == "global_reverse_residual":
+        raise rule_error(("", REVERSE_RESIDUAL_IS_GONE))
+    return fn_type
+
+
 class GlobalCI(Strict):
     """Each ``fn_type`` has one key of its own (`_KEY_OF`), and refuses that of the other."""
 
     mode: Literal["global"]
-    fn_type: Literal["global_shared_mlp", "global_shared_transformer"]
+    fn_type: Annotated[Literal["global_shared_mlp", "global_shared_transformer"], BeforeValidator(_not_removed)]
     hidden_dims: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig | None = None
     component_readout: bool = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_what_was_removed(cls, raw: Any) -> Any:
+    def _is_dropped(cls, key: Any, value: Any) -> bool:
         """Files of the torch schema write null for the keys of `global_reverse_residual`."""
-        if not isinstance(raw, dict):
-            return raw
-        if raw.get("fn_type") == "global_reverse_residual":
-            raise rule_error(("fn_type", REVERSE_RESIDUAL_IS_GONE))
-        return {key: x for key, x in raw.items() if not (key in _KEYS_THAT_ARE_GONE and x is None)}
+        return key in _KEYS_THAT_ARE_GONE and value is None
 
     @classmethod
     def _refusal(cls, key: str) -> str:
@@ -100,15 +102,17 @@ class GlobalCI(Strict):
             return "was for fn_type: global_reverse_residual, which was removed; remove it"
         return super()._refusal(key)
 
-    @model_validator(mode="after")
-    def _own_key(self) -> "GlobalCI":
-        for fn_type, key in _KEY_OF.items():
-            given = getattr(self, key) is not None
-            if fn_type == self.fn_type and not given:
-                raise rule_error((key, f"is required with fn_type: {self.fn_type}"))
-            if fn_type != self.fn_type and given:
-                raise rule_error((key, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"))
-        return self
+    @rule
+    def _own_key(self) -> Iterator[Wrong]:
+        needed = _KEY_OF[self.fn_type]
+        if getattr(self, needed) is None:
+            yield needed, f"is required with fn_type: {self.fn_type}"
+
+    @rule
+    def _no_other_key(self) -> Iterator[Wrong]:
+        for key in _KEY_OF.values():
+            if key != _KEY_OF[self.fn_type] and getattr(self, key) is not None:
+                yield key, f"has no effect with fn_type: {self.fn_type}; remove it or set it to null"
 
 
 _KEY_OF = {"global_shared_mlp": "hidden_dims", "global_shared_transformer": "simple_transformer_ci_cfg"}
@@ -166,13 +170,10 @@ class PDConfig(Strict):
     faithfulness_warmup_weight_decay: NonNegative = 0.0
     loss_metrics: Annotated[ListOf[TrainingLoss], Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def _something_to_decompose(self) -> "PDConfig":
+    @rule
+    def _something_to_decompose(self) -> Iterator[Wrong]:
         if not self.decomposition_targets and not self.identity_decomposition_targets:
-            raise rule_error(
-                ("decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets")
-            )
-        return self
+            yield "decomposition_targets", "needs at least 1 item, here or as identity_decomposition_targets"
 
 
 class RuntimeConfig(Strict):
@@ -195,11 +196,10 @@ class EvalConfig(Strict):
     slow_on_first_step: bool = True
     metrics: ListOf[Metric] = ()
 
-    @model_validator(mode="after")
-    def _slow_is_also_fast(self) -> "EvalConfig":
+    @rule
+    def _slow_is_also_fast(self) -> Iterator[Wrong]:
         if self.slow_every % self.every:
-            raise rule_error(("slow_every", f"is {self.slow_every}; it must be a multiple of every ({self.every})"))
-        return self
+            yield "slow_every", f"is {self.slow_every}; it must be a multiple of every ({self.every})"
 
 
 class WandbConfig(Strict):
@@ -290,3 +290,10 @@ class ToyFile(_MethodFile):
 
 
 MethodFile = LanguageModelFile | ToyFile
+
+
+class UndecidedFile(_MethodFile):
+    """A schema file that says neither what is decomposed nor on which data. It is checked otherwise, and refused."""
+
+    target: Any = None
+    data: Any = None

@@ -1,11 +1,14 @@
 """The METRIC table of the torch schema: any LOSS without a coefficient, and metrics that are not losses."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.loss_schema import AnyLoss, Loss, not_refused
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_error
+from param_decomp_lab.config.kinds import by_type
+from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
+from param_decomp_lab.config.mistakes import Wrong
+from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_here
 
 
 class CEandKLLosses(Strict):
@@ -78,17 +81,18 @@ OnlyMeasured = (
 )
 
 
-def _without_coefficient(metric: Strict) -> Strict:
+def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
     if isinstance(metric, Loss) and metric.coeff is not None:
-        raise rule_error(
-            ("coeff", f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null")
+        yield (
+            "coeff",
+            f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null",
         )
-    return metric
 
 
 Metric = Annotated[
-    AnyLoss | OnlyMeasured,
-    Field(discriminator="type"),
-    AfterValidator(_without_coefficient),
+    Loss | OnlyMeasured,
+    SerializeAsAny(),
+    by_type(LOSSES, {model.__name__: model for model in get_args(OnlyMeasured)}),
+    rule_here(_without_coefficient),
     BeforeValidator(not_refused),
 ]

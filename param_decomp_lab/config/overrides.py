@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.config.strict import ConfigSource, Strict, nearest
+from param_decomp_lab.config.mistakes import ConfigSource
+from param_decomp_lab.config.spelling import nearest
+from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.printable import shortened
@@ -34,8 +36,22 @@ class Override:
 
 
 def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
-    """Parses assignments. Values are YAML. UserError for an unknown first key."""
-    return tuple(map(_parse, texts))
+    """Parses assignments, whose values are YAML. UserError that lists those that cannot be parsed."""
+    parsed, wrong = read_overrides(texts)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return parsed
+
+
+def read_overrides(texts: Iterable[str]) -> tuple[tuple[Override, ...], list[str]]:
+    """As `parse_overrides`, with the assignments that can be parsed, and what is wrong with the others."""
+    parsed, wrong = [], []
+    for text in texts:
+        try:
+            parsed.append(_parse(text))
+        except UserError as error:
+            wrong.append(str(error))
+    return tuple(parsed), wrong
 
 
 def _parse(given: str) -> Override:
@@ -51,10 +67,25 @@ def _parse(given: str) -> Override:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """A copy of ``raw`` with the assignments applied in order; ``raw`` is not modified (YAML aliases share parts)."""
+    """A copy of ``raw`` with the assignments applied in order; ``raw`` is not modified (YAML aliases share parts).
+
+    UserError that lists the assignments that do not fit.
+    """
+    applied, wrong = apply_those_that_fit(raw, overrides)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return applied
+
+
+def apply_those_that_fit(raw: dict[str, Any], overrides: Iterable[Override]) -> tuple[dict[str, Any], list[str]]:
+    """As `apply_overrides`, with the assignments that fit applied, and what is wrong with the others."""
+    wrong = []
     for override in overrides:
-        raw = _replaced(raw, override.path, override)
-    return raw
+        try:
+            raw = _replaced(raw, override.path, override)
+        except UserError as error:
+            wrong.append(str(error))
+    return raw, wrong
 
 
 def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:

@@ -4,17 +4,38 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
 from param_decomp_lab.config.checks import infer_toy, method_mistakes, warnings, wrapper_mistakes
-from param_decomp_lab.config.method_schema import LanguageModelFile, MethodFile, ToyFile
-from param_decomp_lab.config.overrides import apply_overrides, override_source, parse_overrides
-from param_decomp_lab.config.strict import NO_MEANING, ConfigSource, Mistake, Strict, validate
+from param_decomp_lab.config.method_schema import (
+    LanguageModelFile,
+    LanguageModelTarget,
+    MethodFile,
+    ToyFile,
+    ToyTarget,
+    UndecidedFile,
+)
+from param_decomp_lab.config.mistakes import SHOWN_MISTAKES, ConfigSource, Mistake
+from param_decomp_lab.config.overrides import Override, apply_those_that_fit, override_source, read_overrides
+from param_decomp_lab.config.strict import NO_MEANING, Strict, parse, spelling
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.errors import Unread, UserError
+from param_decomp_lab.safe_io.printable import first_few
+from param_decomp_lab.safe_io.yaml_text import DuplicateKeys, dump_yaml, read_mapping
+
+
+class ConfigError(UserError):
+    """Lists everything that is wrong with a configuration, one mistake per line.
+
+    ``lines``: the mistakes. ``config``: what could be read of the configuration, to check it further
+    (`strict.as_far_as_read`); None if a file could not be read, or does not say which kind of target it is for.
+    """
+
+    def __init__(self, lines: Sequence[str], config: "RunConfig | None" = None) -> None:
+        self.lines, self.config = tuple(dict.fromkeys(lines)), config
+        super().__init__("\n".join(first_few(self.lines, SHOWN_MISTAKES)))
 
 
 @dataclass(frozen=True)
@@ -55,21 +76,23 @@ class RunConfig:
 
     def with_overrides(self, overrides: Sequence[str]) -> "RunConfig":
         """A copy with `--set` assignments applied; relative paths refer to the current folder."""
-        assignments = parse_overrides(overrides)
+        assignments, wrong = read_overrides(overrides)
         wrapper, method = self.wrapper.model_dump(mode="json"), self.method.model_dump(mode="json")
         if any(override.path[0] == "memory" for override in assignments):
             del wrapper["remat_recon_forwards"]  # follows from the preset
         if any(override.path == ("memory", "preset") for override in assignments):
             # The explicit settings of the old preset would override those of the new one.
             wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
-        for_wrapper = [override for override in assignments if override.is_for_wrapper]
-        for_method = [override for override in assignments if not override.is_for_wrapper]
-        sources = [override_source(Path(f"{part} of the run's config.yaml"), own) for part, own in
-                  (("wrapper", for_wrapper), ("torch", for_method))]  # fmt: skip
-        resolved = (
-            validate(Wrapper, apply_overrides(wrapper, for_wrapper), sources[0]).relative_to(Path.cwd()).resolved()
+        for_wrapper, for_method = _by_file(assignments)
+        place = "{} of the run's config.yaml".format
+        sources = (
+            override_source(Path(place("wrapper")), for_wrapper),
+            override_source(Path(place("torch")), for_method),
         )
-        config = _configuration(resolved, apply_overrides(method, for_method), *sources)
+        wrapper, unfit = apply_those_that_fit(wrapper, for_wrapper)
+        method, unfit_too = apply_those_that_fit(method, for_method)
+        read_wrapper = _read_wrapper(wrapper, sources[0], Path.cwd())
+        config = _configuration(read_wrapper, method, *sources, before=[*wrong, *unfit, *unfit_too])
         return replace(config, ignored=self.ignored)
 
     def to_yaml(self) -> str:
@@ -89,7 +112,9 @@ class RunConfig:
             if not isinstance(raw.get(key), dict):
                 raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper and torch")
         sources = ConfigSource(f"{where}: wrapper"), ConfigSource(f"{where}: torch")
-        config = _configuration(validate(Wrapper, raw["wrapper"], sources[0]), raw["torch"], *sources)
+        wrapper, mistakes = parse(Wrapper, raw["wrapper"])
+        read_wrapper = _ReadWrapper(wrapper, tuple(map(sources[0].line, mistakes)))
+        config = _configuration(read_wrapper, raw["torch"], *sources)
         return replace(config, ignored=tuple(raw.get("ignored", ())))
 
 
@@ -98,51 +123,117 @@ def load_config(
 ) -> RunConfig:
     """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied.
 
+    ConfigError lists all mistakes in both files and in the assignments.
+
     ``read``: reads a file; nothing of what it returns is modified. Parsing the files is nearly all of the time: who
     loads them again and again with other assignments gives `functools.cache(read_mapping)`.
     """
-    assignments = parse_overrides(overrides)
-    for_wrapper = [override for override in assignments if override.is_for_wrapper]
-    for_method = [override for override in assignments if not override.is_for_wrapper]
-
-    raw = read(path, "the wrapper")
-    if "pd" in raw:
-        raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
+    assignments, wrong = read_overrides(overrides)
+    for_wrapper, for_method = _by_file(assignments)
+    try:
+        raw = _mapping(read, path, "the wrapper", wrong)
+        if "pd" in raw and "torch_config" not in raw:
+            raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
+    except UserError as error:
+        raise ConfigError([*wrong, str(error)]) from error
     wrapper_source = override_source(path, for_wrapper)
-    wrapper = validate(Wrapper, apply_overrides(raw, for_wrapper), wrapper_source).relative_to(path.parent).resolved()
+    raw, unfit = apply_those_that_fit(raw, for_wrapper)
+    wrapper = _read_wrapper(raw, wrapper_source, path.parent)
+    wrong += unfit
+    try:
+        method = _mapping(read, wrapper.model.torch_config, f"torch_config of {path}", wrong)
+        if "torch_config" in method and "pd" not in method:
+            named = f"{wrapper.model.torch_config}: is a wrapper, and not the schema file that torch_config should be"
+            raise UserError(named)
+    except Unread:
+        raise ConfigError([*wrong, *wrapper.lines]) from None
+    except UserError as error:
+        raise ConfigError([*wrong, *wrapper.lines, str(error)]) from error
+    method, unfit = apply_those_that_fit(method, for_method)
+    source = override_source(wrapper.model.torch_config, for_method)
+    return _configuration(wrapper, method, wrapper_source, source, before=[*wrong, *unfit])
 
-    method = apply_overrides(read(wrapper.torch_config, f"torch_config of {path}"), for_method)
-    return _configuration(wrapper, method, wrapper_source, override_source(wrapper.torch_config, for_method))
+
+def _mapping(read: Callable[[Path, str], dict[str, Any]], path: Path, what: str, wrong: list[str]) -> dict[str, Any]:
+    """What ``read`` reads. Keys that are given twice are added to ``wrong``."""
+    try:
+        return read(path, what)
+    except DuplicateKeys as error:
+        if not isinstance(error.value, dict):
+            raise
+        wrong.append(str(error))
+        return error.value
+
+
+def _by_file(assignments: Sequence[Override]) -> tuple[list[Override], list[Override]]:
+    """The assignments to keys of the wrapper, and those to keys of the schema file."""
+    return (
+        [override for override in assignments if override.is_for_wrapper],
+        [override for override in assignments if not override.is_for_wrapper],
+    )
+
+
+@dataclass(frozen=True)
+class _ReadWrapper:
+    """A wrapper as far as it could be read, and what is wrong with it."""
+
+    model: Wrapper
+    lines: tuple[str, ...] = ()
+
+
+def _read_wrapper(raw: object, source: ConfigSource, folder: Path) -> _ReadWrapper:
+    """Reads a wrapper whose paths are relative to ``folder``."""
+    wrapper, mistakes = parse(Wrapper, raw)
+    wrapper = wrapper.relative_to(folder)
+    return _ReadWrapper(wrapper if mistakes else wrapper.resolved(), tuple(map(source.line, mistakes)))
 
 
 def _configuration(
-    wrapper: Wrapper, raw: dict[str, Any], wrapper_source: ConfigSource, method_source: ConfigSource
+    wrapper: _ReadWrapper,
+    raw: dict[str, Any],
+    wrapper_source: ConfigSource,
+    method_source: ConfigSource,
+    before: Sequence[str] = (),
 ) -> RunConfig:
-    method = validate(_schema(wrapper, raw, method_source), raw, method_source)
-    found = [wrapper_source.line(problem) for problem in wrapper_mistakes(wrapper, method)]
-    found += [method_source.line(problem) for problem in method_mistakes(wrapper, method)]
-    if found:
-        raise UserError("\n".join(found))
+    """A wrapper with its schema file. ``before``: what is wrong already. ConfigError lists everything."""
+    schema, undecided = _schema(wrapper.model, raw)
+    found, mistakes = parse(schema, raw)
+    method = cast(MethodFile, found)  # an `UndecidedFile` is refused below
+    lines = [*before, *wrapper.lines, *map(method_source.line, (*undecided, *mistakes))]
+    lines += map(wrapper_source.line, wrapper_mistakes(wrapper.model, method))
+    lines += map(method_source.line, method_mistakes(wrapper.model, method))
+    if lines:
+        raise ConfigError(lines, None if isinstance(found, UndecidedFile) else RunConfig(wrapper.model, method))
     ignored = tuple(key for key, given in _without_meaning(method) if given)
-    return RunConfig(wrapper, method, ignored, warnings(wrapper, method))
+    return RunConfig(wrapper.model, method, ignored, warnings(wrapper.model, method))
 
 
-def _schema(
-    wrapper: Wrapper, raw: dict[str, Any], method_source: ConfigSource
-) -> type[LanguageModelFile] | type[ToyFile]:
+_Schema = type[LanguageModelFile] | type[ToyFile] | type[UndecidedFile]
+
+
+def _schema(wrapper: Wrapper, raw: dict[str, Any]) -> tuple[_Schema, list[Mistake]]:
     """The schema that the file follows. A toy is named by the wrapper, or inferred from its module patterns."""
-    target = raw.get("target")
-    if isinstance(target, dict) and "spec" in target:
-        return LanguageModelFile
-    if wrapper.experiment is None and infer_toy(_patterns(raw.get("pd"))) is None:
-        if isinstance(target, dict) and "run_path" in target:
-            advice = "give the wrapper experiment: tms or resid_mlp"
-            raise method_source.error(
-                [Mistake("pd.decomposition_targets", f"match the modules of both toys or of neither; {advice}")]
-            )
-        otherwise = "a toy is inferred from its patterns, or named by the wrapper's experiment: tms or resid_mlp"
-        raise method_source.error([Mistake("target.spec", f"is required for a language model; {otherwise}")])
-    return ToyFile
+    target = _section(raw, "target")
+    if isinstance(target, dict) and spelling(LanguageModelTarget, target, "spec") is not None:
+        return LanguageModelFile, []
+    try:
+        is_named = wrapper.experiment is not None
+    except Unread:  # which toy is wrong, but it is a toy
+        is_named = True
+    if is_named or infer_toy(_patterns(_section(raw, "pd"))) is not None:
+        return ToyFile, []
+    if isinstance(target, dict) and spelling(ToyTarget, target, "run_path") is not None:
+        advice = "give the wrapper experiment: tms or resid_mlp"
+        wrong = f"match the modules of both toys or of neither; {advice}"
+        return UndecidedFile, [Mistake("pd.decomposition_targets", wrong)]
+    otherwise = "a toy is inferred from its patterns, or named by the wrapper's experiment: tms or resid_mlp"
+    return UndecidedFile, [Mistake("target.spec", f"is required for a language model; {otherwise}")]
+
+
+def _section(raw: dict[str, Any], name: str) -> Any:
+    """A section of a schema file that is not validated yet; None if there is none."""
+    key = spelling(LanguageModelFile, raw, name)
+    return None if key is None else raw[key]
 
 
 def _patterns(pd: Any) -> list[str]:

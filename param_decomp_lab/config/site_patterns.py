@@ -2,11 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from param_decomp_lab.config.method_schema import DecompositionTarget
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import Errors, UserError
 
 PREFIXES = ("gpt_neox.", "model.", "transformer.")
 """With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
@@ -17,24 +17,38 @@ def match_sites(
 ) -> list[tuple[str, int]]:
     """The decomposed modules with their C, in the order of ``module_names``. ``key``: for errors.
 
-    UserError for a pattern that matches nothing and for a module that two patterns match.
+    UserError lists the patterns that match nothing, or a module that another pattern matches.
     """
     names = list(module_names)
     found: dict[str, tuple[int, DecompositionTarget]] = {}
+    errors = Errors()
     for n, target in enumerate(targets):
-        where = f"{key}.{n}.module_pattern"
-        matching = [name for name in names if matches_module(target.module_pattern, name)]
-        if not matching:
-            raise UserError(f"{where}: '{target.module_pattern}' matches no module; {_nearest(target, names)}")
-        for name in matching:
-            if name in found:
-                earlier, other = found[name]
-                raise UserError(
-                    f"{where}: '{target.module_pattern}' matches {name}, which {key}.{earlier} "
-                    f"('{other.module_pattern}') matches already; a module may be decomposed once"
-                )
-            found[name] = n, target
+        with errors:
+            found |= dict.fromkeys(_matching(target, n, names, found, key), (n, target))
+    errors.raise_all()
     return [(name, found[name][1].C) for name in names if name in found]
+
+
+def _matching(
+    target: DecompositionTarget,
+    n: int,
+    names: Sequence[str],
+    found: Mapping[str, tuple[int, DecompositionTarget]],
+    key: str,
+) -> list[str]:
+    """The names that the pattern number ``n`` matches. UserError for none, and for one that is in ``found``."""
+    where = f"{key}.{n}.module_pattern"
+    matching = [name for name in names if matches_module(target.module_pattern, name)]
+    if not matching:
+        raise UserError(f"{where}: '{target.module_pattern}' matches no module; {_nearest(target, names)}")
+    for name in matching:
+        if name in found:
+            earlier, other = found[name]
+            raise UserError(
+                f"{where}: '{target.module_pattern}' matches {name}, which {key}.{earlier} "
+                f"('{other.module_pattern}') matches already; a module may be decomposed once"
+            )
+    return matching
 
 
 def matches_module(pattern: str, name: str) -> bool:

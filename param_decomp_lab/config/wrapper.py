@@ -4,14 +4,18 @@ The PyTorch project is goodfire-ai/param-decomp as it was until June 2026 (docs/
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.strict import Count, ListOf, Natural, Strict, check_path, expanded_path, rule_error
+from param_decomp_lab.config.mistakes import Wrong
+from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, expanded_path, rule
+from param_decomp_lab.errors import Unread
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]
@@ -30,11 +34,10 @@ class Mesh(Strict):
     tensor: Count = 1
     nodes: Count = 1
 
-    @model_validator(mode="after")
-    def _nodes_divide(self) -> "Mesh":
+    @rule
+    def _nodes_divide(self) -> Iterator[Wrong]:
         if self.fsdp % self.nodes:
-            raise rule_error(("nodes", f"{self.nodes} does not divide fsdp {self.fsdp}"))
-        return self
+            yield "nodes", f"{self.nodes} does not divide fsdp {self.fsdp}"
 
     @property
     def batch_devices(self) -> int:
@@ -60,11 +63,10 @@ class TargetSource(Strict):
     pretrain: FilePath | None = None
     revision: Text | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> "TargetSource":
-        if sum(given is not None for _, given in self) != 1:
-            raise rule_error(("", "takes exactly one of folder, pretrain and revision"))
-        return self
+    @rule
+    def _one(self) -> Iterator[Wrong]:
+        if sum(given is not None for given in (self.folder, self.pretrain, self.revision)) != 1:
+            yield "", "takes exactly one of folder, pretrain and revision"
 
 
 InitComponents = Literal["random", "weighted_singular_vectors"]
@@ -108,7 +110,7 @@ class Wrapper(Strict):
     steps_per_dispatch: Count = 1
     milestones: Milestones = ()
     init_components: InitComponents = "random"
-    init_from: Text | None = None
+    init_from: Annotated[PathText, Field(min_length=1)] | None = None
 
     @property
     def begins_with_singular_vectors(self) -> bool:
@@ -123,18 +125,12 @@ class Wrapper(Strict):
         run, at, step = self.init_from.rpartition("@")
         return (Path(run), int(step)) if at and step.isdecimal() else (Path(self.init_from), None)
 
-    @field_validator("init_from")
-    @classmethod
-    def _parent_path(cls, given: str | None) -> str | None:
-        return given and check_path(given)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Wrapper":
+    @rule
+    def _consistent(self) -> Iterator[Wrong]:
         preset, implied = self.memory.preset, _preset(self.remat_recon_forwards)
         if "remat_recon_forwards" in self.model_fields_set and preset is not None and _contradicts(preset, implied):
             says = f"remat_recon_forwards: {str(self.remat_recon_forwards).lower()} means {implied}"
-            raise rule_error(("memory.preset", f"is {preset}, but {says}; remove one of the two"))
-        return self
+            yield "memory.preset", f"is {preset}, but {says}; remove one of the two"
 
     def resolved(self) -> "Wrapper":
         """A copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute `init_from`."""
@@ -146,17 +142,18 @@ class Wrapper(Strict):
         return self.model_copy(update=update)
 
     def relative_to(self, folder: Path) -> "Wrapper":
-        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative."""
+        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative.
 
-        def below(part: Strict | None) -> Strict | None:
-            paths = {key: _absolute(folder / path) for key, path in part or () if isinstance(path, Path)}
-            return part and part.model_copy(update=paths)
-
-        update = {
-            "torch_config": _absolute(folder / self.torch_config),
-            "data": below(self.data),
-            "target": below(self.target),
-        }
+        Leaves out what could not be read.
+        """
+        update: dict[str, Any] = {}
+        with suppress(Unread):
+            update["torch_config"] = _absolute(folder / self.torch_config)
+        for key in ("data", "target"):
+            with suppress(Unread):
+                part: Strict | None = getattr(self, key)
+                paths = {name: _absolute(folder / path) for name, path in part or () if isinstance(path, Path)}
+                update[key] = part and part.model_copy(update=paths)
         return self.model_copy(update=update)
 
     def is_milestone(self, step: int) -> bool:

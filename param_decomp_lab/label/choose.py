@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
 

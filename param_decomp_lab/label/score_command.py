@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.scores import CHANCE, Kind, Score
 from param_decomp_lab.label.asking import Ended

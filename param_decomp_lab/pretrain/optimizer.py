@@ -1,13 +1,15 @@
 """The optimizer of a pretraining: what a recipe says of it, and what it becomes."""
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import optax
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from param_decomp_jax.decomposition.schedules import Schedule
-from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, rule_error
+from param_decomp_lab.config.mistakes import Wrong
+from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, rule
 
 
 class OptimizerRecipe(Strict):
@@ -23,11 +25,10 @@ class OptimizerRecipe(Strict):
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
     clip_norm: Positive | None = 1.0
 
-    @model_validator(mode="after")
-    def _constant(self) -> Self:
+    @rule
+    def _constant(self) -> Iterator[Wrong]:
         if self.schedule == "constant" and self.final_val_frac != 1.0:
-            raise rule_error(("final_val_frac", "must be 1.0 with a constant schedule"))
-        return self
+            yield "final_val_frac", "must be 1.0 with a constant schedule"
 
     def learning_rate(self) -> Schedule:
         return Schedule(self.lr, self.schedule, self.warmup_pct, self.final_val_frac)

@@ -1,9 +1,10 @@
 """The recipe of a pretrained model: all that decides its weights, as a YAML file says it. Toys: ``toy_recipe``."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from param_decomp_jax.nn.rotary import Llama3Scaling
 from param_decomp_jax.targets.architecture import UnsupportedConfig
@@ -12,20 +13,19 @@ from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.registry import ARCHITECTURES as REGISTERED
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_jax.targets.transformer_config import TransformerConfig
+from param_decomp_lab.config.mistakes import ConfigSource, Mistake, Wrong, rule_error
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.config.strict import (
-    ConfigSource,
     Count,
     LayerCount,
     ListOf,
-    Mistake,
     Natural,
     NonNegative,
     PathText,
     Positive,
     Strict,
     Width,
-    nearest,
-    rule_error,
+    rule,
     validate,
 )
 from param_decomp_lab.errors import UserError
@@ -64,17 +64,17 @@ class LlamaRecipe(Strict):
     tied: bool = False
     init_std: Positive = 0.02
 
-    @model_validator(mode="after")
-    def _heads(self) -> Self:
+    @rule
+    def _key_heads(self) -> Iterator[Wrong]:
         if self.n_heads % self.n_kv_heads:
-            raise rule_error(("n_kv_heads", f"must divide n_heads ({self.n_heads}), not {self.n_kv_heads}"))
+            yield "n_kv_heads", f"must divide n_heads ({self.n_heads}), not {self.n_kv_heads}"
+
+    @rule
+    def _width_of_heads(self) -> Iterator[Wrong]:
         if self.head_dim is None and self.d_model % self.n_heads:
-            raise rule_error(
-                ("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}; or give a head_dim")
-            )
-        if (self.head_dim or self.d_model // self.n_heads) % 2:
-            raise rule_error(("head_dim", "must be even, for the rotary embedding"))
-        return self
+            yield "n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}; or give a head_dim"
+        elif (self.head_dim or self.d_model // self.n_heads) % 2:
+            yield "head_dim", "must be even, for the rotary embedding"
 
     def config(self, vocab_size: int) -> LlamaConfig:
         scaling = Llama3Scaling(**self.rope_scaling.model_dump()) if self.rope_scaling else None
@@ -107,11 +107,10 @@ class GPTRecipe(Strict):
     norm_eps: Positive = 1e-5
     init_std: Positive = 0.02
 
-    @model_validator(mode="after")
-    def _heads(self) -> Self:
+    @rule
+    def _heads(self) -> Iterator[Wrong]:
         if self.d_model % self.n_heads:
-            raise rule_error(("n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}"))
-        return self
+            yield "n_heads", f"must divide d_model ({self.d_model}), not {self.n_heads}"
 
     def config(self, n_positions: int, vocab_size: int | None) -> GPTConfig:
         """``vocab_size``: of the data, if there is data. Raises UserError unless the recipe's is at least as large, or
@@ -145,25 +144,26 @@ class FamilyRecipe(Strict):
     init_std: Positive = 0.02
     router_aux_loss_coef: NonNegative = 0.0
 
-    @model_validator(mode="after")
-    def _readable(self) -> Self:
-        config = self.family(vocab_size=1, n_positions=1)
+    @rule
+    def _readable(self) -> Iterator[Wrong]:
+        try:
+            config = self.family(vocab_size=1, n_positions=1)
+        except UnsupportedConfig as error:
+            yield "config", str(error)
+            return
         if self.router_aux_loss_coef and config.experts is None:
-            raise rule_error(("router_aux_loss_coef", "is of experts, and this model has none"))
-        return self
+            yield "router_aux_loss_coef", "is of experts, and this model has none"
 
     def family(self, vocab_size: int, n_positions: int) -> TransformerConfig:
-        """The architecture for data with this vocabulary, in rows of this length."""
+        """The architecture for data with this vocabulary, in rows of this length. UnsupportedConfig for a ``config``
+        that cannot be trained."""
         names = (("max_position_embeddings", "n_positions"), ("n_ctx",), ("block_size",))  # of one setting, each
         lengths = {key: n_positions for keys in names if not set(keys) & self.config.keys() for key in keys}
         known = [kind.name for kind in REGISTERED.values() if issubclass(kind, TransformerConfig)]
         if self.config.get("model_type") not in known:
             given = self.config.get("model_type")
-            raise rule_error(("config", f"model_type is {given!r}; what can be trained is {', '.join(known)}"))
-        try:
-            found = read_config(lengths | {"vocab_size": vocab_size} | self.config)
-        except UnsupportedConfig as error:
-            raise rule_error(("config", str(error))) from error
+            raise UnsupportedConfig(f"model_type is {given!r}; what can be trained is {', '.join(known)}")
+        found = read_config(lengths | {"vocab_size": vocab_size} | self.config)
         assert isinstance(found, TransformerConfig)
         return found
 
@@ -173,6 +173,22 @@ class EvalRecipe(Strict):
 
     every: Count
     batches: Count
+
+
+def _parts(remat: Any) -> Any:
+    given = remat if isinstance(remat, list | tuple) else [remat]
+    valid = ("mlp", "attention") if given is remat else ("none", "block")
+    if not given or any(part not in valid for part in given) or len(set(given)) < len(given):
+        raise rule_error(("", f"should be none, block, or a list of mlp and attention, not {remat!r}"))
+    return remat
+
+
+def _folder(data: Any) -> Any:
+    if isinstance(data, dict):
+        raise rule_error(
+            ("", f"should be a folder that `pd data tokenize` wrote; a mapping is for toys ({', '.join(TOYS)})")
+        )
+    return data
 
 
 class PretrainRecipe(Strict):
@@ -185,7 +201,7 @@ class PretrainRecipe(Strict):
     """
 
     model: Annotated[LlamaRecipe | GPTRecipe | FamilyRecipe, Field(discriminator="architecture")]
-    data: PathText
+    data: Annotated[PathText, BeforeValidator(_folder)]
     out: PathText
     steps: Count
     batch_size: Count
@@ -195,7 +211,7 @@ class PretrainRecipe(Strict):
     layers: Literal["scan", "unroll"] = "scan"
     dtype: Literal["float32", "bfloat16"] = "float32"
     softmax_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "block"] | ListOf[Literal["mlp", "attention"]] = "none"
+    remat: Annotated[Literal["none", "block"] | ListOf[Literal["mlp", "attention"]], BeforeValidator(_parts)] = "none"
     micro_batches: Count = 1
     log_every: Count = 50
 
@@ -212,34 +228,20 @@ class PretrainRecipe(Strict):
         knobs = ("dtype", "softmax_dtype", "remat", "micro_batches")
         return tuple(key for key in knobs if getattr(self, key) == type(self).model_fields[key].default)
 
-    @field_validator("remat", mode="before")
-    @classmethod
-    def _parts(cls, remat: Any) -> Any:
-        given = remat if isinstance(remat, list | tuple) else [remat]
-        valid = ("mlp", "attention") if given is remat else ("none", "block")
-        if not given or any(part not in valid for part in given) or len(set(given)) < len(given):
-            raise rule_error(("", f"should be none, block, or a list of mlp and attention, not {remat!r}"))
-        return remat
-
-    @model_validator(mode="after")
-    def _knobs(self) -> Self:
+    @rule
+    def _equal_parts(self) -> Iterator[Wrong]:
         if self.batch_size % self.micro_batches:
-            raise rule_error(("micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"))
-        if not isinstance(self.model, GPTRecipe):
-            if isinstance(self.remat, tuple):
-                raise rule_error(("remat", "should be none or block; parts of a layer are for model.architecture gpt"))
-            if self.softmax_dtype != "float32":
-                raise rule_error(("softmax_dtype", "should be float32; others are for model.architecture gpt"))
-        return self
+            yield "micro_batches", f"must divide batch_size ({self.batch_size}), not {self.micro_batches}"
 
-    @field_validator("data", mode="before")
-    @classmethod
-    def _folder(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            raise rule_error(
-                ("", f"should be a folder that `pd data tokenize` wrote; a mapping is for toys ({', '.join(TOYS)})")
-            )
-        return data
+    @rule
+    def _parts_of_a_gpt(self) -> Iterator[Wrong]:
+        if isinstance(self.remat, tuple) and not isinstance(self.model, GPTRecipe):
+            yield "remat", "should be none or block; parts of a layer are for model.architecture gpt"
+
+    @rule
+    def _softmax_of_a_gpt(self) -> Iterator[Wrong]:
+        if self.softmax_dtype != "float32" and not isinstance(self.model, GPTRecipe):
+            yield "softmax_dtype", "should be float32; others are for model.architecture gpt"
 
     @classmethod
     def _refusal(cls, key: str) -> str:

@@ -1,13 +1,15 @@
 """The recipe of a toy target."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule_error
+from param_decomp_lab.config.mistakes import Wrong, rule_error
+from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
 
 TOYS = ("tms", "resid_mlp")
@@ -25,13 +27,12 @@ class TMSRecipe(Strict):
     hidden_init: Literal["identity", "random"] | None = None
     tied: bool = True
 
-    @model_validator(mode="after")
-    def _hidden(self) -> Self:
+    @rule
+    def _hidden(self) -> Iterator[Wrong]:
         if self.n_hidden_layers and self.hidden_init is None:
-            raise rule_error(("hidden_init", "is required with hidden layers: identity or random"))
+            yield "hidden_init", "is required with hidden layers: identity or random"
         if not self.n_hidden_layers and self.hidden_init is not None:
-            raise rule_error(("hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"))
-        return self
+            yield "hidden_init", "has no effect without hidden layers; remove it, or give n_hidden_layers"
 
     def config(self) -> TMSConfig:
         return TMSConfig(self.n_features, self.n_hidden, self.n_hidden_layers)
@@ -55,12 +56,20 @@ class ResidMLPRecipe(Strict):
         )
 
 
+def _no_folder(data: Any) -> Any:
+    if isinstance(data, str):
+        raise rule_error(
+            ("", f"a toy draws its data: should be a mapping like {{feature_probability: 0.05}}, not {data!r}")
+        )
+    return data
+
+
 class ToyRecipe(Strict):
     """``out``: the folder to make, relative to the current folder. ``tries``: how many seeds, from ``seed`` on, are
     tried until one gives a model in which no feature is lost."""
 
     model: Annotated[TMSRecipe | ResidMLPRecipe, Field(discriminator="architecture")]
-    data: ToyData
+    data: Annotated[ToyData, BeforeValidator(_no_folder)]
     out: PathText
     steps: Count
     batch_size: Count
@@ -69,20 +78,10 @@ class ToyRecipe(Strict):
     tries: Count = 10
     log_every: Count = 100
 
-    @field_validator("data", mode="before")
-    @classmethod
-    def _no_folder(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            raise rule_error(
-                ("", f"a toy draws its data: should be a mapping like {{feature_probability: 0.05}}, not {data!r}")
-            )
-        return data
-
-    @model_validator(mode="after")
-    def _something_active(self) -> Self:
+    @rule
+    def _something_active(self) -> Iterator[Wrong]:
         if self.data.feature_probability == 0 and self.data.data_generation_type == "at_least_zero_active":
-            raise rule_error(("data.feature_probability", "must be above 0, or no feature is ever active"))
-        return self
+            yield "data.feature_probability", "must be above 0, or no feature is ever active"
 
     @classmethod
     def _refusal(cls, key: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import param_decomp_aot
 from param_decomp_aot.topology import card_memory, target_configs
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from param_decomp_jax.decomposition.sites import Site, Sites
 from param_decomp_jax.method.masks import Bundle, Sources
 from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 
 CI: Literal["ci"] = "ci"

@@ -22,7 +22,7 @@ from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_names import unnamed
 from param_decomp_lab.errors import UserError

@@ -4,6 +4,7 @@ What is read comes from outside, so it is limited in size, depth and number of n
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.files import SETTINGS_BYTES, read_text
 from param_decomp_lab.safe_io.json_text import DEPTH, INTEGER, has_surrogates
-from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.safe_io.printable import first_few, printable, shortened
 
 NODES = 100_000
 """Values that a document may have, those that aliases repeat included."""
@@ -21,12 +22,22 @@ NODES = 100_000
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
+class DuplicateKeys(UserError):
+    """Keys that are given twice in one mapping. ``value``: of the document, with the last of each."""
+
+    def __init__(self, lines: Sequence[str], value: Any) -> None:
+        super().__init__("\n".join(first_few(lines)))
+        self.value = value
+
+
 class _Loader(yaml.SafeLoader):
     """A safe loader with YAML 1.2's floats that refuses duplicate keys, and documents too large or too deep."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.name = name
+        self.duplicates: dict[int, str] = {}
+        """By line: what is wrong with a key that is given twice in one mapping."""
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
         """Of each finished node, with its aliases written out: how many nodes, and how many levels."""
@@ -68,12 +79,10 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise self.error(
-                        line,
-                        f"the key '{shortened(key.value, 200)}' is given twice (first on line {lines[key.value]}); "
-                        "keep one of the two",
-                    )
-                lines[key.value] = line
+                    name, first = shortened(key.value, 200), lines[key.value]
+                    twice = f"the key '{name}' is given twice (first on line {first}); keep one of the two"
+                    self.duplicates[line] = str(self.error(line, twice))
+                lines.setdefault(key.value, line)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -106,11 +115,16 @@ def parse_yaml(text: str, name: str) -> Any:
     """Parses a YAML text. ``name``: of the text, for errors.
 
     Raises UserError for what is not valid, nested more than `DEPTH` levels deep, or has more than `NODES` values with
-    its aliases written out: functions that walk over the result need no limits of their own.
+    its aliases written out: functions that walk over the result need no limits of their own. DuplicateKeys where
+    nothing else is wrong.
     """
     name = shortened(name, 1000)
     try:
-        return _Loader(text, name).get_single_data()
+        loader = _Loader(text, name)
+        value = loader.get_single_data()
+        if loader.duplicates:
+            raise DuplicateKeys([loader.duplicates[line] for line in sorted(loader.duplicates)], value)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""

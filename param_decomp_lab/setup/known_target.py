@@ -11,11 +11,11 @@ from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
-from param_decomp_lab.config.strict import nearest
-from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.config.spelling import nearest
+from param_decomp_lab.errors import CannotFetch, Errors, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.safe_io.printable import printable
-from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.problem import make_problem, misfits
 from param_decomp_lab.setup.target_source import target_source
 from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.dtypes import DTYPES
@@ -50,20 +50,35 @@ class UnknownTarget:
 
 def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
     """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
-    if isinstance(config.method, LanguageModelFile):
-        return _language_model(config, config.method)
-    return _toy(config)
-
-
-def _language_model(config: RunConfig, method: LanguageModelFile) -> KnownTarget | UnknownTarget:
-    found = _language_architecture(config, method)
+    found, method = _architecture(config), config.method
     if isinstance(found, UnknownTarget):
         return found
-    architecture, stored, origin, missing, notes = found
-    leading = method.pd.batch_size, method.data.max_seq_len
-    wanted = method.target.weights_dtype
-    dtype = stored if wanted is None else DTYPES[wanted]
-    return KnownTarget(architecture, make_problem(config, architecture, origin), leading, origin, dtype, missing, notes)
+    leading: tuple[int, ...] = (method.pd.batch_size,)
+    dtype = found.stored
+    if isinstance(method, LanguageModelFile):
+        leading = (*leading, method.data.max_seq_len)
+        wanted = method.target.weights_dtype
+        dtype = dtype if wanted is None else DTYPES[wanted]
+    problem = make_problem(config, found.architecture, found.origin)
+    return KnownTarget(found.architecture, problem, leading, found.origin, dtype, found.missing, found.notes)
+
+
+def target_mistakes(config: RunConfig) -> list[str]:
+    """What does not fit the target, in a configuration of which parts could not be read."""
+    errors = Errors()
+    with errors:
+        found = _architecture(config)
+        if not isinstance(found, UnknownTarget):
+            errors.lines += misfits(config, found.architecture, found.origin)
+        elif not found.elsewhere:
+            errors.lines.append(found.reason)
+    return errors.lines
+
+
+def _architecture(config: RunConfig) -> "Found | UnknownTarget":
+    if isinstance(config.method, LanguageModelFile):
+        return _language_architecture(config, config.method)
+    return _toy_architecture(config)
 
 
 class Found(NamedTuple):
@@ -128,31 +143,22 @@ def _published(method: LanguageModelFile, where: str) -> Found | None:
     return Found(published, np.dtype(published.published_dtype), "its published configuration", (missing,))
 
 
-def _toy(config: RunConfig) -> KnownTarget | UnknownTarget:
-    given, leading = config.wrapper.target, (config.method.pd.batch_size,)
-    architecture: Architecture | None
-    missing: tuple[str, ...] = ()
+def _toy_architecture(config: RunConfig) -> Found | UnknownTarget:
+    given, dtype = config.wrapper.target, DTYPES["float32"]
     if given is not None and given.pretrain is not None:
         recipe = read_toy_recipe(given.pretrain)
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
-        architecture, origin = recipe.model.config(), f"{shown_path(given.pretrain)}, {made}"
-    else:
-        source = target_source(config)
-        assert not isinstance(source, HubModel)
-        if isinstance(source, TorchRun):
-            found = _torch_run(source)
-            if isinstance(found, UnknownTarget):
-                return found
-            architecture, _, origin, missing, _ = found
-        elif source.is_dir():
-            architecture, origin = read_architecture(source), shown_path(source / CONFIG_FILE)
-        else:
-            reason = f"target.folder: {source} is not there; give the folder of a toy, or target: {{pretrain: …}}"
-            return UnknownTarget(reason)
-    problem = make_problem(config, architecture, origin)
-    return KnownTarget(architecture, problem, leading, origin, DTYPES["float32"], missing)
+        return Found(recipe.model.config(), dtype, f"{shown_path(given.pretrain)}, {made}", ())
+    source = target_source(config)
+    assert not isinstance(source, HubModel)
+    if isinstance(source, TorchRun):
+        found = _torch_run(source)
+        return found if isinstance(found, UnknownTarget) else found._replace(stored=dtype, notes=())
+    if source.is_dir():
+        return Found(read_architecture(source), dtype, shown_path(source / CONFIG_FILE), ())
+    return UnknownTarget(f"target.folder: {source} is not there; give the folder of a toy, or target: {{pretrain: …}}")
 
 
 def _torch_run(source: TorchRun) -> Found | UnknownTarget:

@@ -9,15 +9,16 @@ from param_decomp_jax.ci import (
     LayerwiseMLP,
     UnfitGroups,
     stacks_read,
-    without_readout,
 )
+from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.core_specs import decomposition
-from param_decomp_lab.config.method_schema import EvalConfig, LanguageModelFile
+from param_decomp_lab.config.core_specs import ci_function, decomposition
+from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
 from param_decomp_lab.config.metric_schema import IdentityCIError
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.config.strict import broken_rules
+from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.setup.base import check_site_patterns
 from param_decomp_lab.setup.sites import build_sites
 
@@ -25,26 +26,74 @@ from param_decomp_lab.setup.sites import build_sites
 def make_problem(config: RunConfig, architecture: Architecture, origin: str | Path) -> Problem:
     """The decomposition of a network of this architecture. ``origin``: where that was read, for errors.
 
-    UserError for what does not fit the architecture: the kind of the experiment, rows that are too long, a pattern, a
-    tie, a metric.
+    UserError lists what does not fit the architecture: the kind of the experiment, rows that are too long, patterns,
+    ties, metrics.
     """
-    method, spec = config.method, decomposition(config)
-    _check_kind(config, architecture, origin)
-    if isinstance(method, LanguageModelFile) and isinstance(architecture.inputs, TokenInputs):
-        longest = architecture.inputs.longest
-        if longest is not None and method.data.max_seq_len > longest:
-            raise UserError(
-                f"data.max_seq_len: is {method.data.max_seq_len}, but the target takes at most {longest} tokens "
-                f"({origin}); decompose it on shorter rows"
-            )
-    sites = build_sites(method.pd, architecture.matrices())
+    spec, errors = decomposition(config), Errors()
+    sites = _fitting_sites(config, architecture, origin, errors)
+    errors.raise_all()
+    assert sites is not None
+    return Problem(spec, architecture.target(sites, spec.memory, jnp.dtype(spec.compute_dtype)))
+
+
+def misfits(config: RunConfig, architecture: Architecture, origin: str | Path) -> list[str]:
+    """What of ``config`` does not fit the architecture. Parts of it may be missing that could not be read."""
+    errors = Errors()
+    _fitting_sites(config, architecture, origin, errors)
+    return errors.lines
+
+
+def _fitting_sites(config: RunConfig, architecture: Architecture, origin: str | Path, errors: Errors) -> Sites | None:
+    """The sites, None where that cannot be told. Notes in ``errors`` what does not fit."""
+    method = config.method
+    with errors:
+        _check_kind(config, architecture, origin)
+    with errors:
+        _check_length(config, architecture, origin)
+    if errors.lines:  # patterns are those of another network
+        return None
+    sites = None
+    with errors:
+        sites = build_sites(method.pd, architecture.matrices())
+    if sites is None:
+        return None
+    with errors:
+        _check_init(config, sites)
+    with errors:
+        _check_ci(method.pd.ci_config, sites)
+    with errors:
+        if method.eval is not None:
+            check_site_patterns(method.eval, sites)
+    with errors:
+        if method.eval is not None and isinstance(architecture.inputs, FeatureInputs):
+            _check_features(method.eval, architecture.inputs.n_features)
+    return sites
+
+
+def _check_length(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:
+    if not (isinstance(config.method, LanguageModelFile) and isinstance(architecture.inputs, TokenInputs)):
+        return
+    given, longest = config.method.data.max_seq_len, architecture.inputs.longest
+    if longest is not None and given > longest:
+        raise UserError(
+            f"data.max_seq_len: is {given}, but the target takes at most {longest} tokens ({origin}); decompose it on "
+            "shorter rows"
+        )
+
+
+def _check_init(config: RunConfig, sites: Sites) -> None:
     experts = [site.name for site in sites.all if site.expert is not None]
     if experts and config.wrapper.begins_with_singular_vectors:
         raise UserError(
             f"init_components: is weighted_singular_vectors, which experts' matrices ({experts[0]}) cannot begin with; "
             "remove it"
         )
-    function = without_readout(spec.ci)
+
+
+def _check_ci(config: AnyCI, sites: Sites) -> None:
+    if any(broken_rules(config)):  # which the mistakes in the file say
+        return
+    function = ci_function(config)
     tables = [site.name for site in sites.all if site.lookup]
     if tables and isinstance(function, LayerwiseMLP) and function.kind == "mlp":
         raise UserError(
@@ -56,11 +105,6 @@ def make_problem(config: RunConfig, architecture: Architecture, origin: str | Pa
             stacks_read(function, sites)
         except UnfitGroups as error:
             raise UserError(f"pd.ci_config.input_patterns: {error}") from error
-    if method.eval is not None:
-        check_site_patterns(method.eval, sites)
-        if isinstance(architecture.inputs, FeatureInputs):
-            _check_features(method.eval, architecture.inputs.n_features)
-    return Problem(spec, architecture.target(sites, spec.memory, jnp.dtype(spec.compute_dtype)))
 
 
 def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:

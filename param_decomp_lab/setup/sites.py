@@ -1,25 +1,30 @@
 """The sites that a configuration chooses among a target's matrices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import groupby
 
-from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Sites
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Site, Sites
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.config.site_patterns import match_sites, matches_module
-from param_decomp_lab.errors import UserError
+from param_decomp_lab.errors import Errors, UserError
 
 
 def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
     """`decomposition_targets`, `identity_decomposition_targets` and `tied_weights` against a target's matrices.
 
-    UserError for a pattern that matches nothing or twice, and for sites that cannot be tied.
+    UserError for patterns that match nothing or twice, and for sites that cannot be tied.
     """
     names = [matrix.name for matrix in matrices]
-    given = match_sites(pd.decomposition_targets, names, "pd.decomposition_targets")
-    chosen = _without_slices(matrices, dict(given))
     of_matrices = [matrix.name for matrix in matrices if not matrix.lookup]
-    identities = match_sites(pd.identity_decomposition_targets or (), of_matrices, "pd.identity_decomposition_targets")
+    errors = Errors()
+    with errors:
+        given = match_sites(pd.decomposition_targets, names, "pd.decomposition_targets")
+    with errors:
+        before = pd.identity_decomposition_targets or ()
+        identities = match_sites(before, of_matrices, "pd.identity_decomposition_targets")
+    errors.raise_all()
+    chosen = _without_slices(matrices, dict(given))
     chosen |= {name + PRE_IDENTITY: C for name, C in _without_slices(matrices, dict(identities)).items()}
     _refuse_some_experts(matrices, chosen)
     return choose_sites(matrices, chosen, _tied(pd, choose_sites(matrices, chosen)))
@@ -67,25 +72,35 @@ def _without_slices(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> di
 def _tied(pd: PDConfig, sites: Sites) -> list[tuple[str, str]]:
     by_name = {site.name: site for site in sites.all}
     taken: dict[str, int] = {}
-    pairs = []
+    pairs: list[tuple[str, str]] = []
+    errors = Errors()
     for n, given in enumerate(pd.tied_weights or ()):
-        where = f"pd.tied_weights.{n}"
-        pair = []
-        for name in given:
-            site = next((known for known in by_name if matches_module(name, known)), None)
-            if site is None:
-                raise UserError(f"{where}: '{name}' is no site; the sites are {', '.join(by_name)}")
-            if site in taken:
-                raise UserError(f"{where}: {site} is in pd.tied_weights.{taken[site]} already; a site is tied once")
-            taken[site] = n
-            pair.append(site)
-        a, b = (by_name[name] for name in pair)
-        if a.expert is not None or b.expert is not None:
-            raise UserError(f"{where}: experts' matrices cannot be tied")
-        if (a.d_in, a.d_out, a.C) != (b.d_out, b.d_in, b.C):
-            raise UserError(
-                f"{where}: {a.name} is {a.d_in} x {a.d_out} with C {a.C} and {b.name} {b.d_in} x {b.d_out} with "
-                f"C {b.C}; tied sites are each other's transpose, with equal C"
-            )
-        pairs.append((a.name, b.name))
+        with errors:
+            pairs.append(_pair(given, n, by_name, taken))
+    errors.raise_all()
     return pairs
+
+
+def _pair(
+    given: tuple[str, str], n: int, by_name: Mapping[str, Site], taken: MutableMapping[str, int]
+) -> tuple[str, str]:
+    """The names of the two sites of pair ``n``. ``taken``: the sites of pairs before, with their numbers; extended."""
+    where = f"pd.tied_weights.{n}"
+    pair = []
+    for name in given:
+        site = next((known for known in by_name if matches_module(name, known)), None)
+        if site is None:
+            raise UserError(f"{where}: '{name}' is no site; the sites are {', '.join(by_name)}")
+        if site in taken:
+            raise UserError(f"{where}: {site} is in pd.tied_weights.{taken[site]} already; a site is tied once")
+        taken[site] = n
+        pair.append(site)
+    a, b = (by_name[name] for name in pair)
+    if a.expert is not None or b.expert is not None:
+        raise UserError(f"{where}: experts' matrices cannot be tied")
+    if (a.d_in, a.d_out, a.C) != (b.d_out, b.d_in, b.C):
+        raise UserError(
+            f"{where}: {a.name} is {a.d_in} x {a.d_out} with C {a.C} and {b.name} {b.d_in} x {b.d_out} with "
+            f"C {b.C}; tied sites are each other's transpose, with equal C"
+        )
+    return a.name, b.name

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.config.strict import nearest
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 
 RULE = (

@@ -25,7 +25,7 @@ from param_decomp_jax.method.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
-from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
+from param_decomp_jax.method.losses import DirectTerm, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.method.masks import Constant, Stochastic
 from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
 from param_decomp_jax.method.routing import Everywhere, Routing, StaticProbability, UniformKSubset
@@ -36,8 +36,8 @@ from param_decomp_lab.ui.numbers import exact
 def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
     """Describes what a term computes. ``n_sites``: None if the target is unknown."""
     match term:
-        case Faithfulness():
-            return "mean squared entry of W − V U"
+        case DirectTerm():
+            return term.describe()
         case ImportanceMinimality():
             return describe_importance_minimality(term)
         case Reconstruction():

@@ -19,11 +19,13 @@ from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
 from param_decomp_jax.sharding.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, term
-from param_decomp_lab.config.loss_schema import ScheduleConfig, TrainingLoss
+from param_decomp_lab.config.loss_parts import ScheduleConfig
+from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
+from param_decomp_lab.config.mistakes import ConfigSource
 from param_decomp_lab.config.site_patterns import PREFIXES
-from param_decomp_lab.config.strict import ConfigSource, validate
+from param_decomp_lab.config.strict import validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mapping
 

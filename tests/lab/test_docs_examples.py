@@ -15,7 +15,7 @@ import typer
 
 from param_decomp_lab.cli import app
 from param_decomp_lab.config import load_config
-from param_decomp_lab.config.loss_schema import AnyLoss
+from param_decomp_lab.config.loss_schema import LOSSES
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
@@ -194,7 +194,7 @@ def check_pd(command: str, given: dict[str, Any], written: Path) -> None:
         read_recipe(found(next(path for path in given.values() if isinstance(path, Path)), written))
     for metric in given.get("metric") or ():
         if metric.isidentifier():
-            assert metric in {model.__name__ for union in (AnyLoss, OnlyMeasured) for model in get_args(union)}
+            assert metric in {*LOSSES, *(model.__name__ for model in get_args(OnlyMeasured))}
     if "overrides" not in given or command == "eval":
         return
     config = (

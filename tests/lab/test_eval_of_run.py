@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from param_decomp_lab.config.loss_schema import AnyLoss
+from param_decomp_lab.config.loss_schema import LOSSES
 from param_decomp_lab.config.method_schema import EvalConfig
 from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
@@ -233,7 +233,7 @@ def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_nee
     """Not measured here, only asked for; each goes through, or names the key it wants or the toy it is for."""
     config = saved_config(run)
     taken, refused = set(), {}
-    for model in (*get_args(AnyLoss), *get_args(OnlyMeasured)):
+    for model in (*LOSSES.values(), *get_args(OnlyMeasured)):
         try:
             evaluation_config(config, EvaluationRequest([model.__name__]), "here")
             taken.add(model.__name__)

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 from param_decomp_jax.targets.architecture import LARGEST, WIDEST, UnsupportedConfig
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.cli import main
-from param_decomp_lab.config.strict import ConfigSource, LayerCount, Mistake, Width, validate
+from param_decomp_lab.config.mistakes import ConfigSource, Mistake
+from param_decomp_lab.config.strict import LayerCount, Width, validate
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.job import parse_more

@@ -1,0 +1,158 @@
+"""Makes the core's terms from what a loss of the schema says; rule ids refer to docs/semantics.md."""
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.method.adversary import (
+    AdamAscent,
+    BroadcastAcrossBatch,
+    FreshAttack,
+    PerBatchPerPosition,
+    PersistentAttack,
+    RepeatAcrossBatch,
+    SignAscent,
+    SingleSource,
+)
+from param_decomp_jax.method.adversary import Scope as CoreScope
+from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.masks import Constant, Stochastic
+from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, ErrorKind, LiveSets, Reconstruction, SourceSpec
+from param_decomp_jax.method.routing import Everywhere, StaticProbability, UniformKSubset
+from param_decomp_jax.method.routing import Routing as CoreRouting
+from param_decomp_lab.config.loss_parts import (
+    AdamConfig,
+    Ascent,
+    BroadcastAcrossBatchScope,
+    PerBatchPerPositionScope,
+    RepeatAcrossBatchScope,
+    Routing,
+    ScheduleConfig,
+    Scope,
+    SignConfig,
+    SingleSourceScope,
+    StaticProbabilityRouting,
+    UniformKSubsetRouting,
+)
+
+
+@dataclass(frozen=True)
+class TermMaker:
+    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of draws.
+
+    A reconstruction is a choice of live sets (all sites, `each_site`, `chunks`), routing, and sources (`constant`,
+    `stochastic`, `fresh_attack`, `persistent_attack`).
+    """
+
+    name: str
+    coeff: float
+    n_mask_samples: int
+    sampling: Literal["continuous", "binomial"]
+
+    def reconstruction(
+        self,
+        sources: SourceSpec,
+        *,
+        live: LiveSets = AllSites(),  # noqa: B008
+        routing: Routing | None = None,
+        n_samples: int = 1,
+        error: ErrorKind = "output",
+    ) -> Reconstruction:
+        """A reconstruction (R1). ``routing``: None for everywhere. ``n_samples``: masked forwards of each live set."""
+        return Reconstruction(self.name, self.coeff, live, _routing(routing), sources, n_samples, error)
+
+    # ---- live sets ----
+
+    @property
+    def each_site(self) -> EachSite:
+        return EachSite()
+
+    def chunks(self, sites_per_chunk: int) -> Chunks:
+        return Chunks(sites_per_chunk)
+
+    # ---- sources ----
+
+    def constant(self, value: float) -> Constant:
+        """Masks λ + value · (1 − λ): 0 gives λ, 1 switches everything on."""
+        return Constant(value)
+
+    @property
+    def stochastic(self) -> Stochastic:
+        return Stochastic(self.sampling)
+
+    def fresh_attack(
+        self,
+        init: Literal["random", "ones", "zeroes"],
+        step_size: float,
+        n_steps: int,
+        mask_scope: Literal["unique_per_datapoint", "shared_across_batch"],
+    ) -> FreshAttack:
+        """A1."""
+        return FreshAttack(init, step_size, n_steps, mask_scope)
+
+    def persistent_attack(
+        self, optimizer: Ascent, scope: Scope, sigmoid: bool, n_warmup_steps: int, start_frac: float
+    ) -> PersistentAttack:
+        """A2 to A7."""
+        return PersistentAttack(_ascent(optimizer), _scope(scope), sigmoid, n_warmup_steps, start_frac)
+
+    # ---- other terms ----
+
+    def faithfulness(self) -> Faithfulness:
+        return Faithfulness(self.name, self.coeff)
+
+    def importance_minimality(
+        self, penalty: Lp | SmoothL0, beta: float, frequency: Frequency | None
+    ) -> ImportanceMinimality:
+        return ImportanceMinimality(self.name, self.coeff, penalty, beta, frequency)
+
+    def lp(self, eps: float, start: float, final: float, start_frac: float, end_frac: float) -> Lp:
+        """(υ + eps)^p, whose p anneals from ``start`` to ``final`` between two fractions of the steps (L4)."""
+        return Lp(Anneal(start, final, start_frac, end_frac), eps)
+
+    def smooth_l0(self, gamma: ScheduleConfig) -> SmoothL0:
+        return SmoothL0(core_schedule(gamma))
+
+    def frequency(self, coeff: float, reference_token_count: float) -> Frequency:
+        return Frequency(coeff, reference_token_count)
+
+
+def core_schedule(config: ScheduleConfig) -> Schedule:
+    return Schedule(config.start_val, config.fn_type, config.warmup_pct, config.final_val_frac)
+
+
+def _routing(config: Routing | None) -> CoreRouting:
+    match config:
+        case None:
+            return Everywhere()
+        case UniformKSubsetRouting():
+            return UniformKSubset()
+        case StaticProbabilityRouting(p=p):
+            return StaticProbability(p)
+        case _:
+            assert_never(config)
+
+
+def _ascent(config: Ascent) -> AdamAscent | SignAscent:
+    schedule = core_schedule(config.lr_schedule)
+    match config:
+        case AdamConfig():
+            return AdamAscent(schedule, config.beta1, config.beta2, config.eps)
+        case SignConfig():
+            return SignAscent(schedule)
+        case _:
+            assert_never(config)
+
+
+def _scope(config: Scope) -> CoreScope:
+    match config:
+        case SingleSourceScope():
+            return SingleSource()
+        case BroadcastAcrossBatchScope():
+            return BroadcastAcrossBatch()
+        case RepeatAcrossBatchScope(n_sources=n):
+            return RepeatAcrossBatch(n)
+        case PerBatchPerPositionScope():
+            return PerBatchPerPosition()
+        case _:
+            assert_never(config)
