@@ -67,9 +67,15 @@ def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
 
 def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     """Yields mistakes in the wrapper, given the schema file. Both may lack what could not be read."""
-    for check in (_equal_micro_batches, _equal_evaluation_micro_batches, _of_a_toy, _of_a_language_model, _bos_of_text):
+    for check in (
+        _equal_micro_batches,
+        _equal_evaluation_micro_batches,
+        _of_a_toy,
+        _of_a_language_model,
+        _bos_of_text,
+        _revision_of_the_hub,
+    ):
         yield from as_far_as_read(check, wrapper, method)
-    yield from as_far_as_read(_revision_of_the_hub, wrapper, method)
 
 
 def _equal_micro_batches(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
-from param_decomp_jax.targets.architecture import is_shape
+from param_decomp_jax.targets.architecture import UnsupportedConfig, is_shape
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
 from param_decomp_jax.targets.transformer import language_logits
@@ -154,7 +154,10 @@ def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None)
     save = _LAYERS_RECOMPUTED if recipe.recomputed else frozenset(INTERMEDIATES)
     memory = MemoryPolicy(save=save, layers=recipe.layers)
     if isinstance(recipe.model, FamilyRecipe):
-        config = recipe.model.family(vocab_size, seq_len)
+        try:
+            config = recipe.model.family(vocab_size, seq_len)
+        except UnsupportedConfig as error:
+            raise UserError(f"model.config: {error}") from error
         balance = recipe.model.router_aux_loss_coef
         return TransformerModel(config, memory, dtype, recipe.model.init_std, balance)
     return TransformerModel(recipe.model.config(vocab_size), memory, dtype, recipe.model.init_std)
