@@ -36,6 +36,7 @@ from param_decomp_lab.processes.group import Processes
 from param_decomp_lab.processes.joining import joined
 from param_decomp_lab.setup.base import Outline, build_mesh
 from param_decomp_lab.setup.programs import init_program, steps_program
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 DEFAULT = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 
@@ -152,7 +153,7 @@ def probe(options: argparse.Namespace) -> None:
         with processes.sharing_errors():
             sets = list(assignments(options, load_config(options.config), jax.device_count()))
             config = load_config(options.config, sets)
-            outline = outline_on(config, known_target(config), build_mesh(config))
+            outline = outline_on(config, known_target(ResolvedConfig(config)), build_mesh(config))
         line = measure(outline, options.steps, processes)
         if processes.first:
             print(as_text(line))

@@ -177,6 +177,7 @@ def stepping(options: argparse.Namespace) -> None:
     from param_decomp_lab.data.sources import TokenSource
     from param_decomp_lab.pretrain.models import random_weights
     from param_decomp_lab.setup import set_up
+    from param_decomp_lab.setup.resolved import ResolvedConfig
     from param_decomp_lab.training.loop import compile_steps
     from param_decomp_lab.weights.target_folder import save_target
 
@@ -191,7 +192,9 @@ def stepping(options: argparse.Namespace) -> None:
         changes = [
             f"data={{train: {folder}, eval: {target}}}", f"target={{folder: {target}}}", "eval=null"
         ]  # fmt: skip
-        setup = set_up(load_config(ROOT / "configs" / "demo" / "transformer.yaml", changes), Console(stderr=True))
+        setup = set_up(
+            ResolvedConfig(load_config(ROOT / "configs" / "demo" / "transformer.yaml", changes)), Console(stderr=True)
+        )
         source, spec = setup.train, setup.problem.decomposition
         assert isinstance(source, TokenSource)
         with jax.set_mesh(setup.mesh):

@@ -32,9 +32,10 @@ def work(config: Path, overrides: list[str], steps: int) -> None:
     from param_decomp_jax.method.state_sharding import state_shardings
     from param_decomp_lab.config import load_config
     from param_decomp_lab.setup import set_up
+    from param_decomp_lab.setup.resolved import ResolvedConfig
     from param_decomp_lab.training.loop import compile_steps
 
-    setup = set_up(load_config(config, overrides), Console(stderr=True))
+    setup = set_up(ResolvedConfig(load_config(config, overrides)), Console(stderr=True))
     spec, sites = setup.problem.decomposition, setup.problem.target.sites
     with jax.set_mesh(setup.mesh):
         init = partial(init_state, spec, sites, setup.leading)

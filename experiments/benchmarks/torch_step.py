@@ -49,6 +49,7 @@ from param_decomp_lab.probe.outline import outline_on
 from param_decomp_lab.setup.base import build_mesh
 from param_decomp_lab.setup.known_target import KnownTarget, find_target
 from param_decomp_lab.setup.programs import init_program, steps_program
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 ROOT = Path(__file__).parents[2]
 TOYS = [ROOT / "configs" / "toys" / f"{name}.yaml" for name in ("tms_5-2", "tms_5-2-id", "resid_mlp1")]
@@ -80,7 +81,7 @@ def toy(path: Path) -> Toy:
     from experiments.benchmarks.torch_decomposition import unsupported
 
     config = load_config(path)
-    method, target = config.method, find_target(config)
+    method, target = config.method, find_target(ResolvedConfig(config))
     if not isinstance(method, ToyFile) or not isinstance(target, KnownTarget):
         raise UserError(f"{path}: is not the configuration of a toy whose sizes are known here")
     missing = ", ".join(unsupported(target.problem))

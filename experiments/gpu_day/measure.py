@@ -28,6 +28,7 @@ from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile
 from param_decomp_lab.setup.base import Outline, build_mesh
 from param_decomp_lab.setup.programs import init_program, steps_program
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 def measure(item: Step) -> dict[str, Any]:
     """Plan, live memory and time of the item's training step, and where the time went if that is asked for."""
     config = load_config(ROOT / item.config, item.sets)
-    outline = outline_on(config, known_target(config), build_mesh(config))
+    outline = outline_on(config, known_target(ResolvedConfig(config)), build_mesh(config))
     at_once = config.wrapper.steps_per_dispatch
     device = outline.mesh.devices.flat[0]
     found: dict[str, Any] = {

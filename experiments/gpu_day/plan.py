@@ -12,6 +12,7 @@ from param_decomp_lab.probe.measure import Where, measure
 from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.probe.subject import STEP, run_subject
 from param_decomp_lab.profile.scopes import classify_scope
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def plan(item: Step, card_name: str) -> dict[str, Any]:
 def count(item: Step) -> dict[str, Any]:
     """The arithmetic of the item's step (`pd probe` counts it so), as a whole and by phase."""
     config = load_config(ROOT / item.config, item.sets)
-    leading, counted = known_target(config).leading, run_subject(config).flops()
+    leading, counted = known_target(ResolvedConfig(config)).leading, run_subject(config).flops()
     by_phase: Counter[str] = Counter()
     for scope, flops in counted.by_scope.items():
         by_phase[classify_scope(scope, ()).phase] += flops

@@ -8,20 +8,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.method.state import Decomposition, init_state
+from param_decomp_jax.method.state import init_state
 from param_decomp_lab.check.data import check_data, data_notes
 from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.runs.folder import refuse_taken
 from param_decomp_lab.runs.parent import Parent, find_parent, refuse_mismatch
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
-from param_decomp_lab.setup.named_text import named_text
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.descriptions import describe_ci, describe_memory, shown_path
 from param_decomp_lab.ui.numbers import exact
 from param_decomp_lab.ui.warnings import print_warnings
@@ -32,28 +31,29 @@ PLOT_WIDTH = (20, 60)
 """Smallest and largest width of a schedule's curve, in columns."""
 
 
-def check(config: RunConfig, console: Console) -> None:
-    """Prints what ``config`` would run. UserError if it would not start, or if the target is unknown and on no server.
+def check(resolved: ResolvedConfig, console: Console) -> None:
+    """Prints what a configuration would run. UserError if it would not start, or if its target is unknown and on no
+    server.
 
     Weights and data missing on this machine are listed and are not an error; those present must fit.
     """
-    errors = Errors()
+    config, errors = resolved.config, Errors()
     with errors:
         if config.wrapper.run_id is not None:
             refuse_taken(config.wrapper.out_dir / config.wrapper.run_id)
     with errors:
-        target = find_target(config)
+        target = find_target(resolved)
     with errors:
-        missing = check_data(config)
+        missing = check_data(resolved)
     with errors:
         parent, elsewhere = _parent(config)
     errors.raise_all()
-    spec, method = decomposition(config), config.method
+    spec, method = resolved.decomposition, config.method
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
         state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))
         refuse_mismatch(parent, state.learned)
-    console.print(_overview(config, spec, target, parent))
+    console.print(_overview(resolved, target, parent))
     n_sites = None
     if isinstance(target, KnownTarget):
         sites = target.problem.target.sites
@@ -71,7 +71,7 @@ def check(config: RunConfig, console: Console) -> None:
     if isinstance(target, UnknownTarget) and target.elsewhere:
         missing = (f"the target, so its sites are not checked: {target.reason}", *missing)
     of_target = target.notes if isinstance(target, KnownTarget) else ()
-    _notes((*config.notes, *of_target, *data_notes(config)), missing, console)
+    _notes((*config.notes, *of_target, *data_notes(resolved)), missing, console)
     if isinstance(target, UnknownTarget) and not target.elsewhere:
         raise UserError(target.reason)
 
@@ -84,9 +84,8 @@ def _parent(config: RunConfig) -> tuple[Parent | None, tuple[str, ...]]:
     return (find_parent(config), ()) if folder.exists() else (None, (f"init_from: {shown_path(folder)}",))
 
 
-def _overview(
-    config: RunConfig, spec: Decomposition, target: KnownTarget | UnknownTarget, parent: Parent | None
-) -> Table:
+def _overview(resolved: ResolvedConfig, target: KnownTarget | UnknownTarget, parent: Parent | None) -> Table:
+    config, spec = resolved.config, resolved.decomposition
     wrapper, pd = config.wrapper, config.method.pd
     warmup = spec.warmup
     before = f", after {warmup.steps:,} on faithfulness alone (lr {exact(warmup.lr)})" if warmup.steps else ""
@@ -98,7 +97,7 @@ def _overview(
         ("schema file", shown_path(wrapper.torch_config)),
         ("target", target.architecture.describe() if isinstance(target, KnownTarget) else "not known"),
         ("", f"from {target.origin}" if isinstance(target, KnownTarget) else ""),
-        ("data", _data(config)),
+        ("data", _data(resolved)),
         (
             "begins with",
             "" if parent is None else f"what {shown_path(parent.folder)} at step {parent.step} has learned",
@@ -123,13 +122,12 @@ def _overview(
 _EXPERIMENTS = {"language_model": "a language model", "tms": "TMS", "resid_mlp": "ResidMLP"}
 
 
-def _data(config: RunConfig) -> str:
-    method, replaced = config.method, config.wrapper.data
+def _data(resolved: ResolvedConfig) -> str:
+    method, replaced, text = resolved.config.method, resolved.config.wrapper.data, resolved.text
     if not isinstance(method, LanguageModelFile):
         return f"features with probability {exact(method.data.feature_probability)}, {method.data.data_generation_type}"
     if replaced is not None:
         return f"{shown_path(replaced.train)}, evaluated on {shown_path(replaced.eval)}"
-    text = named_text(config)
     if text is not None:
         return f"{text.describe()}{'' if text.is_made else '; to be tokenized first'}"
     return f"{method.data.data_files}, its last rows held out" if method.eval else str(method.data.data_files)

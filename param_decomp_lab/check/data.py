@@ -2,58 +2,55 @@
 
 from pathlib import Path
 
-from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData, count_rows
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with, text_of_data
-from param_decomp_lab.setup.named_text import named_text
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.target_source import target_folder
 from param_decomp_lab.ui.descriptions import shown_path
 
 
-def check_data(config: RunConfig) -> tuple[str, ...]:
+def check_data(resolved: ResolvedConfig) -> tuple[str, ...]:
     """Lists data missing on this machine. UserError for data that does not fit the configuration."""
-    method, replaced = config.method, config.wrapper.data
+    method, text = resolved.config.method, resolved.text
     if not isinstance(method, LanguageModelFile):
         return ()
     wanted = 0 if method.eval is None else method.eval.n_steps * method.eval.batch_size
-    text = named_text(config)
-    if text is not None:
-        if not text.is_made:
-            text.tokenizer()  # which may lack a BOS that is asked for
-            return text.missing()
-        replaced = text.folders
+    if text is not None and not text.is_made:
+        text.tokenizer()  # which may lack a BOS that is asked for
+        return text.missing()
+    replaced = resolved.data
     if replaced is None:
         assert method.data.data_files is not None
-        return _shards(config, method.data.data_files, method.pd.batch_size + wanted, "training and evaluation")
+        return _shards(method, method.data.data_files, method.pd.batch_size + wanted, "training and evaluation")
     if replaced.train.resolve() == replaced.eval.resolve():
         raise UserError(f"data.train and data.eval are the same folder ({replaced.train}); evaluate on other rows")
-    missing = _shards(config, replaced.train, method.pd.batch_size, "one batch")
-    return missing if method.eval is None else missing + _shards(config, replaced.eval, wanted, "an evaluation")
+    missing = _shards(method, replaced.train, method.pd.batch_size, "one batch")
+    return missing if method.eval is None else missing + _shards(method, replaced.eval, wanted, "an evaluation")
 
 
-def data_notes(config: RunConfig) -> tuple[str, ...]:
+def data_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
     """What to tell of data and target that are on this machine and do not agree about BOS."""
-    if not isinstance(config.method, LanguageModelFile):
+    if not isinstance(resolved.config.method, LanguageModelFile):
         return ()
     try:
-        target = target_folder(config)
+        target = target_folder(resolved.target)
     except UserError:
         target = None
     try:
-        text = _text(config)
+        text = _text(resolved)
     except UserError:  # of data that are missing or damaged; `check_data` says so
         return ()
     note = None if text is None else data_note(text, target)
     return () if note is None else (note,)
 
 
-def _text(config: RunConfig) -> TokenText | None:
+def _text(resolved: ResolvedConfig) -> TokenText | None:
     """The tokenizer of text that was or will be tokenized here, with the BOS that rows begin with; None of other data,
     of which one row may take long to read."""
-    named, folders = named_text(config), made_here(config)
+    named, folders = resolved.text, made_here(resolved)
     if named is not None and not named.is_made:
         return named.tokenizer()
     if folders is None:
@@ -63,9 +60,7 @@ def _text(config: RunConfig) -> TokenText | None:
     return text
 
 
-def _shards(config: RunConfig, source: str | Path, wanted: int, what_for: str) -> tuple[str, ...]:
-    method = config.method
-    assert isinstance(method, LanguageModelFile)
+def _shards(method: LanguageModelFile, source: str | Path, wanted: int, what_for: str) -> tuple[str, ...]:
     if isinstance(source, Path) and not source.exists():
         return (f"data: {shown_path(source)}",)
     rows, length = count_rows(source)

@@ -20,6 +20,7 @@ def check(config: Config, overrides: Overrides = None) -> None:
 
     from param_decomp_lab.check import check as check_run
     from param_decomp_lab.setup.checked_config import load_checked
+    from param_decomp_lab.setup.resolved import ResolvedConfig
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
-    check_run(load_checked(config, overrides or ()), PlainConsole())
+    check_run(ResolvedConfig(load_checked(config, overrides or ())), PlainConsole())

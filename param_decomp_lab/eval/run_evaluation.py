@@ -16,8 +16,9 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.opening import Run, load_run
-from param_decomp_lab.setup.language_model import check_rows, evaluation_source, held_out_rows
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.resolved import ResolvedConfig
+from param_decomp_lab.setup.rows import check_rows, evaluation_source, held_out_rows
 from param_decomp_lab.setup.toys import EVAL, feature_source
 
 
@@ -57,7 +58,7 @@ def evaluate_run(
     settings = config.method.eval
     assert settings is not None
     _refuse_uneven(settings, config, run)
-    problem = make_problem(config, run.architecture, folder)
+    problem = make_problem(ResolvedConfig(config), run.architecture, folder)
     batches, data = evaluation_batches(run, config, request)
     learned, weights = run.learned, run.weights
     state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
@@ -88,9 +89,10 @@ def evaluation_batches(run: Run, config: RunConfig, request: EvaluationRequest) 
         return feature_source(method, inputs, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
     # The rows that the run held out, not those this evaluation would: the run trained on all others.
     others = any(text.startswith("data") for text in request.overrides)
-    rows = held_out_rows(config if others else run.config)
-    check_rows(config, inputs, rows)
-    return evaluation_source(config, rows, run.mesh), rows.source
+    resolved = ResolvedConfig(config)
+    rows = held_out_rows(resolved if others else run.resolved)
+    check_rows(resolved, inputs, rows)
+    return evaluation_source(resolved, rows, run.mesh), rows.source
 
 
 def as_json(found: Evaluated, folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from param_decomp_lab.launch.sweep import Choice, choices
 from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.runs.folder import CONFIG_FILE, refuse_taken
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.warnings import print_warnings
 
 NO_CHOICE = Choice()
@@ -177,7 +178,7 @@ def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
 
 def _print_warnings(configs: Sequence[RunConfig], console: Console) -> None:
     """Prints warnings of all runs. UserError if a target is unknown or does not fit its configuration."""
-    missing = [line for config in configs for line in (*known_target(config).missing, *check_data(config))]
+    missing = [line for run in map(ResolvedConfig, configs) for line in (*known_target(run).missing, *check_data(run))]
     print_warnings((line for config in configs for line in config.notes), console)
     print_warnings(missing, console, "not on this machine")
 

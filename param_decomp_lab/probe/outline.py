@@ -12,13 +12,14 @@ from param_decomp_lab.data.sources import BatchShapes, TokenShapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.toys import EVAL, TRAIN, feature_source
 from param_decomp_lab.weights.target_folder import weight_shardings
 
 
-def known_target(config: RunConfig) -> KnownTarget:
+def known_target(resolved: ResolvedConfig) -> KnownTarget:
     """The target's shapes. UserError where neither a file nor a published name tells them."""
-    target = find_target(config)
+    target = find_target(resolved)
     if isinstance(target, UnknownTarget):
         raise UserError(target.reason)
     return target

@@ -32,6 +32,7 @@ from param_decomp_lab.setup.programs import (
     steps_program,
     warmup_program,
 )
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.descriptions import describe_memory
 
 STEP = "training step"
@@ -70,7 +71,7 @@ class Subject:
 
 def run_subject(config: RunConfig) -> Subject:
     """A decomposition. UserError where its target's shapes are not known."""
-    target = known_target(config)
+    target = known_target(ResolvedConfig(config))
     spec = target.problem.decomposition
     phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
     if config.wrapper.begins_with_singular_vectors:

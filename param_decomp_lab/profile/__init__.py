@@ -21,7 +21,7 @@ from param_decomp_lab.folders import refuse_unwritable
 from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
-from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup import ResolvedConfig, Setup, set_up
 from param_decomp_lab.setup.programs import init_program
 from param_decomp_lab.training.loop import compile_steps
 
@@ -47,7 +47,7 @@ def profile(
     name = processes.from_first(time.strftime("%Y-%m-%d_%H-%M-%S"))
     folder = out or config.wrapper.out_dir / "profiles" / name
     with processes.sharing_errors():
-        setup = set_up(config, console, processes)
+        setup = set_up(ResolvedConfig(config), console, processes)
     with processes.sharing_errors():
         if processes.first:
             _make_folder(folder)

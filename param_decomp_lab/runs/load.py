@@ -21,6 +21,7 @@ from param_decomp_lab.runs.target import count_weight_bytes, find_architecture, 
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.programs import learned_shapes
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 Opened = TypeVar("Opened", bound=OpenedRun)
 
@@ -68,7 +69,7 @@ def find_checkpoint(folder: Path, step: int | None = None, target: Path | None =
     made_with = RunConfig.from_mapping(parse_yaml(checkpoints.configuration(at), where), where)
     _refuse_another_method(config, made_with, where)
     architecture = find_architecture(folder, config)
-    return FoundCheckpoint(folder, config, at, architecture, make_problem(config, architecture, folder))
+    return FoundCheckpoint(folder, config, at, architecture, make_problem(ResolvedConfig(config), architecture, folder))
 
 
 def _chosen_step(folder: Path, steps: Sequence[int], step: int | None) -> int:

@@ -33,6 +33,7 @@ from param_decomp_lab.runs.masks import CI, Delta, Masks, bundle, by_site, chose
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.runs.target import load_weights, weights_folder
 from param_decomp_lab.setup.bos import find_tokenizer
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 Importance = Literal["lower", "upper", "logits"]
 
@@ -88,6 +89,11 @@ class OpenedRun:
         """The run id, which is also the name of the run folder."""
         return self.config.wrapper.run_id or self.folder.name
 
+    @cached_property
+    def resolved(self) -> ResolvedConfig:
+        """The configuration, with what follows from it."""
+        return ResolvedConfig(self.config)
+
     @property
     def name(self) -> str:
         """The run's name for people (`run_name`)."""
@@ -101,7 +107,7 @@ class OpenedRun:
     @cached_property
     def weights(self) -> Weights:
         """The target's weights. Raises UserError if they are missing or belong to another target."""
-        return load_weights(self.config, self.problem.target, self.mesh)
+        return load_weights(self.resolved, self.problem.target, self.mesh)
 
     @property
     def target(self) -> Any:
@@ -119,7 +125,7 @@ class OpenedRun:
         BOS if the rows of the run's data do."""
         if not self.is_language_model:
             return None
-        text, recorded = find_tokenizer(self.config, weights_folder(self.config)), read_data(self.folder)
+        text, recorded = find_tokenizer(self.resolved, weights_folder(self.resolved)), read_data(self.folder)
         if text is not None and recorded is not None:
             text.bos = recorded.bos
         return text

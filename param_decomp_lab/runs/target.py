@@ -17,10 +17,11 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.runs.target_file import read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.target_source import fetch_target, target_folder
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.weights.recorded_target import read_as_recorded
-from param_decomp_lab.weights.target_folder import load_target, weight_shardings
+from param_decomp_lab.weights.target_folder import read_weights, weight_shardings
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
@@ -37,7 +38,7 @@ def find_architecture(run_folder: Path, config: RunConfig) -> Architecture:
     known = read_target(run_folder)
     if known is not None:
         return known
-    found = find_target(config)
+    found = find_target(ResolvedConfig(config))
     if isinstance(found, UnknownTarget):
         raise UserError(
             f"{run_folder} does not record its target's architecture, and the target was not found: {found.reason}"
@@ -53,9 +54,9 @@ def count_weight_bytes(config: RunConfig, architecture: Architecture) -> int:
     return size * sum(map(prod, jax.tree.leaves(architecture.weight_shapes(), is_leaf=is_shape)))
 
 
-def weights_folder(config: RunConfig) -> Path:
+def weights_folder(resolved: ResolvedConfig) -> Path:
     """The folder of the target's weights. Raises UserError if it is missing; nothing is downloaded or trained."""
-    source = config.wrapper.target
+    source = resolved.config.wrapper.target
     if source is not None and source.pretrain is not None:
         recipe = read_toy_recipe(source.pretrain)
         folder = Path(recipe.out)
@@ -65,18 +66,19 @@ def weights_folder(config: RunConfig) -> Path:
                 f"{source.pretrain}`, or give its folder (load_run(…, target=FOLDER))"
             )
     else:
-        folder = target_folder(config)
+        folder = target_folder(resolved.target)
     if not folder.is_dir():
         raise UserError(f"the target's folder {folder} does not exist; give another (load_run(…, target=FOLDER))")
     return folder
 
 
-def load_weights(config: RunConfig, target: Target, mesh: Mesh) -> Any:
+def load_weights(resolved: ResolvedConfig, target: Target, mesh: Mesh) -> Any:
     """The target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or belong to
     another target; CannotFetch."""
+    config = resolved.config
     if config.wrapper.target is None or config.wrapper.target.pretrain is None:
-        fetch_target(config, PlainConsole(stderr=True))
-    folder = weights_folder(config)
+        fetch_target(resolved.target, PlainConsole(stderr=True))
+    folder = weights_folder(resolved)
     architecture = read_as_recorded(folder, target.architecture)
     dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
-    return load_target(folder, dtype, weight_shardings(mesh, target), architecture)[1]
+    return read_weights(folder, architecture, dtype, weight_shardings(mesh, target))

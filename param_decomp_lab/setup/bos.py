@@ -6,30 +6,28 @@ A network that was trained on texts that all begin with BOS may do badly on text
 from dataclasses import dataclass
 from pathlib import Path
 
-from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.wrapper import DataFolders
 from param_decomp_lab.data.meta import META_FILE, DataMeta
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenizers import chosen_bos
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.setup.named_text import named_text
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 ROWS_READ = 8
 """How many rows are read where the data do not say whether their rows begin with BOS."""
 
 
-def made_here(config: RunConfig) -> DataFolders | None:
+def made_here(resolved: ResolvedConfig) -> DataFolders | None:
     """The folders of the run's data if `pd data tokenize` or a run made them, with `meta.json` beside; else None."""
-    text = named_text(config)
-    folders = config.wrapper.data if text is None else text.folders
+    folders = resolved.data
     return folders if folders is not None and (folders.train.parent / META_FILE).is_file() else None
 
 
-def find_tokenizer(config: RunConfig, target: Path) -> TokenText | None:
+def find_tokenizer(resolved: ResolvedConfig, target: Path) -> TokenText | None:
     """The tokenizer beside the data if they were tokenized here, else the target's own; its prompts begin with BOS if
     the data say that rows do."""
-    folders = made_here(config)
+    folders = made_here(resolved)
     try:
         return TokenText(target) if folders is None else text_of_data(folders)
     except UserError:

@@ -16,7 +16,7 @@ from param_decomp_lab.errors import CannotFetch, Errors, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.setup.problem import make_problem, misfits
-from param_decomp_lab.setup.target_source import target_source
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.dtypes import DTYPES
 from param_decomp_lab.weights.hub import HubModel, Offline
@@ -48,9 +48,9 @@ class UnknownTarget:
     elsewhere: bool = False
 
 
-def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
+def find_target(resolved: ResolvedConfig) -> KnownTarget | UnknownTarget:
     """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
-    found, method = _architecture(config), config.method
+    found, method = _architecture(resolved), resolved.config.method
     if isinstance(found, UnknownTarget):
         return found
     leading: tuple[int, ...] = (method.pd.batch_size,)
@@ -59,7 +59,7 @@ def find_target(config: RunConfig) -> KnownTarget | UnknownTarget:
         leading = (*leading, method.data.max_seq_len)
         wanted = method.target.weights_dtype
         dtype = dtype if wanted is None else DTYPES[wanted]
-    problem = make_problem(config, found.architecture, found.origin)
+    problem = make_problem(resolved, found.architecture, found.origin)
     return KnownTarget(found.architecture, problem, leading, found.origin, dtype, found.missing, found.notes)
 
 
@@ -67,7 +67,7 @@ def target_mistakes(config: RunConfig) -> list[str]:
     """What does not fit the target, in a configuration of which parts could not be read."""
     errors = Errors()
     with errors:
-        found = _architecture(config)
+        found = _architecture(ResolvedConfig(config))
         if not isinstance(found, UnknownTarget):
             errors.lines += misfits(config, found.architecture, found.origin)
         elif not found.elsewhere:
@@ -75,10 +75,10 @@ def target_mistakes(config: RunConfig) -> list[str]:
     return errors.lines
 
 
-def _architecture(config: RunConfig) -> "Found | UnknownTarget":
-    if isinstance(config.method, LanguageModelFile):
-        return _language_architecture(config, config.method)
-    return _toy_architecture(config)
+def _architecture(resolved: ResolvedConfig) -> "Found | UnknownTarget":
+    if isinstance(resolved.config.method, LanguageModelFile):
+        return _language_architecture(resolved, resolved.config.method)
+    return _toy_architecture(resolved)
 
 
 class Found(NamedTuple):
@@ -92,8 +92,8 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _language_architecture(config: RunConfig, method: LanguageModelFile) -> Found | UnknownTarget:
-    source = target_source(config)
+def _language_architecture(resolved: ResolvedConfig, method: LanguageModelFile) -> Found | UnknownTarget:
+    source = resolved.target
     if isinstance(source, Path):
         if source.is_dir():
             lacks = missing_files(source)
@@ -143,15 +143,15 @@ def _published(method: LanguageModelFile, where: str) -> Found | None:
     return Found(published, np.dtype(published.published_dtype), "its published configuration", (missing,))
 
 
-def _toy_architecture(config: RunConfig) -> Found | UnknownTarget:
-    given, dtype = config.wrapper.target, DTYPES["float32"]
+def _toy_architecture(resolved: ResolvedConfig) -> Found | UnknownTarget:
+    given, dtype = resolved.config.wrapper.target, DTYPES["float32"]
     if given is not None and given.pretrain is not None:
         recipe = read_toy_recipe(given.pretrain)
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
         return Found(recipe.model.config(), dtype, f"{shown_path(given.pretrain)}, {made}", ())
-    source = target_source(config)
+    source = resolved.target
     assert not isinstance(source, HubModel)
     if isinstance(source, TorchRun):
         found = _torch_run(source)

@@ -14,23 +14,24 @@ from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.core_specs import ci_function, decomposition
+from param_decomp_lab.config.core_specs import ci_function
 from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
 from param_decomp_lab.config.metric_schema import IdentityCIError
 from param_decomp_lab.config.strict import broken_rules
 from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.setup.base import check_site_patterns
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.sites import build_sites
 
 
-def make_problem(config: RunConfig, architecture: Architecture, origin: str | Path) -> Problem:
+def make_problem(resolved: ResolvedConfig, architecture: Architecture, origin: str | Path) -> Problem:
     """The decomposition of a network of this architecture. ``origin``: where that was read, for errors.
 
     UserError lists what does not fit the architecture: the kind of the experiment, rows that are too long, patterns,
     ties, metrics.
     """
-    spec, errors = decomposition(config), Errors()
-    sites = _fitting_sites(config, architecture, origin, errors)
+    spec, errors = resolved.decomposition, Errors()
+    sites = _fitting_sites(resolved.config, architecture, origin, errors)
     errors.raise_all()
     assert sites is not None
     return Problem(spec, architecture.target(sites, spec.memory, jnp.dtype(spec.compute_dtype)))

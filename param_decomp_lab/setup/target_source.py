@@ -36,10 +36,9 @@ def target_source(config: RunConfig) -> Source:
     return HubModel(spec.model_name, None if given is None else given.revision)
 
 
-def target_folder(config: RunConfig) -> Path:
+def target_folder(source: Source) -> Path:
     """The folder with the target's weights; nothing is fetched. UserError, which says how it could be, if there is none
     on this machine. A folder that the configuration names itself is returned even if it is not there."""
-    source = target_source(config)
     if isinstance(source, Path):
         return source
     found = source.cached()
@@ -48,12 +47,11 @@ def target_folder(config: RunConfig) -> Path:
     return found
 
 
-def fetch_target(config: RunConfig, console: Console, processes: Processes = ALONE) -> Path:
+def fetch_target(source: Source, console: Console, processes: Processes = ALONE) -> Path:
     """As `target_folder`, but what is elsewhere is fetched, and what is torch's is converted, once on every node.
 
     Raises UserError and CannotFetch as the source's `fetch` does.
     """
-    source = target_source(config)
     if isinstance(source, Path):
         return source
     return processes.once_per_node(lambda: source.fetch(console))

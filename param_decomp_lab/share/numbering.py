@@ -84,7 +84,8 @@ def run_numbering(folder: Path) -> Numbering:
     from param_decomp_lab.runs.folder import saved_config
     from param_decomp_lab.runs.target import find_architecture
     from param_decomp_lab.setup.problem import make_problem
+    from param_decomp_lab.setup.resolved import ResolvedConfig
 
     config = saved_config(folder)
-    sites = make_problem(config, find_architecture(folder, config), folder).target.sites.all
+    sites = make_problem(ResolvedConfig(config), find_architecture(folder, config), folder).target.sites.all
     return Numbering([(site.name, site.C) for site in sites])

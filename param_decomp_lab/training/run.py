@@ -22,7 +22,7 @@ from param_decomp_lab.runs.target_file import read_target
 from param_decomp_lab.runs.unwritable import explain_unwritable
 from param_decomp_lab.safe_io.printable import first_few
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
-from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup import ResolvedConfig, Setup, set_up
 from param_decomp_lab.setup.programs import learned_shapes
 from param_decomp_lab.tracking.wandb_sink import Login
 from param_decomp_lab.training.finish import finish
@@ -54,7 +54,7 @@ def train(config: RunConfig, console: Console, processes: Processes = ALONE, sto
     login = Login(config) if processes.first else None
     stop.may_leave(f"while loading the target and the data; {NOTHING}")
     with processes.sharing_errors():
-        setup = set_up(config, console, processes)
+        setup = set_up(ResolvedConfig(config), console, processes)
         parent = find_parent(config)
         if parent is not None:
             refuse_mismatch(parent, learned_shapes(setup.problem, setup.mesh))
@@ -95,7 +95,7 @@ def resume(
     with only_job(folder, console, processes) as check_lock:
         stop.may_leave(f"while loading the target and the data; {NOTHING}")
         with processes.sharing_errors():
-            setup = set_up(now, console, processes, _recorded_target(folder))
+            setup = set_up(ResolvedConfig(now), console, processes, _recorded_target(folder))
         with processes.sharing_errors():
             if login is not None:
                 login.require()

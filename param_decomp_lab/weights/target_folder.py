@@ -120,20 +120,27 @@ def load_target(
     folder: str | Path,
     dtype: Dtype | None = None,
     shardings: Weights | None = None,
-    architecture: Architecture | None = None,
 ) -> tuple[Architecture, Weights]:
-    """Architecture and weights of the network in ``folder``, in the layout of ``Architecture.weight_shapes``.
+    """Architecture and weights of the network in ``folder``: `read_architecture`, then `read_weights`."""
+    architecture = read_architecture(folder)
+    return architecture, read_weights(folder, architecture, dtype, shardings)
+
+
+def read_weights(
+    folder: str | Path, architecture: Architecture, dtype: Dtype | None = None, shardings: Weights | None = None
+) -> Weights:
+    """The weights in ``folder``, in the layout of ``Architecture.weight_shapes``.
+
+    ``architecture``: the folder's, or that of a run which was made when a tied head was not looked at (`as_recorded`).
 
     ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
     structure of the weights: each process then reads only the slices of its devices, one at a time, each straight into
     the array that goes to the device (the host holds the largest of them and a block of some 32 MiB). None: whole
-    arrays on the default device. ``architecture``: the folder's, if it has been read; or that of a run which was made
-    when a tied head was not looked at (`as_recorded`).
+    arrays on the default device.
 
-    Raises UserError: what ``read_architecture`` refuses, a missing or truncated file, a tensor that is missing, of the
+    Raises UserError: a missing or truncated file, a tensor that is missing, of the
     wrong shape, or that the architecture does not have.
     """
-    architecture = read_architecture(folder) if architecture is None else architecture
     shapes = architecture.weight_shapes()
     with SafetensorsFolder(folder) as files:
         tensors = _as_stored(architecture, files.names)
@@ -149,7 +156,7 @@ def load_target(
 
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, tensors, is_leaf=_is_leaf)
-        return architecture, jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
+        return jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
 
 
 def stored_dtype(folder: Path) -> np.dtype[Any]:

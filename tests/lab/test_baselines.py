@@ -19,7 +19,7 @@ from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, 
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.opening import load_run
-from param_decomp_lab.setup.language_model import evaluation_source, held_out_rows
+from param_decomp_lab.setup.rows import evaluation_source, held_out_rows
 from param_decomp_lab.ui.numbers import number
 from tests.lab.sae_folders import identity, save
 from tests.lab.tiny_run import BATCH, STEPS, Outcome, pd_here
@@ -64,7 +64,7 @@ def found(run: Path, outcome: Outcome) -> Comparison:
 def test_the_run_s_own_point_is_its_evaluation(run: Path, found: Comparison) -> None:
     """KL and cross-entropy of `run.logits` with λ as masks, and L0, on the same batch."""
     opened = load_run(run)
-    batch = np.asarray(evaluation_source(opened.config, held_out_rows(opened.config), opened.mesh)(0))
+    batch = np.asarray(evaluation_source(opened.resolved, held_out_rows(opened.resolved), opened.mesh)(0))
     assert batch.shape[0] == BATCH
     plain, masked = (jax.nn.log_softmax(opened.logits(batch, masks)) for masks in (None, "ci"))
     kl = float((np.exp(plain) * (plain - masked)).sum(axis=-1).mean())
@@ -203,7 +203,7 @@ def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
     assert abs(exact.active.cross_entropy) < 1e-5
     assert exact.sites == last.sites == ()
     opened = load_run(run)
-    batch = evaluation_source(opened.config, held_out_rows(opened.config), opened.mesh)(0)
+    batch = evaluation_source(opened.resolved, held_out_rows(opened.resolved), opened.mesh)(0)
     for k in (1, 2, 8):
         point = last.ladder[k]
         assert (point.l0, point.number) == (k, k)

@@ -31,6 +31,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.runs.data_file import DATA_FILE, read_data
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.named_text import named_text
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.lab.tiny_run import LIGHT, SEQ_LEN, Tiny, pd_here
 
 BOS, EOS = 1, 2
@@ -304,7 +305,9 @@ def sets(*assignments: str) -> list[str]:
 def set_up_of(tiny: Tiny, *assignments: str) -> tuple[Any, str]:
     """The setup of a run, and what is printed before it begins."""
     said = io.StringIO()
-    return set_up(load_config(tiny.config, (*LIGHT, *assignments)), Console(file=said, width=1000)), said.getvalue()
+    return set_up(
+        ResolvedConfig(load_config(tiny.config, (*LIGHT, *assignments))), Console(file=said, width=1000)
+    ), said.getvalue()
 
 
 @pytest.fixture(scope="module")

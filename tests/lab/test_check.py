@@ -33,10 +33,9 @@ EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
 @pytest.fixture(autouse=True)
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights, no rows, no training of a target."""
-    for name in ("load_target", "TokenData"):
-        monkeypatch.setattr(f"param_decomp_lab.setup.language_model.{name}", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr("param_decomp_lab.setup.toys.load_target", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr("param_decomp_lab.pretrain.toys.make_toy", mock.Mock(side_effect=AssertionError))
+    readers = ("setup.language_model.read_weights", "setup.rows.TokenData", "setup.toys.read_weights")
+    for name in (*readers, "pretrain.toys.make_toy"):
+        monkeypatch.setattr(f"param_decomp_lab.{name}", mock.Mock(side_effect=AssertionError))
 
 
 def check(path: Path, *assignments: str, width: int = 120) -> str:

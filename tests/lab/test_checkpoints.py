@@ -30,6 +30,7 @@ from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.runs.checkpoints.damage import Damaged, find_file_damage
 from param_decomp_lab.runs.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.training.loop import compile_steps
 from tests.cases import slow_but
 from tests.core import tiny as core
@@ -40,7 +41,9 @@ PER_ROW = "PersistentPGDReconSubsetLoss"
 
 def built_on(run: Path, mesh: Mesh) -> Setup:
     config = RunConfig.from_yaml(run / "config.yaml")
-    return set_up(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": mesh})), Console(quiet=True))
+    return set_up(
+        ResolvedConfig(replace(config, wrapper=config.wrapper.model_copy(update={"mesh": mesh}))), Console(quiet=True)
+    )
 
 
 def initial(setup: Setup) -> State:
@@ -77,7 +80,10 @@ def test_goes_on_with_moments_in_host_memory(finished: Path) -> None:
     memory = Memory(offload=tuple(STATE_PARTS)).resolved("plain")
     offloaded = replace(config, wrapper=config.wrapper.model_copy(update={"memory": memory}))
     metrics = []
-    for setup in (set_up(config, Console(quiet=True)), set_up(offloaded, Console(quiet=True))):
+    for setup in (
+        set_up(ResolvedConfig(config), Console(quiet=True)),
+        set_up(ResolvedConfig(offloaded), Console(quiet=True)),
+    ):
         state = Checkpoints(finished).restore(LATE, setup.outline.state)
         kinds = {name: x.sharding.memory_kind for name, x in flatten(state).items() if x.ndim}
         step = compile_steps(setup, 1)

@@ -20,6 +20,7 @@ from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.cases import slow_but
 from tests.lab.tiny_run import pd_here
 
@@ -104,7 +105,7 @@ def test_the_printed_run_is_the_demos() -> None:
     config, recipe = load_config(DEMO / "decompose.yaml"), read_recipe(DEMO / "pretrain.yaml")
     assert isinstance(recipe, PretrainRecipe)
     architecture: Any = recipe.model.config(256)
-    problem: Any = make_problem(config, architecture, DEMO)
+    problem: Any = make_problem(ResolvedConfig(config), architecture, DEMO)
     shown: Any = Run(Path(RUN), config, config.method.pd.steps, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
     assert printed.rstrip("\n") == repr(shown)
 

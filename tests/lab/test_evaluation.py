@@ -26,6 +26,7 @@ from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.eval.evaluation import Evaluation, EvaluationStopped
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests import reference as ref
 from tests.cases import slow_but
 from tests.core import tiny as core
@@ -52,7 +53,7 @@ class Evaluated:
 def evaluated(tiny: Tiny) -> Evaluated:
     """A state in mid-training; losses in numbers large enough to compare."""
     config = load_config(tiny.config, ["eval.metrics.0.rounding_threshold=0.3"])
-    setup = set_up(config, Console(quiet=True))
+    setup = set_up(ResolvedConfig(config), Console(quiet=True))
     assert setup.eval is not None
     state = core.ruffled_state(setup.problem, leading=setup.leading)
     return Evaluated(config, setup, Evaluation(config, setup.problem, setup.eval, setup.mesh), state)
@@ -227,7 +228,7 @@ def test_examples(tiny: Tiny, finished: Path) -> None:
 
 def test_examples_have_the_importances_of_the_decomposition(finished: Path) -> None:
     """The λ beside the tokens, recomputed by the reference from the arrays of the last checkpoint."""
-    setup = set_up(RunConfig.from_yaml(finished / "config.yaml"), Console(quiet=True))
+    setup = set_up(ResolvedConfig(RunConfig.from_yaml(finished / "config.yaml")), Console(quiet=True))
     state = Checkpoints(finished).restore(STEPS, setup.outline.state)
     assert setup.eval is not None
     evaluated = Evaluated(RunConfig.from_yaml(finished / "config.yaml"), setup, None, state)  # type: ignore[arg-type]

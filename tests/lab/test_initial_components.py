@@ -14,6 +14,7 @@ from param_decomp_lab.probe.subject import run_subject
 from param_decomp_lab.runs.folder import saved_config
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.core.test_experts import CONFIG as WITH_EXPERTS
@@ -33,7 +34,7 @@ def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_of_the_first_batches(run: Path) -> None:
     """Of two of them, as many as have 16 positions for each of 16 dimensions; then they are trained."""
-    setup = set_up(saved_config(run), Console(quiet=True))
+    setup = set_up(ResolvedConfig(saved_config(run)), Console(quiet=True))
     sites = setup.problem.target.sites
     assert 16 * ARCHITECTURE.d_model == 2 * BATCH * SEQ_LEN
     first = np.concatenate([np.asarray(setup.train(n)) for n in range(2)])
@@ -110,7 +111,7 @@ def test_refused(tiny: Tiny, run: Path) -> None:
     )
     experts = replace(WITH_EXPERTS, vocab_size=ARCHITECTURE.vocab_size)
     with pytest.raises(UserError, match=r"init_components: .* experts' matrices \(layers\.\d+\.mlp\.experts\.0\."):
-        make_problem(load_config(tiny.config, [*SETTINGS, *with_experts]), experts, "here")
+        make_problem(ResolvedConfig(load_config(tiny.config, [*SETTINGS, *with_experts])), experts, "here")
 
 
 def test_what_is_said_of_it(tiny: Tiny) -> None:

@@ -39,6 +39,7 @@ from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
 from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.programs import Program
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.training.run import train
 from tests.lab.tiny_run import ROOT, Tiny, pd_here
 from tests.plugin import needs_plugin
@@ -82,7 +83,7 @@ def test_the_probe_lowers_what_the_trainer_lowers(
     probed = make_mesh(subject.mesh)
     with jax.set_mesh(probed):
         assert [text(subject, STEP, probed)] == trained
-        setup = set_up(config, Console(quiet=True))
+        setup = set_up(ResolvedConfig(config), Console(quiet=True))
         real = evaluated[0].programs(*of_evaluation(subject, probed, setup.outline))["evaluation"]
         assert lower(real).as_text() == text(subject, "evaluation", probed)
 

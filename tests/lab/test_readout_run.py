@@ -12,6 +12,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.probe.subject import STEP, run_subject
 from param_decomp_lab.runs.folder import saved_config
 from param_decomp_lab.setup import set_up
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here, rows, saved_arrays, saved_steps
@@ -40,7 +41,7 @@ def vectors(run: Path, step: int) -> dict[str, np.ndarray]:
 @pytest.mark.always
 def test_scales_are_of_the_batch_of_step_0(run: Path) -> None:
     """After the warm-up, which moves V; and all seven vectors are trained."""
-    setup = set_up(saved_config(run), Console(quiet=True))
+    setup = set_up(ResolvedConfig(saved_config(run)), Console(quiet=True))
     sites = setup.problem.target.sites
     forward = core.ref_target(setup.problem.target, setup.weights, np.asarray(setup.train(0)))
     clean = ref.clean_pass(forward, [site.name for site in sites.all])

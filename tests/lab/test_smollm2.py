@@ -25,6 +25,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.setup.problem import make_problem
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.weights.import_gguf import import_gguf
 from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wheel_in
 from param_decomp_lab.weights.target_folder import load_target
@@ -46,7 +47,7 @@ def test_the_demo_can_be_checked_without_the_model(tmp_path: Path) -> None:
 
 def test_the_layers_before_the_sites_run_once_per_batch() -> None:
     """However many masked passes the losses take: in the program of a step, one scan goes over layers 0 to 27."""
-    problem = make_problem(load_config(CONFIG, []), LlamaConfig.published[NAME], NAME)
+    problem = make_problem(ResolvedConfig(load_config(CONFIG, [])), LlamaConfig.published[NAME], NAME)
     shapes = LlamaConfig.published[NAME].weight_shapes()
     weights = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)

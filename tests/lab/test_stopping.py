@@ -15,13 +15,14 @@ import jax
 import pytest
 from rich.console import Console
 
-from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.config import load_config
 from param_decomp_lab.launch.local import free_port
 from param_decomp_lab.processes.group import Processes
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.runs.folder import make_run_folder
 from param_decomp_lab.runs.lock import LOCK_FILE
 from param_decomp_lab.setup import Setup, set_up
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.lab.several import CHILD, ended, started
 from tests.lab.test_processes import SMALL
 from tests.lab.tiny_run import LIGHT, Process, Tiny, pd_here, rows, saved_steps
@@ -140,11 +141,11 @@ def test_during_a_save(tiny: Tiny, evaluated: Path, tmp_path: Path, monkeypatch:
     assert rows(run) == rows(evaluated)
 
 
-def told_at_read(number: int) -> Callable[[RunConfig, Console, Processes], Setup]:
+def told_at_read(number: int) -> Callable[[ResolvedConfig, Console, Processes], Setup]:
     """A `set_up` whose run gets SIGTERM when it has read so many evaluation batches and asks for the next."""
 
-    def interrupted(config: RunConfig, console: Console, processes: Processes) -> Setup:
-        setup = set_up(config, console, processes)
+    def interrupted(resolved: ResolvedConfig, console: Console, processes: Processes) -> Setup:
+        setup = set_up(resolved, console, processes)
         reads: list[int] = []
 
         def batches(batch: int) -> jax.Array:

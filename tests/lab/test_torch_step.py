@@ -12,11 +12,12 @@ from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_jax.method.step import Problem
 from param_decomp_lab.config import load_config
 from param_decomp_lab.setup.known_target import KnownTarget, find_target
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.lab.tiny_run import ROOT
 
 
 def problem_of(path: Path) -> Problem:
-    target = find_target(load_config(path))
+    target = find_target(ResolvedConfig(load_config(path)))
     assert isinstance(target, KnownTarget)
     return target.problem
 

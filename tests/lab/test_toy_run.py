@@ -10,6 +10,7 @@ from rich.console import Console
 
 from param_decomp_lab.config import load_config
 from param_decomp_lab.setup import set_up
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.tracking import collapse
 from tests.lab.tiny_run import Tree, pd_here, rows, saved_steps
 from tests.lab.toy_run import CONFIG, SMALL, save_toy, settings
@@ -74,7 +75,7 @@ def test_what_stands_in_for_the_tracked_run_is_on_record(run: Path, toy: Path) -
 
 def test_evaluation_has_features_of_its_own(toy: Path) -> None:
     config = load_config(CONFIG, [*SMALL, "eval.batch_size=16", f"target={{folder: {toy / 'target'}}}"])
-    setup = set_up(config, Console(quiet=True))
+    setup = set_up(ResolvedConfig(config), Console(quiet=True))
     assert setup.eval is not None
     held_out, trained = np.asarray(setup.eval(0)), np.asarray(setup.train(0))
     assert held_out.shape == trained.shape
