@@ -45,7 +45,7 @@ def warm() -> None:
     ours = (
         "check", "cli", "data.token_data", "data.tokenize", "eval.command", "export", "harvest.harvest",
         "launch.command", "opening", "pretrain.pretrain",
-        "pretrain.recipe", "pretrain.toys", "report.listing", "training.run", "weights.import_gguf",
+        "pretrain.recipe", "pretrain.toys", "runs.listing", "training.run", "weights.import_gguf",
     )  # fmt: skip
     libraries = ("gguf.quants", "orbax.checkpoint", "pyarrow.parquet", "transformers")
     for name in (*(f"param_decomp_lab.{name}" for name in ours), *libraries, "tests.lab.gguf_files"):
