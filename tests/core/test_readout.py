@@ -171,7 +171,7 @@ def scales_of(problem: Problem, components: Components, weights: Any, inputs: np
     """a₊ of every stack."""
     spec, sites = problem.decomposition, problem.target.sites
     ci = init_ci(spec.ci, jax.random.key(0), sites)
-    found: Any = jax.jit(partial(calibrate, problem))(components, ci, weights, jnp.asarray(inputs))
+    found: Any = jax.jit(partial(calibrate, problem))(Learned(components, ci), weights, jnp.asarray(inputs))
     for own in found.heads.values():
         np.testing.assert_array_equal(own.readout.a_minus, own.readout.a_plus)
         assert not any(np.any(getattr(own.readout, name)) for name in VECTORS if not name.startswith("a_"))

@@ -15,6 +15,7 @@ import pytest
 from param_decomp_jax.decomposition.components import init_components
 from param_decomp_jax.decomposition.sites import Matrix, Sites
 from param_decomp_jax.method.masks import Sources
+from param_decomp_jax.method.state import Learned
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import UnsupportedConfig
@@ -79,7 +80,9 @@ def with_every_matrix_replaced(name: str, slices: bool) -> tuple[jax.Array, jax.
     @jax.jit
     def both(weights: Any, tokens: Any, ci: Any) -> tuple[jax.Array, jax.Array]:
         own = exact_factors(target, weights)
-        return logits(target, weights, tokens), masked(problem, own, ci, weights, tokens, ones, live, pinned=False)
+        return logits(target, weights, tokens), masked(
+            problem, Learned(own, ci), weights, tokens, ones, live, pinned=False
+        )
 
     tokens = jnp.asarray(golden(name)["tokens"])
     ci = tiny_core.ruffled_state(problem, leading=tokens.shape).ci

@@ -20,7 +20,13 @@ from param_decomp_lab.weights import safetensors_files
 from param_decomp_lab.weights.import_torch import checked_tensors, refuse_missing
 from param_decomp_lab.weights.recorded_target import as_recorded
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
-from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, stored_head_note
+from param_decomp_lab.weights.target_folder import (
+    load_target,
+    read_architecture,
+    read_weights,
+    save_target,
+    stored_head_note,
+)
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here
 
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
@@ -51,7 +57,8 @@ def write(folder: Path, name: str, *parts: dict[str, np.ndarray]) -> Path:
 
 
 def logits(folder: Path, tokens: Any, architecture: Any = None) -> np.ndarray:
-    found, weights = load_target(folder, architecture=architecture)
+    found = read_architecture(folder) if architecture is None else architecture
+    weights = read_weights(folder, found)
     assert isinstance(found, TransformerConfig)
     with jax.default_matmul_precision("highest"):
         return np.asarray(language_logits(weights, found, jnp.asarray(tokens)))
