@@ -49,7 +49,8 @@ class Seen:
 
 class Server(ThreadingHTTPServer):
     """``seen``: requests, in the order in which they were answered. ``wrong``: what was wrong with any. ``delay``:
-    seconds before each answer. ``busiest``: most requests at a time. ``arrived``: how many came, answered or not."""
+    seconds before each answer. ``together``: as many requests have to be there at a time before the first is answered,
+    or half a minute goes by. ``busiest``: most requests at a time. ``arrived``: how many came, answered or not."""
 
     daemon_threads = True
 
@@ -60,6 +61,7 @@ class Server(ThreadingHTTPServer):
         self.seen: list[Seen] = []
         self.wrong: list[str] = []
         self.delay = 0.0
+        self.together = 1
         self.arrived = self.busy = self.busiest = 0
         self.lock = threading.Lock()
 
@@ -115,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         request = json.loads(body)
         time.sleep(server.delay + trouble.wait)
+        deadline = time.monotonic() + 30
+        while server.busiest < server.together and time.monotonic() < deadline:
+            time.sleep(0.01)
         if trouble.status != 200:
             message = f"in trouble; you sent {self.headers['Authorization']}"  # as some servers do
             error = {"error": {"message": message, "type": "server_error"}}

@@ -111,7 +111,7 @@ def paid(server: Server) -> float:
 
 
 def test_labels_are_given_and_shown(run: Path, server: Server) -> None:
-    server.delay = 0.03
+    server.delay, server.together = 0.03, 3
     outcome = label(run, server, "--limit", "12", "--parallel", "3")
     assert outcome.status == 0, outcome.err
     [folder] = find_harvests(run)
