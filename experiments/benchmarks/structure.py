@@ -60,7 +60,7 @@ def measured(root: str) -> dict[str, int]:
 
 def rooms_of(package: str) -> dict[str, set[str]]:
     """The rooms of a package, and which of the others each imports."""
-    import grimp  # noqa: PLC0415 (a development dependency, which the command line's help does not need)
+    import grimp
 
     graph = grimp.build_graph(package, cache_dir=None)
 
