@@ -27,10 +27,10 @@ from param_decomp_lab.config.metric_schema import (
     PermutedCIPlots,
     UVPlots,
 )
-from param_decomp_lab.config.mistakes import Mistake
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import Strict, as_far_as_read
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
+from param_decomp_lab.schema.mistakes import Mistake
+from param_decomp_lab.schema.site_names import matches_module
+from param_decomp_lab.schema.strict import Strict, as_far_as_read
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
     "tms": ("linear1", "linear2", "hidden_layers.{layer}"),

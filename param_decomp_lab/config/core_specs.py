@@ -17,8 +17,8 @@ from param_decomp_lab.config.method_schema import (
 )
 from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
-from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.term_maker import TermMaker, core_schedule
+from param_decomp_lab.schema.site_names import PREFIXES
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.kinds import by_type, registered
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Ascent, Routing, ScheduleConfig, Scope
-from param_decomp_lab.config.mistakes import Wrong, rule_error
-from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
+from param_decomp_lab.schema.kinds import by_type, registered
+from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
 
 if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
     from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack

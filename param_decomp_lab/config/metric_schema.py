@@ -5,10 +5,10 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.kinds import by_type
 from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
-from param_decomp_lab.config.mistakes import Wrong
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_here
+from param_decomp_lab.schema.kinds import by_type
+from param_decomp_lab.schema.mistakes import Wrong
+from param_decomp_lab.schema.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_here
 
 
 class CEandKLLosses(Strict):

@@ -35,12 +35,12 @@ from param_decomp_lab.config.metric_schema import (
     CIMeanPerComponent,
     ComponentActivationDensity,
 )  # fmt: skip
-from param_decomp_lab.config.site_patterns import expert_of, matches_module
-from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
-from param_decomp_lab.eval.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
-from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0, routed_shares
-from param_decomp_lab.eval.toy_probe import Probe
+from param_decomp_lab.metrics.ce_kl import ce_and_kl, ce_kl_metrics
+from param_decomp_lab.metrics.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
+from param_decomp_lab.metrics.statistics import Statistics, batch_statistics, mean_l0, routed_shares
+from param_decomp_lab.metrics.toy_probe import Probe
+from param_decomp_lab.schema.site_names import expert_of, matches_module
 from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from param_decomp_lab.config.site_patterns import expert_of
+from param_decomp_lab.schema.site_names import expert_of
 from param_decomp_lab.ui.charts import Series
 
 MASKINGS = {

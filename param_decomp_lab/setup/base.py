@@ -17,10 +17,10 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig
 from param_decomp_lab.config.metric_schema import CI_L0
-from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.data.sources import BatchShapes, BatchSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.schema.site_names import matches_module
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import ci_function
 from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
 from param_decomp_lab.config.metric_schema import IdentityCIError
-from param_decomp_lab.config.strict import broken_rules
 from param_decomp_lab.errors import Errors, UserError
+from param_decomp_lab.schema.strict import broken_rules
 from param_decomp_lab.setup.base import check_site_patterns
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.sites import build_sites

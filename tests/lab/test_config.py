@@ -23,11 +23,11 @@ from param_decomp_lab.config.loss_parts import ScheduleConfig
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import Metric
-from param_decomp_lab.config.mistakes import ConfigSource
-from param_decomp_lab.config.site_patterns import PREFIXES
-from param_decomp_lab.config.strict import validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mapping
+from param_decomp_lab.schema.mistakes import ConfigSource
+from param_decomp_lab.schema.site_names import PREFIXES
+from param_decomp_lab.schema.strict import validate
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name

@@ -26,12 +26,12 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import LOSSES, REFUSED, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import OnlyMeasured
-from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.config.wrapper import Wrapper
-from param_decomp_lab.eval.ce_kl import MASKINGS
+from param_decomp_lab.metrics.ce_kl import MASKINGS
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
+from param_decomp_lab.schema.strict import NO_MEANING, Strict
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"))

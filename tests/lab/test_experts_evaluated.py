@@ -14,7 +14,7 @@ from param_decomp_jax.decomposition.components import with_views
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.eval.examples import n_shown
-from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
+from param_decomp_lab.metrics.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
 from tests import reference as ref
 from tests.core import tiny
 from tests.core.test_experts import CONFIG

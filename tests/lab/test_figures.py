@@ -8,7 +8,7 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures import (
+from param_decomp_lab.metrics.figures import (
     activation_density,
     ci_histograms,
     figure_path,
@@ -19,9 +19,9 @@ from param_decomp_lab.eval.figures import (
     tms_geometry,
     uv_matrices,
 )  # fmt: skip
-from param_decomp_lab.eval.figures.grid import n_columns
-from param_decomp_lab.eval.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
-from param_decomp_lab.eval.ground_truth import dense_columns, match_components
+from param_decomp_lab.metrics.figures.grid import n_columns
+from param_decomp_lab.metrics.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
+from param_decomp_lab.metrics.ground_truth import dense_columns, match_components
 from param_decomp_lab.report.figure_files import CAPTIONS
 
 EDGES = np.linspace(0, 1, 51)

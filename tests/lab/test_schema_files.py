@@ -14,8 +14,8 @@ from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import LOSSES, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.metric_schema import OnlyMeasured
-from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.schema.strict import NO_MEANING, Strict
 from param_decomp_lab.weights.target_folder import save_target
 from tests.cases import slow_but
 from tests.core import toys

@@ -19,15 +19,15 @@ from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.eval.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
-from param_decomp_lab.eval.ground_truth import (
+from param_decomp_lab.metrics.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
+from param_decomp_lab.metrics.ground_truth import (
     dense_ci_error,
     dense_columns,
     identity_ci_error,
     match_components,
     mmcs_and_ml2r,
 )
+from param_decomp_lab.schema.site_names import matches_module
 
 LEVEL = 0.75
 """Value of the one feature that is on."""

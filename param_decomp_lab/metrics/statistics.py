@@ -15,7 +15,7 @@ from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.nn.grouped import OverPositions
-from param_decomp_lab.config.site_patterns import of_all_experts
+from param_decomp_lab.schema.site_names import of_all_experts
 
 BINS = 100
 MANY_SITES = 128

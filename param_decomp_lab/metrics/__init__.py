@@ -1,0 +1,1 @@
+"""The metrics of evaluations that are not losses."""
