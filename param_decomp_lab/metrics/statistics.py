@@ -1,14 +1,11 @@
-"""What causal importances look like over batches: histograms, means, densities, L0."""
+"""What causal importances look like over batches: histograms, means, densities."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import ImportanceReader, per_component
 from param_decomp_jax.decomposition.components import Components
@@ -39,38 +36,6 @@ def batch_statistics(
     found = per_component(reader, components, problem.target.sites, problem.target.memory, of_components)
     # One row of an 8B has more entries than an int32 counts.
     return {name: (jnp.sum(counts, axis=-2, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
-
-
-def mean_l0(
-    problem: Problem,
-    components: Components,
-    reader: ImportanceReader,
-    thresholds: Sequence[float],
-    n_positions: int,
-) -> list[dict[str, Float[Array, "*lead"]]]:
-    """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
-
-    def alive(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C thresholds"]:
-        lower = reader.squash(logits)
-        return jnp.stack([over.sum((lower > t).astype(jnp.float32)) / n_positions for t in thresholds], axis=-1)
-
-    if not thresholds:
-        return []
-    found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
-    return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
-
-
-def routed_shares(
-    reader: ImportanceReader, sites: Sites, n_positions: int
-) -> dict[str, Float[Array, "layers experts"]]:
-    """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
-
-    def of_layer(chosen: Int[Array, "*n k"], n_experts: int) -> Float[Array, " experts"]:
-        taken = chosen.reshape(-1, 1) == jnp.arange(n_experts)
-        return jnp.sum(taken, axis=0, dtype=jnp.float32) / n_positions
-
-    experts = {stack.name: stack.experts for stack in sites.stacks if stack.experts is not None}
-    return {name: jax.vmap(partial(of_layer, n_experts=n))(reader.chosen[name]) for name, n in experts.items()}
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""What a toy's components do with one feature at a time (section 11): errors of the expected pattern, MMCS and ML2R."""
+"""What a toy's components do with one feature at a time (section 11)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,15 +19,8 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Target, Weights
 from param_decomp_jax.targets.tms import TMS
-from param_decomp_lab.config.metric_schema import IdentityCIError, PermutedCIPlots, UVPlots
-from param_decomp_lab.metrics.figures import n_shown, permuted_ci, tms_geometry, uv_matrices
-from param_decomp_lab.metrics.ground_truth import (
-    dense_ci_error,
-    dense_columns,
-    identity_ci_error,
-    match_components,
-    mmcs_and_ml2r,
-)
+from param_decomp_lab.metrics.figures import tms_geometry
+from param_decomp_lab.metrics.ground_truth import mmcs_and_ml2r
 from param_decomp_lab.schema.site_names import matches_module
 
 LEVEL = 0.75
@@ -43,13 +37,10 @@ class Factored:
 
 
 class Probe:
-    """``metrics``: those of the configuration; what is none of the probe's is passed over."""
+    """The programs that probe a toy, compiled once for all evaluations."""
 
-    def __init__(self, problem: Problem, target: Target, metrics: Sequence[Any], mesh: Mesh) -> None:
-        self._problem, self._target = problem, target
-        self._errors = [m for m in metrics if isinstance(m, IdentityCIError)]
-        self._heat_maps = next((m for m in metrics if isinstance(m, PermutedCIPlots)), None)
-        self._matrices = next((m for m in metrics if isinstance(m, UVPlots)), None)
+    def __init__(self, problem: Problem, target: Target, mesh: Mesh) -> None:
+        self.target = target
 
         def importances(state: State, weights: Weights) -> Any:
             inputs = LEVEL * jnp.eye(target.architecture.n_features)
@@ -59,76 +50,51 @@ class Probe:
             return target.site_weights(weights), with_views(state.components, target.sites)
 
         # Whole on every device, so that every process can fetch them.
-        self._importances = jax.jit(importances, out_shardings=whole(mesh))
-        self._matrices_of = jax.jit(matrices, out_shardings=whole(mesh))
+        self.importances: Callable[[State, Weights], Any] = jax.jit(importances, out_shardings=whole(mesh))
+        self.matrices: Callable[[State, Weights], Any] = jax.jit(matrices, out_shardings=whole(mesh))
 
-    def numbers(self, state: State, weights: Weights) -> dict[str, float]:
-        """`eval/identity_ci_error/<site>` as configured; of a TMS whose `linear1` is a site, `eval/tms/*` too."""
-        row: dict[str, float] = {}
-        if self._errors:
-            importances = self._site_importances(state, weights)
-            for site, value in self._count_errors(importances).items():
-                row[f"eval/identity_ci_error/{site}"] = value
-        first = self._first(state, weights)
-        if first is not None:
-            row["eval/tms/mmcs"], row["eval/tms/ml2r"] = mmcs_and_ml2r(first.W, first.V, first.U)
-        return row
 
-    def figures(self, state: State, weights: Weights) -> dict[str, Figure]:
-        """Permuted heat maps of λ, V and U in the same order, and the geometry of a TMS, as configured."""
-        drawn: dict[str, Figure] = {}
-        if self._heat_maps is None and self._matrices is None:
-            return drawn
-        importances = self._site_importances(state, weights)
-        if self._heat_maps is not None:
-            errors = self._count_errors(importances)
-            details = {site: f"{errors[site]} errors" for site in errors}
-            drawn["permuted_ci"] = permuted_ci(importances, self._orders(importances, self._heat_maps), details)
-        if self._matrices is not None:
-            factors = self._factored(state, weights)
-            orders = self._orders(importances, self._matrices)
-            shown = {site: order[: n_shown(importances[site], order)] for site, order in orders.items()}
-            drawn["uv_matrices"] = uv_matrices({site: (f.V, f.U) for site, f in factors.items()}, shown)
-        first = self._first(state, weights)
-        if first is not None:
-            drawn["tms_geometry"] = tms_geometry(first.W, first.V, first.U)
-        return drawn
+class Probed:
+    """A toy's state under the probe. Each part is computed when it is first asked for, by every process."""
 
-    def _site_importances(self, state: State, weights: Weights) -> dict[str, Float[np.ndarray, "features C"]]:
-        return self._target.sites.unstack(jax.device_get(self._importances(state, weights)))
+    def __init__(self, probe: Probe, state: State, weights: Weights) -> None:
+        self._probe, self._state, self._weights = probe, state, weights
 
-    def _count_errors(self, importances: dict[str, np.ndarray]) -> dict[str, int]:
-        errors: dict[str, int] = {}
-        for metric in self._errors:
-            for identity in metric.identity_ci or ():
-                for site in self._matching(identity.layer_pattern):
-                    errors[site] = identity_ci_error(importances[site], identity.n_features)
-            for dense in metric.dense_ci or ():
-                for site in self._matching(dense.layer_pattern):
-                    errors[site] = dense_ci_error(importances[site], dense.k)
-        return errors
+    @cached_property
+    def importances(self) -> dict[str, Float[np.ndarray, "features C"]]:
+        """λ while one feature at a time is on, by site."""
+        found = self._probe.importances(self._state, self._weights)
+        return self._probe.target.sites.unstack(jax.device_get(found))
 
-    def _orders(self, importances: dict[str, np.ndarray], plots: PermutedCIPlots | UVPlots) -> dict[str, np.ndarray]:
-        """Matched to features where an identity pattern says so and, without any pattern, everywhere; else dense."""
-        dense = {site for pattern in plots.dense_patterns or () for site in self._matching(pattern)}
-        identity = {site for pattern in plots.identity_patterns or () for site in self._matching(pattern)}
-        if not dense and not identity:
-            identity = set(importances)
-        return {
-            site: match_components(x).columns if site in identity else dense_columns(x)
-            for site, x in importances.items()
-        }
-
-    def _matching(self, pattern: str) -> list[str]:
-        return [site.name for site in self._target.sites.all if matches_module(pattern, site.name)]
-
-    def _factored(self, state: State, weights: Weights) -> dict[str, Factored]:
-        sites = self._target.sites
-        matrices, factors = jax.device_get(self._matrices_of(state, weights))
+    @cached_property
+    def factors(self) -> dict[str, Factored]:
+        """The matrices of each site."""
+        sites = self._probe.target.sites
+        matrices, factors = jax.device_get(self._probe.matrices(self._state, self._weights))
         W = sites.unstack(matrices)
         V = sites.unstack({name: f.V for name, f in factors.items()})
         U = sites.unstack({name: f.U for name, f in factors.items()})
         return {site: Factored(W[site], V[site], U[site]) for site in W}
 
-    def _first(self, state: State, weights: Weights) -> Factored | None:
-        return self._factored(state, weights).get("linear1") if isinstance(self._target, TMS) else None
+    def matching(self, pattern: str) -> list[str]:
+        """The sites that a pattern matches."""
+        return [site.name for site in self._probe.target.sites.all if matches_module(pattern, site.name)]
+
+    @property
+    def tms_numbers(self) -> dict[str, float]:
+        """`eval/tms/*` of a TMS whose `linear1` is a site; empty for others."""
+        first = self._first
+        if first is None:
+            return {}
+        mmcs, ml2r = mmcs_and_ml2r(first.W, first.V, first.U)
+        return {"eval/tms/mmcs": mmcs, "eval/tms/ml2r": ml2r}
+
+    @cached_property
+    def geometry(self) -> dict[str, Figure]:
+        """The figure `tms_geometry` of a TMS whose `linear1` is a site; empty for others."""
+        first = self._first
+        return {} if first is None else {"tms_geometry": tms_geometry(first.W, first.V, first.U)}
+
+    @property
+    def _first(self) -> Factored | None:
+        return self.factors.get("linear1") if isinstance(self._probe.target, TMS) else None
