@@ -33,7 +33,7 @@ from param_decomp_jax.sharding.placement import batch_sharding, shardings, with_
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
 from param_decomp_jax.targets.transformer import Transformer
-from param_decomp_lab.eval.ce_kl import ce_and_kl
+from param_decomp_lab.metrics.ce_kl import ce_and_kl
 
 LLAMA_8B = LlamaConfig(
     128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)

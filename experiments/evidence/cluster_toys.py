@@ -24,10 +24,10 @@ from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.cluster.cluster import cluster
 from param_decomp_lab.cluster.request import ClusterRequest
-from param_decomp_lab.eval.ground_truth import OFF_ABOVE
 from param_decomp_lab.harvest.files import Groups, Harvest
 from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.plan import HarvestRequest
+from param_decomp_lab.metrics.ground_truth import OFF_ABOVE
 from param_decomp_lab.opening import Run
 from param_decomp_lab.ui.tables import plain_table
 from param_decomp_lab.weights.target_folder import save_target

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
 from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.tracking.collapse import CI_GRADIENTS, TAIL_LIMIT, GradientTail, Growth, Tail, growths

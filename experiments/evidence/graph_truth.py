@@ -15,7 +15,7 @@ import numpy as np
 
 from param_decomp_jax.targets.architecture import FeatureInputs
 from param_decomp_lab import load_run
-from param_decomp_lab.eval.ground_truth import match_components
+from param_decomp_lab.metrics.ground_truth import match_components
 from param_decomp_lab.opening import Run
 
 VALUE = 0.75

@@ -78,6 +78,15 @@ class DecomposedBatch:
     components: Components
     reader: ImportanceReader
 
+    @property
+    def target(self) -> Target:
+        return self.clean_pass.target
+
+    @property
+    def n_positions(self) -> int:
+        """The positions of the batch; a toy's rows have one each."""
+        return self.clean_pass.at.size
+
     def with_squash(self, squash: Squash) -> "DecomposedBatch":
         """The batch with another function from logits to causal importances."""
         return replace(self, reader=replace(self.reader, squash=squash))

@@ -19,9 +19,9 @@ from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.eval.figures.save import figure_path, save_figure
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluation_batches
+from param_decomp_lab.metrics.figures.save import figure_path, save_figure
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.runs.output_file import check_output_file
 from param_decomp_lab.setup.rows import training_rows

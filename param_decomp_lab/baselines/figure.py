@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, WITH_K_ON, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import caption
-from param_decomp_lab.eval.figures.style import BLUE, QUIET, VERMILION
+from param_decomp_lab.metrics.figures.style import BLUE, QUIET, VERMILION
 from param_decomp_lab.ui.numbers import number
 
 COLOURS = {"neurons": "#009e73", "singular vectors": "#cc79a7", "weighted singular vectors": "#e69f00",

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from param_decomp_jax.analysis.dictionaries import Dictionary, Encoder, Normalization
 from param_decomp_jax.analysis.hooks import Hook
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
-from param_decomp_lab.config.mistakes import ConfigSource, Wrong, rule_error
-from param_decomp_lab.config.strict import Strict, Width, rule, validate
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.printable import first_few, printable
+from param_decomp_lab.schema.mistakes import ConfigSource, Wrong, rule_error
+from param_decomp_lab.schema.strict import Strict, Width, rule, validate
 from param_decomp_lab.weights.safetensors_files import open_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"

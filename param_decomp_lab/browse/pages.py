@@ -13,7 +13,6 @@ from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.chosen import Chosen, around
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
-from param_decomp_lab.config.site_patterns import expert_of
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
@@ -24,6 +23,7 @@ from param_decomp_lab.runs.evaluation_rows import l0_table
 from param_decomp_lab.runs.listing import RunStatus
 from param_decomp_lab.runs.series import series_by_key
 from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.schema.site_names import expert_of
 from param_decomp_lab.ui.numbers import amount, number, percent, signed
 from param_decomp_lab.ui.templates import templates_beside
 

@@ -20,17 +20,11 @@ from param_decomp_lab.config.method_schema import (
     PDConfig,
     ToyFile,
 )
-from param_decomp_lab.config.metric_schema import (
-    CI_L0,
-    CEandKLLosses,
-    IdentityCIError,
-    PermutedCIPlots,
-    UVPlots,
-)
-from param_decomp_lab.config.mistakes import Mistake
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.strict import Strict, as_far_as_read
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
+from param_decomp_lab.metrics import Metric
+from param_decomp_lab.schema.mistakes import Mistake
+from param_decomp_lab.schema.site_names import matches_module
+from param_decomp_lab.schema.strict import Strict, as_far_as_read
 
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
     "tms": ("linear1", "linear2", "hidden_layers.{layer}"),
@@ -39,8 +33,6 @@ _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
 """Names of the modules of each toy."""
 _TOY_LAYERS = range(100)
 """Layer numbers tried for ``{layer}``."""
-_NEEDS_FEATURES = (IdentityCIError, PermutedCIPlots, UVPlots)
-"""Metrics that evaluate the model with one feature active at a time."""
 
 
 def infer_toy(patterns: Sequence[str]) -> Experiment | None:
@@ -188,13 +180,11 @@ def _listed_twice(metric: Strict, before: Sequence[Strict], key: str) -> Iterato
 
 
 def _unfit_metric(metric: Strict, method: MethodFile, key: str) -> Iterator[Mistake]:
-    if isinstance(method, LanguageModelFile) and isinstance(metric, _NEEDS_FEATURES):
+    needs = metric.needs if isinstance(metric, Metric) else None
+    if isinstance(method, LanguageModelFile) and needs == "features":
         yield Mistake(key, f"{_kind(metric)} needs a toy, where single features can be activated; remove it")
-    if isinstance(method, ToyFile) and isinstance(metric, CEandKLLosses):
+    if isinstance(method, ToyFile) and needs == "text":
         yield Mistake(key, f"{_kind(metric)} is for language models; remove it")
-    if isinstance(metric, IdentityCIError) and not (metric.identity_ci or metric.dense_ci):
-        neither = "has neither identity_ci nor dense_ci, so it measures nothing; give one of them"
-        yield Mistake(key, f"{_kind(metric)} {neither}")
 
 
 def _kind(metric: Strict) -> str:
@@ -218,9 +208,7 @@ def _takes_log_of_odd_power(loss: Strict) -> bool:
 
 def _one_output(a: Strict, b: Strict) -> bool:
     """Whether two metrics would log the same keys; losses are distinguished by name instead."""
-    if type(a) is not type(b) or isinstance(a, Loss):
-        return False
-    return not (isinstance(a, CI_L0) and isinstance(b, CI_L0)) or a.ci_alive_threshold == b.ci_alive_threshold
+    return isinstance(a, Metric) and type(a) is type(b) and a.logs_the_same(b)
 
 
 def _batch_mistakes(wrapper: Wrapper, method: MethodFile, section: str) -> Iterator[Mistake]:

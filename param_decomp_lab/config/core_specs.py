@@ -1,5 +1,7 @@
 """Converts a configuration to the types of the core (`param_decomp_jax`); rule ids refer to docs/semantics.md."""
 
+from collections.abc import Sequence
+
 from param_decomp_jax import ci
 from param_decomp_jax.method import losses, optim, state
 from param_decomp_jax.sharding.memory import MemoryPolicy
@@ -15,10 +17,10 @@ from param_decomp_lab.config.method_schema import (
     PDConfig,
     TransformerCIConfig,
 )
-from param_decomp_lab.config.metric_schema import CIHiddenActsReconLoss
 from param_decomp_lab.config.resolve import RunConfig
-from param_decomp_lab.config.site_patterns import PREFIXES
 from param_decomp_lab.config.term_maker import TermMaker, core_schedule
+from param_decomp_lab.metrics import Metric
+from param_decomp_lab.schema.site_names import PREFIXES
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
@@ -52,11 +54,14 @@ def _memory(config: RunConfig) -> MemoryPolicy:
     return memory.policy(memory.preset)
 
 
-def term(loss: Loss | CIHiddenActsReconLoss, name: str, pd: PDConfig) -> losses.Term:
+def measured_terms(metrics: Sequence[Loss | Metric], pd: PDConfig) -> list[losses.Term | None]:
+    """The terms of an evaluation's metrics, under the names that they are logged by; None for one that has none."""
+    names = iter(term_names(tuple(metric for metric in metrics if isinstance(metric, Loss))))
+    return [term(m, next(names), pd) if isinstance(m, Loss) else m.term() for m in metrics]
+
+
+def term(loss: Loss, name: str, pd: PDConfig) -> losses.Term:
     """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
-    if isinstance(loss, CIHiddenActsReconLoss):
-        make = TermMaker(name, 1.0, pd.n_mask_samples, pd.sampling)
-        return make.reconstruction(make.constant(0.0), error="hidden_acts")
     return loss.term(TermMaker(name, 1.0 if loss.coeff is None else loss.coeff, pd.n_mask_samples, pd.sampling))
 
 

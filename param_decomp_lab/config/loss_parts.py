@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from param_decomp_lab.config.mistakes import Wrong
-from param_decomp_lab.config.strict import Count, Fraction, NonNegative, Positive, Strict, rule
+from param_decomp_lab.schema.mistakes import Wrong
+from param_decomp_lab.schema.strict import Count, Fraction, NonNegative, Positive, Strict, rule
 
 
 class ScheduleConfig(Strict):

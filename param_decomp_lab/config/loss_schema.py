@@ -4,16 +4,16 @@
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.kinds import by_type, registered
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Ascent, Routing, ScheduleConfig, Scope
-from param_decomp_lab.config.mistakes import Wrong, rule_error
-from param_decomp_lab.config.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
+from param_decomp_lab.schema.kinds import by_type, registered
+from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
 
 if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
     from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack
@@ -30,6 +30,9 @@ class Loss(Strict):
     type: str
     coeff: float | None = None
     name: Name | None = None
+
+    usual: ClassVar[Mapping[str, Any]] = {}
+    """The keys besides `type` where `pd eval --metric` gives the type only and the run does not configure it."""
 
     @rule
     def _not_total(self) -> Iterator[Wrong]:
@@ -210,6 +213,8 @@ class FreshPGD(Loss):
     step_size: Positive
     n_steps: Natural
     mask_scope: Literal["unique_per_datapoint", "shared_across_batch"]
+
+    usual: ClassVar = {"init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
 
     def _attack(self, make: "TermMaker") -> "FreshAttack":
         return make.fresh_attack(self.init, self.step_size, self.n_steps, self.mask_scope)

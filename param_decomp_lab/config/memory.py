@@ -22,9 +22,9 @@ from param_decomp_jax.sharding.memory import (
     MemoryPolicy,
     StatePart,
 )
-from param_decomp_lab.config.mistakes import Wrong, rule_error
-from param_decomp_lab.config.spelling import nearest
-from param_decomp_lab.config.strict import Count, ListOf, Strict, rule
+from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.spelling import nearest
+from param_decomp_lab.schema.strict import Count, ListOf, Strict, rule
 
 Preset = Literal["plain", "balanced", "lean", "fast", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {

@@ -8,9 +8,9 @@ from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.loss_parts import ScheduleConfig
 from param_decomp_lab.config.loss_schema import TrainingLoss
-from param_decomp_lab.config.metric_schema import Metric
-from param_decomp_lab.config.mistakes import Wrong, rule_error
-from param_decomp_lab.config.strict import (
+from param_decomp_lab.config.metric_schema import Measured
+from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.strict import (
     NO_MEANING,
     Count,
     Fraction,
@@ -194,7 +194,7 @@ class EvalConfig(Strict):
     every: Count
     slow_every: Count
     slow_on_first_step: bool = True
-    metrics: ListOf[Metric] = ()
+    metrics: ListOf[Measured] = ()
 
     @rule
     def _slow_is_also_fast(self) -> Iterator[Wrong]:

@@ -1,84 +1,15 @@
-"""The METRIC table of the torch schema: any LOSS without a coefficient, and metrics that are not losses."""
+"""What `eval.metrics` takes: any LOSS without a coefficient, and the metrics that are not losses."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, SerializeAsAny
 
-from param_decomp_lab.config.kinds import by_type
 from param_decomp_lab.config.loss_schema import LOSSES, Loss, not_refused
-from param_decomp_lab.config.mistakes import Wrong
-from param_decomp_lab.config.strict import Count, Fraction, ListOf, NonNegative, Strict, Width, rule_here
-
-
-class CEandKLLosses(Strict):
-    type: Literal["CEandKLLosses"]
-    rounding_threshold: Fraction
-
-
-class CI_L0(Strict):
-    type: Literal["CI_L0"]
-    groups: dict[str, Annotated[ListOf[str], Field(min_length=1)]] | None
-    ci_alive_threshold: NonNegative = 0.0
-
-
-class CIHistograms(Strict):
-    type: Literal["CIHistograms"]
-    n_batches_accum: Count | None
-
-
-class ComponentActivationDensity(Strict):
-    type: Literal["ComponentActivationDensity"]
-    ci_alive_threshold: NonNegative = 0.0
-
-
-class CIMeanPerComponent(Strict):
-    type: Literal["CIMeanPerComponent"]
-
-
-class CIHiddenActsReconLoss(Strict):
-    type: Literal["CIHiddenActsReconLoss"]
-
-
-class IdentityPattern(Strict):
-    layer_pattern: str
-    n_features: Width
-
-
-class DensePattern(Strict):
-    layer_pattern: str
-    k: Count
-
-
-class IdentityCIError(Strict):
-    type: Literal["IdentityCIError"]
-    identity_ci: ListOf[IdentityPattern] | None
-    dense_ci: ListOf[DensePattern] | None
-
-
-class PermutedCIPlots(Strict):
-    type: Literal["PermutedCIPlots"]
-    identity_patterns: ListOf[str] | None
-    dense_patterns: ListOf[str] | None
-
-
-class UVPlots(Strict):
-    type: Literal["UVPlots"]
-    identity_patterns: ListOf[str] | None
-    dense_patterns: ListOf[str] | None
-
-
-OnlyMeasured = (
-    CEandKLLosses
-    | CI_L0
-    | CIHistograms
-    | ComponentActivationDensity
-    | CIMeanPerComponent
-    | CIHiddenActsReconLoss
-    | IdentityCIError
-    | PermutedCIPlots
-    | UVPlots
-)
+from param_decomp_lab.metrics import METRICS, Metric
+from param_decomp_lab.schema.kinds import by_type
+from param_decomp_lab.schema.mistakes import Wrong
+from param_decomp_lab.schema.strict import Strict, rule_here
 
 
 def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
@@ -89,10 +20,10 @@ def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
         )
 
 
-Metric = Annotated[
-    Loss | OnlyMeasured,
+Measured = Annotated[
+    Loss | Metric,
     SerializeAsAny(),
-    by_type(LOSSES, {model.__name__: model for model in get_args(OnlyMeasured)}),
+    by_type(LOSSES, METRICS),
     rule_here(_without_coefficient),
     BeforeValidator(not_refused),
 ]

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
-from param_decomp_lab.config.mistakes import ConfigSource
-from param_decomp_lab.config.spelling import nearest
-from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.config.wrapper import DataFolders, TargetSource, Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.printable import shortened
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
+from param_decomp_lab.schema.mistakes import ConfigSource
+from param_decomp_lab.schema.spelling import nearest
+from param_decomp_lab.schema.strict import Strict
 
 # `data` and `target` are keys of both files; these are the wrapper's part of them.
 _SHARED: dict[str, type[Strict]] = {"data": DataFolders, "target": TargetSource}

@@ -17,13 +17,13 @@ from param_decomp_lab.config.method_schema import (
     ToyTarget,
     UndecidedFile,
 )
-from param_decomp_lab.config.mistakes import SHOWN_MISTAKES, ConfigSource, Mistake
 from param_decomp_lab.config.overrides import Override, apply_those_that_fit, override_source, read_overrides
-from param_decomp_lab.config.strict import NO_MEANING, Strict, parse, spelling
 from param_decomp_lab.config.wrapper import Experiment, Wrapper
 from param_decomp_lab.errors import Unread, UserError
 from param_decomp_lab.safe_io.printable import first_few
 from param_decomp_lab.safe_io.yaml_text import DuplicateKeys, dump_yaml, read_mapping
+from param_decomp_lab.schema.mistakes import SHOWN_MISTAKES, ConfigSource, Mistake
+from param_decomp_lab.schema.strict import NO_MEANING, Strict, parse, spelling
 
 
 class ConfigError(UserError):

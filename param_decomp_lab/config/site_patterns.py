@@ -1,15 +1,11 @@
 """Matches the patterns of `decomposition_targets` against the module names of a target."""
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import Errors, UserError
-
-PREFIXES = ("gpt_neox.", "model.", "transformer.")
-"""With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
+from param_decomp_lab.schema.site_names import PREFIXES, matches_module
 
 
 def match_sites(
@@ -49,21 +45,6 @@ def _matching(
                 f"('{other.module_pattern}') matches already; a module may be decomposed once"
             )
     return matching
-
-
-def matches_module(pattern: str, name: str) -> bool:
-    """Whether an fnmatch pattern matches the module ``name``, alone or behind a prefix such as `model.`."""
-    return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))
-
-
-def expert_of(name: str) -> str:
-    """An expert's name, from that of its matrix: ``layers.3.mlp.experts.5`` from ``layers.3.mlp.experts.5.up_proj``."""
-    return name.rpartition(".")[0]
-
-
-def of_all_experts(name: str) -> str:
-    """``layers.3.mlp.experts.*.up_proj`` from ``layers.3.mlp.experts.5.up_proj``; other names as they are."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.memory import Memory, Preset
-from param_decomp_lab.config.mistakes import Wrong
-from param_decomp_lab.config.strict import Count, ListOf, Natural, PathText, Strict, expanded_path, rule
 from param_decomp_lab.errors import Unread
+from param_decomp_lab.schema.mistakes import Wrong
+from param_decomp_lab.schema.strict import Count, ListOf, Natural, PathText, Strict, expanded_path, rule
 
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Path, Strictness(False), AfterValidator(expanded_path)]

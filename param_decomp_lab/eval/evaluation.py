@@ -1,7 +1,7 @@
 """Evaluation of a run: metrics often, figures less often, always on the same held-out batches."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
-from matplotlib.figure import Figure
 
 from param_decomp_jax.analysis.importances import read_batch
 from param_decomp_jax.method.adversary import PersistentAttack
@@ -22,25 +21,16 @@ from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_output
 from param_decomp_jax.sharding.mesh import replace_fields
 from param_decomp_jax.sharding.mesh import whole as whole_on
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.features import FeatureTarget
-from param_decomp_lab.config import RunConfig, term_names
-from param_decomp_lab.config.core_specs import term
-from param_decomp_lab.config.loss_schema import Loss
-from param_decomp_lab.config.metric_schema import (
-    CI_L0,
-    CEandKLLosses,
-    CIHiddenActsReconLoss,
-    CIHistograms,
-    CIMeanPerComponent,
-    ComponentActivationDensity,
-)  # fmt: skip
-from param_decomp_lab.config.site_patterns import expert_of, matches_module
-from param_decomp_lab.eval.ce_kl import ce_and_kl, ce_kl_metrics
-from param_decomp_lab.eval.figures import activation_density, ci_histograms, mean_ci_per_component, save_figure
+from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import measured_terms
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
-from param_decomp_lab.eval.statistics import Statistics, batch_statistics, mean_l0, routed_shares
-from param_decomp_lab.eval.toy_probe import Probe
+from param_decomp_lab.metrics import METRICS, Metric
+from param_decomp_lab.metrics.batch import Batch
+from param_decomp_lab.metrics.figures import save_figure
+from param_decomp_lab.metrics.snapshot import Snapshot
+from param_decomp_lab.metrics.statistics import Statistics, batch_statistics
+from param_decomp_lab.metrics.toy_probe import Probe, Probed
 from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings
@@ -48,38 +38,6 @@ from param_decomp_lab.ui.warnings import print_warnings
 
 class EvaluationStopped(Exception):
     """The run was asked to stop during an evaluation."""
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The metrics of a configuration, sorted by how they are computed."""
-
-    losses: tuple[tuple[Any, str], ...]
-    all: tuple[Any, ...]
-    ce_kl: CEandKLLosses | None
-    l0: tuple[CI_L0, ...]
-    histograms: CIHistograms | None
-    means: CIMeanPerComponent | None
-    density: ComponentActivationDensity | None
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "Metrics":
-        metrics = () if config.method.eval is None else config.method.eval.metrics
-
-        def first(kind: type) -> Any:
-            return next((m for m in metrics if isinstance(m, kind)), None)
-
-        losses = tuple(m for m in metrics if isinstance(m, Loss))
-        hidden_acts = [(m, m.type) for m in metrics if isinstance(m, CIHiddenActsReconLoss)]
-        return cls(
-            all=metrics,
-            losses=(*zip(losses, term_names(losses), strict=True), *hidden_acts),
-            ce_kl=first(CEandKLLosses),
-            l0=tuple(m for m in metrics if isinstance(m, CI_L0)),
-            histograms=first(CIHistograms),
-            means=first(CIMeanPerComponent),
-            density=first(ComponentActivationDensity),
-        )
 
 
 class Evaluation:
@@ -93,17 +51,23 @@ class Evaluation:
         assert config.method.eval is not None
         # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
         self._whole = whole = whole_on(mesh)
-        self._settings, self._metrics, self._batches = config.method.eval, Metrics.from_config(config), batches
-        pd = config.method.pd
-        terms = tuple(term(loss, name, pd) for loss, name in self._metrics.losses)
+        self._settings, self._batches = config.method.eval, batches
+        pd, configured = config.method.pd, config.method.eval.metrics
+        metrics = [metric for metric in configured if isinstance(metric, Metric)]
+        by_kind = [[m for m in metrics if type(m) is kind] for kind in METRICS.values()]
+        self._kinds = [alike for alike in by_kind if alike]
+        self._metrics = [metric for alike in self._kinds for metric in alike]
+        # Those of losses come first: a term draws by its place among all.
+        measured = zip(configured, measured_terms(configured, pd), strict=True)
+        terms = [term for _, term in sorted(measured, key=lambda pair: isinstance(pair[0], Metric)) if term is not None]
         self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
         others = tuple(t for t in terms if not _is_persistent(t))
         self._problem = Problem(replace(problem.decomposition, terms=others), problem.target)
         target = problem.target
-        self._probe = Probe(problem, target, self._metrics.all, mesh) if isinstance(target, FeatureTarget) else None
+        self._probe = Probe(problem, target, mesh) if isinstance(target, FeatureTarget) else None
         self._sampling = Stochastic(pd.sampling)
         self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
-        threshold = 0.0 if self._metrics.density is None else self._metrics.density.ci_alive_threshold
+        threshold = next((m.density_threshold for m in self._metrics if m.density_threshold is not None), 0.0)
 
         def statistics(learned: Learned, weights: Weights, inputs: Array) -> Any:
             learned = hold_for_reading(problem, learned)
@@ -114,23 +78,19 @@ class Evaluation:
     def _fast_batch(
         self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray, adversaries: Adversaries
     ) -> tuple[Adversaries, dict[str, Any]]:
-        problem, metrics = self._problem, self._metrics
+        problem = self._problem
         spec = problem.decomposition
         learned = hold_for_reading(problem, state.learned)
-        batch = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
-        losses_key, ce_kl_key = jax.random.split(key)
+        read = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
+        losses_key, metrics_key = jax.random.split(key)
         objective = Objective(spec, state.step, term_keys(spec, losses_key))
-        _, losses = objective.total_loss(batch, {})
-        adversaries, errors = attack_batch(self._persistent, adversaries, batch, state, spec.steps, losses_key)
-        measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
-        if metrics.ce_kl is not None:
-            target, threshold = problem.target, metrics.ce_kl.rounding_threshold
-            assert isinstance(target, Decoder), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(target, batch, ce_kl_key, self._sampling, threshold)
-        thresholds = [l0.ci_alive_threshold for l0 in metrics.l0]
-        measured["l0"] = mean_l0(batch, thresholds)
-        measured["routed"] = routed_shares(batch) if metrics.l0 else {}
-        return adversaries, measured
+        _, losses = objective.total_loss(read, {})
+        adversaries, errors = attack_batch(self._persistent, adversaries, read, state, spec.steps, losses_key)
+        batch = Batch(read.clean_pass, read.components, read.reader, self._sampling, metrics_key)
+        return adversaries, {
+            "losses": losses | {f"loss/{name}": error for name, error in errors.items()},
+            "kinds": [alike[0].measure_all(alike, batch) for alike in self._kinds],
+        }
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
         if not self._persistent:
@@ -180,20 +140,19 @@ class Evaluation:
             per_batch.append(jax.device_get(measured))
         means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
         row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
-        if "ce_kl" in means:
-            row |= ce_kl_metrics({k: float(v) for k, v in means["ce_kl"].items()})
-        for l0, by_stack in zip(self._metrics.l0, means["l0"], strict=True):
-            by_site = {k: float(v) for k, v in self._problem.target.sites.unstack(by_stack).items()}
-            prefix = f"eval/l0/{l0.ci_alive_threshold}_"
-            row |= {prefix + name: value for name, value in by_site.items()}
-            for group, patterns in (l0.groups or {}).items():
-                members = [v for name, v in by_site.items() if any(matches_module(p, name) for p in patterns)]
-                row[prefix + group] = float(sum(members))
-        sites = self._problem.target.sites
-        for site, (stack, place) in zip(sites.all, sites.stack_rows, strict=True):
-            if stack.name in means["routed"]:
-                row[f"eval/routed/{expert_of(site.name)}"] = float(means["routed"][stack.name][place])
-        return row if self._probe is None else row | self._probe.numbers(partial_state, weights)
+        snapshot = self._snapshot(partial_state, weights, stop)
+        for alike, own in zip(self._kinds, means["kinds"], strict=True):
+            for metric, mean in zip(alike, own, strict=True):
+                row |= metric.row(mean, snapshot)
+        return row if self._probe is None else row | snapshot.probed.tms_numbers
+
+    def _snapshot(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Snapshot:
+        def site_notes(snapshot: Snapshot) -> dict[str, str]:
+            return {site: note for metric in self._metrics for site, note in metric.site_notes(snapshot).items()}
+
+        probed = None if self._probe is None else Probed(self._probe, without_training_state(state), weights)
+        statistics = partial(self.statistics, state, weights, stop)
+        return Snapshot(self._problem.target.sites, probed, statistics, site_notes)
 
     def compile(self, state: State, weights: Weights) -> None:
         """Compiles the programs that `fast`, `statistics` and `figures` call; JAX caches them."""
@@ -211,7 +170,7 @@ class Evaluation:
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
         """Histograms, means and densities of λ per site over the evaluation's batches."""
-        limit = None if self._metrics.histograms is None else self._metrics.histograms.n_batches_accum
+        limit = next((m.histogram_batches for m in self._metrics if m.histogram_batches is not None), None)
         batches = [jax.device_get(self._statistics(state.learned, weights, inputs)) for inputs in self.batches(stop)]
         return Statistics.over(self._problem.target.sites, batches, limit)
 
@@ -223,9 +182,8 @@ class Evaluation:
         ``folder``: None if another process writes the figures and this one only takes part in the computation. A figure
         that cannot be written is reported and skipped, so that the run does not fail.
         """
-        drawn = self._statistics_figures(state, weights, stop)
-        if self._probe is not None:
-            drawn |= self._probe.figures(without_training_state(state), weights)
+        snapshot = self._snapshot(state, weights, stop)
+        drawn = {name: figure for metric in self._metrics for name, figure in metric.figures(snapshot).items()}
         paths: dict[str, Path] = {}
         if folder is None:
             return paths
@@ -238,21 +196,6 @@ class Evaluation:
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths
-
-    def _statistics_figures(self, state: State, weights: Weights, stop: Callable[[], bool]) -> dict[str, Figure]:
-        metrics = self._metrics
-        if metrics.histograms is None and metrics.means is None and metrics.density is None:
-            return {}
-        s = self.statistics(state, weights, stop).pooled()
-        n_bins = next(iter(s.counts.values())).shape[0]
-        drawn: dict[str, Figure] = {}
-        if metrics.histograms is not None:
-            drawn["ci_histograms"] = ci_histograms(s.counts, np.linspace(0, 1, n_bins + 1))
-        if metrics.means is not None:
-            drawn["mean_ci_per_component"] = mean_ci_per_component(s.means)
-        if metrics.density is not None:
-            drawn["activation_density"] = activation_density(s.densities)
-        return drawn
 
 
 def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:

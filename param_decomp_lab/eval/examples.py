@@ -19,7 +19,7 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.mesh import whole
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.eval.statistics import Statistics
+from param_decomp_lab.metrics.statistics import Statistics
 from param_decomp_lab.runs.folder import EXAMPLES_FILE
 
 MOST_OF_A_SITE = 16

@@ -6,24 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.loss_schema import LOSSES
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
 from param_decomp_lab.config.wrapper import Mesh
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.metrics import METRICS
 from param_decomp_lab.safe_io.files import read_text
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 SETTABLE = ("eval", "data", "memory")
 """Top-level keys that `--set` may change; others would change the decomposition."""
-
-_ATTACK = {"init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
-USUAL: dict[str, dict[str, Any]] = {
-    "CEandKLLosses": {"rounding_threshold": 0.0},
-    "CI_L0": {"groups": None},
-    "CIHistograms": {"n_batches_accum": None},
-    "PGDReconLoss": _ATTACK,
-    "PGDReconLayerwiseLoss": _ATTACK,
-}
-"""Default keys of metrics given by type only, if the run does not configure them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ def read_metric_file(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _metric(metric: str | Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """The metric as a mapping. One given by type is taken from the run's evaluation, its losses, or `USUAL`."""
+    """The metric as a mapping. One given by type has the keys that the run gives it, or the usual ones."""
     if isinstance(metric, str) and metric.lstrip().startswith("{"):
         metric = parse_yaml(metric, f"--metric {metric}")
     if isinstance(metric, Mapping):
@@ -97,4 +89,5 @@ def _metric(metric: str | Mapping[str, Any], config: RunConfig) -> dict[str, Any
     for known in (*own, *config.method.pd.loss_metrics):
         if known.type == metric:
             return {**known.model_dump(mode="json"), **({"coeff": None} if hasattr(known, "coeff") else {})}
-    return {"type": metric, **USUAL.get(metric, {})}
+    model = LOSSES.get(metric) or METRICS.get(metric)
+    return {"type": metric, **(model.usual if model else {})}

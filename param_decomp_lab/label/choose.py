@@ -5,10 +5,10 @@ from typing import Literal
 
 import numpy as np
 
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
+from param_decomp_lab.schema.site_names import matches_module
+from param_decomp_lab.schema.spelling import nearest
 
 Order = Literal["density", "importance"]
 Component = tuple[str, int]

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console
 
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.scores import CHANCE, Kind, Score
 from param_decomp_lab.label.asking import Ended
@@ -18,6 +17,7 @@ from param_decomp_lab.label.ledger import Question
 from param_decomp_lab.label.place import LabelledRun
 from param_decomp_lab.label.scoring import Tally, overall
 from param_decomp_lab.label.session import Progress, Request, Stop, open_session, say_end
+from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.tables import plain_table
 

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from param_decomp_jax.decomposition.sites import Site
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Node
 from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.schema.spelling import nearest
 
 GROUP = "group"
 """In place of a site: the number is a group's."""

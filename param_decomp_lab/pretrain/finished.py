@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.config.strict import Strict
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.schema.strict import Strict
 
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"

@@ -8,8 +8,8 @@ import optax
 from pydantic import Field
 
 from param_decomp_jax.decomposition.schedules import Schedule
-from param_decomp_lab.config.mistakes import Wrong
-from param_decomp_lab.config.strict import Fraction, NonNegative, Positive, Strict, rule
+from param_decomp_lab.schema.mistakes import Wrong
+from param_decomp_lab.schema.strict import Fraction, NonNegative, Positive, Strict, rule
 
 
 class OptimizerRecipe(Strict):

@@ -13,9 +13,13 @@ from param_decomp_jax.targets.llama import LlamaConfig
 from param_decomp_jax.targets.registry import ARCHITECTURES as REGISTERED
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_jax.targets.transformer_config import TransformerConfig
-from param_decomp_lab.config.mistakes import ConfigSource, Mistake, Wrong, rule_error
-from param_decomp_lab.config.spelling import nearest
-from param_decomp_lab.config.strict import (
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
+from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
+from param_decomp_lab.safe_io.yaml_text import read_mapping
+from param_decomp_lab.schema.mistakes import ConfigSource, Mistake, Wrong, rule_error
+from param_decomp_lab.schema.spelling import nearest
+from param_decomp_lab.schema.strict import (
     Count,
     LayerCount,
     ListOf,
@@ -28,10 +32,6 @@ from param_decomp_lab.config.strict import (
     rule,
     validate,
 )
-from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
-from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
-from param_decomp_lab.safe_io.yaml_text import read_mapping
 
 LANGUAGE_MODELS = ("llama", "gpt", "family")
 ARCHITECTURES = (*LANGUAGE_MODELS, *TOYS)

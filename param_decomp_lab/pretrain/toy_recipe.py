@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config.method_schema import ToyData
-from param_decomp_lab.config.mistakes import Wrong, rule_error
-from param_decomp_lab.config.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule
 from param_decomp_lab.pretrain.optimizer import OptimizerRecipe
+from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.strict import Count, LayerCount, Natural, PathText, Strict, Width, rule
 
 TOYS = ("tms", "resid_mlp")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import param_decomp_aot
 from param_decomp_aot.topology import card_memory, target_configs
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
+from param_decomp_lab.schema.spelling import nearest
 
 TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
 LATENCIES = TABLE.with_name("collectives.csv")

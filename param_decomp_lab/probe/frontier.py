@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from param_decomp_lab.eval.figures.save import save_figure
-from param_decomp_lab.eval.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.metrics.figures.save import save_figure
+from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
 from param_decomp_lab.probe.search import Point, frontier
 from param_decomp_lab.ui.numbers import amount
 from param_decomp_lab.ui.tables import plain_table

@@ -6,8 +6,8 @@ from pathlib import Path
 from param_decomp_aot.buffers import find_peak, ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.figures.save import save_figure
 from param_decomp_lab.folders import is_irregular
+from param_decomp_lab.metrics.figures.save import save_figure
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.memory_page import write_memory_page
 from param_decomp_lab.probe.show import verdict_line

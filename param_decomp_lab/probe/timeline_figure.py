@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from param_decomp_aot.timeline import REST, Timeline, bands, moments, phases
-from param_decomp_lab.eval.figures.style import INK, QUIET, VERMILION, style_axes
+from param_decomp_lab.metrics.figures.style import INK, QUIET, VERMILION, style_axes
 
 GIB = 2**30
 COLORS = (

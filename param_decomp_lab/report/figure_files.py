@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from param_decomp_lab.metrics import METRICS
 from param_decomp_lab.safe_io.files import read_bytes
 from param_decomp_lab.safe_io.printable import first_few
 
@@ -17,15 +18,11 @@ MAX_OLDER_BYTES = 8_000_000
 REFUSED_NAMED = 12
 """Files that may not be shown, of which the page gives the names."""
 
-CAPTIONS = {
-    "permuted_ci": "Causal importance of each component for each feature",
-    "tms_geometry": "Features and their components",
-    "uv_matrices": "Vectors of the components",
-    "ci_histograms": "Causal importances",
-    "mean_ci_per_component": "Mean causal importance per component",
-    "activation_density": "Activation density",
-    "baselines": "The decomposition beside parts that cost no training",
-}
+
+def captions() -> dict[str, str]:
+    """The titles that images carry, by the name of the figure, in the order of the page."""
+    titles = {name: title for metric in METRICS.values() for name, title in metric.titles.items()}
+    return titles | {"baselines": "The decomposition beside parts that cost no training"}
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,12 @@ class Figure:
 
     @property
     def caption(self) -> str:
-        return CAPTIONS.get(self.name, self.name.replace("_", " "))
+        return captions().get(self.name, self.name.replace("_", " "))
 
     @property
     def titled(self) -> bool:
         """Whether the image carries its own title."""
-        return self.name in CAPTIONS
+        return self.name in captions()
 
     @property
     def data_uri(self) -> str:
@@ -84,7 +81,7 @@ def read_figures(folder: Path) -> Figures:
             found.setdefault(match[1], []).append(Figure(match[1], int(match[2]), path))
         else:
             refused.append(f"{folder.name}/{path.name}")
-    order = list(CAPTIONS)
+    order = list(captions())
     room = MAX_OLDER_BYTES
     histories: list[FigureHistory] = []
     for name in sorted(found, key=lambda n: (order.index(n) if n in order else len(order), n)):

@@ -6,7 +6,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_lab.runs.evaluation_rows import MEASURES, attacks, ce_kl_table, kl, l0_table, relative
+from param_decomp_lab.metrics.ce_kl import MEASURES
+from param_decomp_lab.runs.evaluation_rows import attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.ui.charts import Series
 from param_decomp_lab.ui.numbers import duration, number, percent

@@ -8,6 +8,8 @@ from typing import Any
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
+from param_decomp_lab.metrics import CI_L0, METRICS, CEandKLLosses
+from param_decomp_lab.metrics.ce_kl import MEASURES
 from param_decomp_lab.report.figure_files import read_figures
 from param_decomp_lab.report.snippets import (
     SiteExamples,
@@ -18,7 +20,7 @@ from param_decomp_lab.report.snippets import (
 )
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.runs import configuration
-from param_decomp_lab.runs.evaluation_rows import L0, MEASURES, attacks, ce_kl_table, kl, l0_names, l0_table
+from param_decomp_lab.runs.evaluation_rows import L0, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
 from param_decomp_lab.runs.series import series_by_key, training_seconds
@@ -216,22 +218,20 @@ def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
     return [chart for chart in charts if chart]
 
 
-def _other_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series]]:
-    """What the evaluations logged beyond the tables above."""
-    shown = (
-        "eval/ce_kl/kl_",
-        "eval/ce_kl/ce_difference_",
-        "eval/ce_kl/ce_unrecovered_",
-        "eval/l0/",
-        "eval/routed/",
-        "eval/ce_kl/ce_target",
-    )
+def _other_metrics(series: Mapping[str, Series]) -> list[tuple[str, str, Series]]:
+    """What the evaluations logged beyond the tables above: keys, what they mean ("" if no metric says so), values."""
+    shown = (*CEandKLLosses.meanings, *CI_L0.meanings)
     attacked = {f"eval/loss/{name}" for name in attacks(series)}
     return [
-        (key, values)
+        (key, _meaning(key), values)
         for key, values in series.items()
         if not key.startswith(("train/", *shown)) and key not in attacked
     ]
+
+
+def _meaning(key: str) -> str:
+    meanings = (pair for metric in METRICS.values() for pair in metric.meanings.items())
+    return next((words for beginning, words in meanings if key.startswith(beginning)), "")
 
 
 def _most_snippets(examples: list[SiteExamples]) -> int:

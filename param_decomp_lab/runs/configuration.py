@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-from param_decomp_lab.config.site_patterns import matches_module
+from param_decomp_lab.schema.site_names import matches_module
 from param_decomp_lab.ui.numbers import exact, number
 
 

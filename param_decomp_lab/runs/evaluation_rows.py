@@ -5,20 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from param_decomp_lab.config.site_patterns import expert_of
+from param_decomp_lab.metrics.ce_kl import MASKINGS, MEASURES
+from param_decomp_lab.schema.site_names import expert_of
 from param_decomp_lab.ui.charts import Series
-
-MASKINGS = {
-    "unmasked": "every component on",
-    "ci_masked": "mask = causal importance",
-    "rounded_masked": "only components above the threshold",
-    "stoch_masked": "unimportant ones scaled at random",
-    "random_masked": "everything scaled at random",
-    "zero_masked": "every component off",
-}
-"""The maskings in the order of the table, in words."""
-
-MEASURES = ("kl", "ce_difference", "ce_unrecovered")
 
 
 @dataclass(frozen=True)

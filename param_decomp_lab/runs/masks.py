@@ -9,9 +9,9 @@ from jaxtyping import Float
 
 from param_decomp_jax.decomposition.sites import Site, Sites
 from param_decomp_jax.method.masks import Bundle, Sources
-from param_decomp_lab.config.site_patterns import matches_module
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.schema.site_names import matches_module
+from param_decomp_lab.schema.spelling import nearest
 
 CI: Literal["ci"] = "ci"
 """Stands for a mask equal to the lower causal importance λ."""

@@ -22,7 +22,6 @@ from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_names import unnamed
 from param_decomp_lab.errors import UserError
@@ -32,6 +31,7 @@ from param_decomp_lab.runs.inputs import Inputs, read_inputs
 from param_decomp_lab.runs.masks import CI, Delta, Masks, bundle, by_site, chosen_sites
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.runs.target import load_weights, weights_folder
+from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.setup.bos import find_tokenizer
 from param_decomp_lab.setup.resolved import ResolvedConfig
 

@@ -16,11 +16,11 @@ from param_decomp_jax.sharding.placement import with_shardings
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig
-from param_decomp_lab.config.metric_schema import CI_L0
-from param_decomp_lab.config.site_patterns import matches_module
 from param_decomp_lab.data.sources import BatchShapes, BatchSource
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.metrics import Metric
+from param_decomp_lab.schema.site_names import matches_module
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,7 @@ def check_site_patterns(settings: EvalConfig, sites: Sites) -> None:
     """UserError for a pattern of `eval.metrics` that names none of the sites."""
     names = [site.name for site in sites.all]
     for n, metric in enumerate(settings.metrics):
-        for key, patterns in _patterns(metric):
+        for key, patterns in metric.patterns() if isinstance(metric, Metric) else ():
             if not any(matches_module(pattern, name) for pattern in patterns for name in names):
                 where = f"eval.metrics.{n}.{key}"
                 raise UserError(f"{where}: {', '.join(patterns)} matches none of the sites ({', '.join(names)})")
-
-
-def _patterns(metric: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """The patterns of a metric by key; of a group it is enough that one of several matches."""
-    if isinstance(metric, CI_L0):
-        return [(f"groups.{group}", patterns) for group, patterns in (metric.groups or {}).items()]
-    found: list[tuple[str, tuple[str, ...]]] = []
-    for key in ("identity_ci", "dense_ci", "identity_patterns", "dense_patterns"):
-        for n, entry in enumerate(getattr(metric, key, None) or ()):
-            found.append((f"{key}.{n}", (entry if isinstance(entry, str) else entry.layer_pattern,)))
-    return found

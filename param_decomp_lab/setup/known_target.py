@@ -11,10 +11,10 @@ from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import CannotFetch, Errors, UserError
 from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
 from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.setup.problem import make_problem, misfits
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.descriptions import shown_path

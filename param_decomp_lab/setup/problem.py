@@ -16,9 +16,9 @@ from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, T
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import ci_function
 from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
-from param_decomp_lab.config.metric_schema import IdentityCIError
-from param_decomp_lab.config.strict import broken_rules
 from param_decomp_lab.errors import Errors, UserError
+from param_decomp_lab.metrics import Metric
+from param_decomp_lab.schema.strict import broken_rules
 from param_decomp_lab.setup.base import check_site_patterns
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.sites import build_sites
@@ -125,7 +125,5 @@ def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Pat
 
 def _check_features(settings: EvalConfig, n_features: int) -> None:
     for n, metric in enumerate(settings.metrics):
-        for i, pattern in enumerate(metric.identity_ci or () if isinstance(metric, IdentityCIError) else ()):
-            if pattern.n_features != n_features:
-                where = f"eval.metrics.{n}.identity_ci.{i}.n_features"
-                raise UserError(f"{where}: is {pattern.n_features}, but the target has {n_features} features")
+        for key, message in metric.misfits(n_features) if isinstance(metric, Metric) else ():
+            raise UserError(f"eval.metrics.{n}.{key}: {message}")

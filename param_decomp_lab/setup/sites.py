@@ -6,8 +6,9 @@ from itertools import groupby
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Site, Sites
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_lab.config.method_schema import PDConfig
-from param_decomp_lab.config.site_patterns import match_sites, matches_module
+from param_decomp_lab.config.site_patterns import match_sites
 from param_decomp_lab.errors import Errors, UserError
+from param_decomp_lab.schema.site_names import matches_module
 
 
 def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.schema.spelling import nearest
 
 RULE = (
     "every site has a layer number of its own, from 1 in the order in which activations pass through the sites; a "

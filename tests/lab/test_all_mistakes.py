@@ -11,10 +11,10 @@ import yaml
 
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
-from param_decomp_lab.config.strict import parse
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.yaml_text import read_mapping
+from param_decomp_lab.schema.strict import parse
 from param_decomp_lab.setup.checked_config import load_checked
 from tests.lab.tiny_run import ROOT, pd_here
 

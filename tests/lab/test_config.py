@@ -18,16 +18,16 @@ from param_decomp_jax.method import adversary, losses, masks, optim, recon, rout
 from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
 from param_decomp_jax.sharding.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
-from param_decomp_lab.config.core_specs import decomposition, term
+from param_decomp_lab.config.core_specs import decomposition, measured_terms, term
 from param_decomp_lab.config.loss_parts import ScheduleConfig
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.method_schema import DecompositionTarget, LanguageModelFile, ToyFile
-from param_decomp_lab.config.metric_schema import Metric
-from param_decomp_lab.config.mistakes import ConfigSource
-from param_decomp_lab.config.site_patterns import PREFIXES
-from param_decomp_lab.config.strict import validate
+from param_decomp_lab.config.metric_schema import Measured
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mapping
+from param_decomp_lab.schema.mistakes import ConfigSource
+from param_decomp_lab.schema.site_names import PREFIXES
+from param_decomp_lab.schema.strict import validate
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
@@ -263,7 +263,7 @@ METRICS: dict[str, dict[str, Any]] = {
     "UVPlots": {"identity_patterns": None, "dense_patterns": ["x"]},
 }
 LOSS: TypeAdapter[Any] = TypeAdapter(TrainingLoss)
-METRIC: TypeAdapter[Any] = TypeAdapter(Metric)
+METRIC: TypeAdapter[Any] = TypeAdapter(Measured)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -1093,7 +1093,7 @@ def test_each_reconstruction_is_its_point(kind: str) -> None:
     pd = example("pd.n_mask_samples=3", "pd.sampling=binomial").method.pd
     drawn = kind in ("ChunkwiseSubsetReconLoss", "PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss")
     raw = {"type": kind, **LOSSES.get(kind, {}), **({"n_samples": 5} if drawn else {})}
-    assert term(METRIC.validate_python(raw), "x", pd) == recon.Reconstruction("x", 1.0, *POINTS[kind])
+    assert measured_terms([METRIC.validate_python(raw)], pd) == [recon.Reconstruction(kind, 1.0, *POINTS[kind])]
     if kind in LOSSES:
         assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
 

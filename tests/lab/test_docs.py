@@ -25,13 +25,13 @@ from param_decomp_lab import __version__
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import LOSSES, REFUSED, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
-from param_decomp_lab.config.metric_schema import OnlyMeasured
-from param_decomp_lab.config.strict import NO_MEANING, Strict
 from param_decomp_lab.config.wrapper import Wrapper
-from param_decomp_lab.eval.ce_kl import MASKINGS
+from param_decomp_lab.metrics import METRICS, Metric
+from param_decomp_lab.metrics.ce_kl import MASKINGS
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
+from param_decomp_lab.schema.strict import NO_MEANING, Strict
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(ROOT / name for name in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"))
@@ -39,7 +39,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 KINDS: dict[str, tuple[type[Strict], ...]] = {
     "LOSSES": tuple(LOSSES.values()),
-    "OnlyMeasured": get_args(OnlyMeasured),
+    "METRICS": tuple(METRICS.values()),
 }
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
 RULES = re.findall(r"^- \*\*([A-Z]\d+)\*\*", SEMANTICS, re.MULTILINE)
@@ -74,7 +74,10 @@ def reachable(*roots: type[Strict]) -> dict[str, type[Strict]]:
     return found
 
 
-MODELS = reachable(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe, ToyRecipe, *LOSSES.values())
+MODELS = reachable(
+    *(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe, ToyRecipe, *LOSSES.values(), *METRICS.values())
+)
+del MODELS[Metric.__name__]  # of which only those of METRICS occur
 LOSS_KEYS = {"type", "coeff", "name"}
 """Documented once, for all losses."""
 

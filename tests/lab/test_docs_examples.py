@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import typer
@@ -16,7 +16,7 @@ import typer
 from param_decomp_lab.cli import app
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.loss_schema import LOSSES
-from param_decomp_lab.config.metric_schema import OnlyMeasured
+from param_decomp_lab.metrics import METRICS
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.setup.problem import make_problem
@@ -195,7 +195,7 @@ def check_pd(command: str, given: dict[str, Any], written: Path) -> None:
         read_recipe(found(next(path for path in given.values() if isinstance(path, Path)), written))
     for metric in given.get("metric") or ():
         if metric.isidentifier():
-            assert metric in {*LOSSES, *(model.__name__ for model in get_args(OnlyMeasured))}
+            assert metric in {*LOSSES, *METRICS}
     if "overrides" not in given or command == "eval":
         return
     config = (

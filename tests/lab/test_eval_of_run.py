@@ -6,17 +6,17 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
 from param_decomp_lab.config.loss_schema import LOSSES
 from param_decomp_lab.config.method_schema import EvalConfig
-from param_decomp_lab.config.metric_schema import OnlyMeasured
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import Evaluated, evaluate_run
+from param_decomp_lab.metrics import METRICS
 from param_decomp_lab.runs.folder import saved_config
 from tests.cases import same_roundings
 from tests.lab.tiny_run import BATCH, EARLY, LATE, LIGHT, STEPS, Outcome, Tiny, pd_here, rows
@@ -233,7 +233,7 @@ def test_every_metric_of_the_vocabulary_is_known_by_its_type_or_says_what_it_nee
     """Not measured here, only asked for; each goes through, or names the key it wants or the toy it is for."""
     config = saved_config(run)
     taken, refused = set(), {}
-    for model in (*LOSSES.values(), *get_args(OnlyMeasured)):
+    for model in (*LOSSES.values(), *METRICS.values()):
         try:
             evaluation_config(config, EvaluationRequest([model.__name__]), "here")
             taken.add(model.__name__)

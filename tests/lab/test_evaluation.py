@@ -19,7 +19,7 @@ from param_decomp_jax.method.masks import Stochastic, StochasticSources
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.method.state import State
 from param_decomp_lab.config import RunConfig, load_config
-from param_decomp_lab.config.core_specs import term
+from param_decomp_lab.config.core_specs import measured_terms
 from param_decomp_lab.data.batches import Batches
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.token_names import visible
@@ -88,7 +88,7 @@ class Reference:
 
     def loss(self, metric: Any, number: int) -> float:
         """A reconstruction loss that is the evaluation's ``number``-th."""
-        spec = term(metric, metric.type, self.config.method.pd)
+        [spec] = measured_terms([metric], self.config.method.pd)
         assert isinstance(spec, Reconstruction)
         key = jax.random.fold_in(self.of_losses, number)
         draws = core.ref_term_draws(spec, key, self.sites, self.tokens.shape, True)

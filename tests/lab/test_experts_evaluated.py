@@ -11,10 +11,14 @@ import pytest
 from param_decomp_jax.analysis.importances import read_batch, site_logits
 from param_decomp_jax.ci import GlobalMLP
 from param_decomp_jax.decomposition.components import with_views
+from param_decomp_jax.method.masks import Stochastic
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.eval.examples import n_shown
-from param_decomp_lab.eval.statistics import BINS, Statistics, batch_statistics, mean_l0, routed_shares
+from param_decomp_lab.metrics import CI_L0
+from param_decomp_lab.metrics.batch import Batch
+from param_decomp_lab.metrics.snapshot import Snapshot
+from param_decomp_lab.metrics.statistics import BINS, Statistics, batch_statistics
 from tests import reference as ref
 from tests.core import tiny
 from tests.core.test_experts import CONFIG
@@ -34,38 +38,40 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
     problem = tiny.problem((), tiny.target(config, chosen, memory), ci=GlobalMLP((6,)), memory=memory)
     state, weights, tokens = tiny.ruffled_state(problem), tiny.weights(config), jnp.asarray(tiny.TOKENS)
     sites = problem.target.sites
+    metrics = [CI_L0(type="CI_L0", groups=None, ci_alive_threshold=threshold) for threshold in (0.0, THRESHOLD)]
 
     @jax.jit
     def measured(learned: Learned, weights: Any) -> Any:
         components = with_views(learned.components, sites)
-        batch = read_batch(problem, learned._replace(components=components), weights, tokens)
-        l0, statistics = mean_l0(batch, [0.0, THRESHOLD]), batch_statistics(batch, THRESHOLD)
+        read = read_batch(problem, learned._replace(components=components), weights, tokens)
+        batch = Batch(read.clean_pass, components, read.reader, Stochastic(), jax.random.key(0))
+        statistics = batch_statistics(batch, THRESHOLD)
         logits = site_logits(problem, learned, weights, tokens, chosen)
-        return l0, routed_shares(batch), statistics, logits
+        return CI_L0.measure_all(metrics, batch), statistics, logits
 
-    l0, routed, statistics, logits = jax.device_get(measured(state.learned, weights))
+    l0, statistics, logits = jax.device_get(measured(state.learned, weights))
     lower = {name: np.clip(z, 0, 1) for name, z in logits.items()}  # of −∞, 0
     exists = {name: np.isfinite(z).all(-1) for name, z in logits.items() if ref.expert_of(name)}
     assert all(0 < own.mean() < 1 for own in exists.values())
 
-    for threshold, of_stacks in zip((0.0, THRESHOLD), l0, strict=True):
-        assert sites.unstack(of_stacks) == pytest.approx(ref.l0(lower, threshold))
-    found = {
-        site.name.rpartition(".")[0]: routed[stack.name][place]
-        for site, (stack, place) in zip(sites.all, sites.stack_rows, strict=True)
-        if stack.name in routed
-    }
-    assert found == pytest.approx(ref.routed_shares(exists))
-    assert sum(found.values()) == pytest.approx(experts.per_token)
-
     of_sites = Statistics.over(sites, [statistics])
+    snapshot = Snapshot(sites, None, lambda: of_sites, lambda _: {})
+    row: dict[str, float] = {}
+    for metric, means in zip(metrics, l0, strict=True):
+        row |= metric.row(means, snapshot)
+    expected = {f"eval/l0/{t}_{site}": mean for t in (0.0, THRESHOLD) for site, mean in ref.l0(lower, t).items()}
+    routed = {f"eval/routed/{expert}": share for expert, share in ref.routed_shares(exists).items()}
+    assert row == pytest.approx(expected | routed)
+    assert list(row) == [*expected, *routed]  # once, after all of L0
+    assert sum(row[key] for key in routed) == pytest.approx(experts.per_token)
+
     for name, lam in lower.items():
         np.testing.assert_allclose(of_sites.means[name], lam.mean((0, 1)), atol=1e-6)
         np.testing.assert_allclose(of_sites.densities[name], (lam > THRESHOLD).mean((0, 1)), atol=1e-6)
         at = lam[exists[name]] if name in exists else lam
-        expected, _ = np.histogram(at, np.linspace(0, 1, BINS + 1))
+        counts, _ = np.histogram(at, np.linspace(0, 1, BINS + 1))
         assert of_sites.counts[name].sum() == at.size
-        assert np.abs(of_sites.counts[name] - expected).sum() <= 4  # of the edges of bins in fp32
+        assert np.abs(of_sites.counts[name] - counts).sum() <= 4  # of the edges of bins in fp32
 
 
 def test_examples_of_many_sites_fit_a_page() -> None:

@@ -23,8 +23,8 @@ from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
 from param_decomp_jax.targets.transformer import Transformer
-from param_decomp_lab.config import site_patterns
 from param_decomp_lab.runs.forward import masked
+from param_decomp_lab.schema import site_names
 from param_decomp_lab.weights.recorded_target import describe
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
 from tests.core import tiny as tiny_core
@@ -98,7 +98,7 @@ def slow_unless(names: tuple[str, ...]) -> Any:
 
 
 def test_patterns_know_the_prefixes_of_all_families() -> None:
-    assert set(site_patterns.PREFIXES) == {kind.prefix for kind in ARCHITECTURES.values()} - {""}
+    assert set(site_names.PREFIXES) == {kind.prefix for kind in ARCHITECTURES.values()} - {""}
 
 
 @pytest.mark.parametrize("name", NAMES)

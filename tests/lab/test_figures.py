@@ -8,7 +8,7 @@ from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures import (
+from param_decomp_lab.metrics.figures import (
     activation_density,
     ci_histograms,
     figure_path,
@@ -19,10 +19,10 @@ from param_decomp_lab.eval.figures import (
     tms_geometry,
     uv_matrices,
 )  # fmt: skip
-from param_decomp_lab.eval.figures.grid import n_columns
-from param_decomp_lab.eval.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
-from param_decomp_lab.eval.ground_truth import dense_columns, match_components
-from param_decomp_lab.report.figure_files import CAPTIONS
+from param_decomp_lab.metrics.figures.grid import n_columns
+from param_decomp_lab.metrics.figures.heat_maps import MAX_HEIGHT, MAX_WIDTH, heat_map_sizes, strongest
+from param_decomp_lab.metrics.ground_truth import dense_columns, match_components
+from param_decomp_lab.report.figure_files import captions
 
 EDGES = np.linspace(0, 1, 51)
 ATTENTION = [f"self_attn.{kind}_proj" for kind in "qkvo"]
@@ -232,4 +232,4 @@ def test_toy_figures_are_known_to_the_report() -> None:
         "uv_matrices": uv_matrices({"s": (matrix, matrix.T)}, orders),
         "tms_geometry": tms_geometry(W, np.eye(5), W),
     }.items():
-        assert figure.texts[0].get_text() == CAPTIONS[name]
+        assert figure.texts[0].get_text() == captions()[name]

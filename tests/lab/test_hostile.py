@@ -19,8 +19,6 @@ from safetensors.numpy import load_file, save_file
 from param_decomp_jax.targets.architecture import LARGEST, WIDEST, UnsupportedConfig
 from param_decomp_jax.targets.registry import read_config
 from param_decomp_lab.cli import main
-from param_decomp_lab.config.mistakes import ConfigSource, Mistake
-from param_decomp_lab.config.strict import LayerCount, Width, validate
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.job import parse_more
@@ -43,6 +41,8 @@ from param_decomp_lab.runs.identity import Displaced, FolderIdentity
 from param_decomp_lab.runs.lock import holder
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.runs.target_file import read_target
+from param_decomp_lab.schema.mistakes import ConfigSource, Mistake
+from param_decomp_lab.schema.strict import LayerCount, Width, validate
 from param_decomp_lab.ui.console import PlainConsole
 from tests.lab import toy_run
 from tests.lab.test_bad_input import assert_refused

@@ -12,7 +12,7 @@ from PIL import Image
 
 from param_decomp_aot.buffers import Buffer, Ledger, Span, find_peak, ledger
 from param_decomp_aot.timeline import Timeline, arguments_by_group, bands, timeline
-from param_decomp_lab.eval.figures import save_figure
+from param_decomp_lab.metrics.figures import save_figure
 from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page, write_memory_page
 from param_decomp_lab.probe.timeline_figure import timeline_figure
 

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import DirectTerm, Term
-from param_decomp_lab.config.kinds import registered
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Routing
 from param_decomp_lab.config.loss_schema import LOSSES, Loss
-from param_decomp_lab.config.strict import Count, NonNegative
 from param_decomp_lab.config.term_maker import TermMaker
+from param_decomp_lab.schema.kinds import registered
+from param_decomp_lab.schema.strict import Count, NonNegative
 from tests.lab.tiny_run import pd_here, rows
 from tests.lab.toy_run import CONFIG, save_toy, settings
 

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.figures import (
+from param_decomp_lab.metrics.figures import (
     activation_density,
     ci_histograms,
     figure_path,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures import save_figure
+from param_decomp_lab.metrics.figures import save_figure
 from param_decomp_lab.processes.stop_signal import StopSignal
 from param_decomp_lab.runs.ending import read_ending
 from param_decomp_lab.runs.listing import read_run

@@ -13,9 +13,9 @@ from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import LOSSES, Loss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
-from param_decomp_lab.config.metric_schema import OnlyMeasured
-from param_decomp_lab.config.strict import NO_MEANING, Strict
+from param_decomp_lab.metrics import METRICS, Metric
 from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.schema.strict import NO_MEANING, Strict
 from param_decomp_lab.weights.target_folder import save_target
 from tests.cases import slow_but
 from tests.core import toys
@@ -145,10 +145,10 @@ def documented() -> set[tuple[str, str, Any]]:
     """(class, key, choice), for keys without choices (class, key, None)."""
     found: set[tuple[str, str, Any]] = set()
     seen: set[type[Strict]] = set()
-    waiting: list[type[Strict]] = [LanguageModelFile, ToyFile, *LOSSES.values()]
+    waiting: list[type[Strict]] = [LanguageModelFile, ToyFile, *LOSSES.values(), *METRICS.values()]
     while waiting:
         model = waiting.pop()
-        if model in seen or model is Loss:  # each loss is a model of its own
+        if model in seen or model in (Loss, Metric):  # each loss and metric is a model of its own
             continue
         seen.add(model)
         for key, field in model.model_fields.items():
@@ -178,7 +178,7 @@ def test_every_key_and_choice_occurs() -> None:
     trained = {loss.type for config in configs for loss in config.method.pd.loss_metrics}
     measured = {m.type for config in configs if config.method.eval for m in config.method.eval.metrics}
     assert trained == LOSSES.keys()
-    assert measured == LOSSES.keys() | {model.__name__ for model in get_args(OnlyMeasured)}
+    assert measured == LOSSES.keys() | METRICS.keys()
 
 
 # ---- what is refused, with the reason ----

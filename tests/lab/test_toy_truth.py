@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_decomp_lab.eval.ground_truth import (
+from param_decomp_lab.metrics.ground_truth import (
     best_versions,
     dense_ci_error,
     dense_columns,

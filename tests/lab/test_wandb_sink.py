@@ -17,8 +17,8 @@ from rich.console import Console
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.eval.figures.save import save_figure
 from param_decomp_lab.launch.local import free_port
+from param_decomp_lab.metrics.figures.save import save_figure
 from param_decomp_lab.tracking import wandb_sink
 from param_decomp_lab.tracking.sinks import MetricsFile
 from param_decomp_lab.tracking.wandb_sink import Login, Wandb, send_to_wandb

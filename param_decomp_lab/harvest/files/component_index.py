@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int64
 
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.plan import PlannedSite
+from param_decomp_lab.schema.spelling import nearest
 
 
 class ComponentIndex:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Integer
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures.heat_maps import (
+from param_decomp_lab.metrics.figures.heat_maps import (
     DPI,
     FONT_SIZE,
     draw_heat_map,
@@ -16,8 +16,8 @@ from param_decomp_lab.eval.figures.heat_maps import (
     stack_grid,
     style_bar,
 )  # fmt: skip
-from param_decomp_lab.eval.figures.style import QUIET, title_axes
-from param_decomp_lab.eval.ground_truth import OFF_ABOVE, ON_BELOW
+from param_decomp_lab.metrics.figures.style import QUIET, title_axes
+from param_decomp_lab.metrics.ground_truth import OFF_ABOVE, ON_BELOW
 
 # It steps where errors begin and end: in a perfect recovery of an identity everything is nearly white or nearly black.
 IMPORTANCE = LinearSegmentedColormap.from_list(

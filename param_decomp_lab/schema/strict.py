@@ -29,7 +29,10 @@ from pydantic import Strict as Strictness
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import with_info_wrap_validator_function
 
-from param_decomp_lab.config.mistakes import (
+from param_decomp_lab.errors import Unread
+from param_decomp_lab.safe_io.paths import home_mistake, path_mistake
+from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.schema.mistakes import (
     REQUIRED,
     SHOWN_MISTAKES,
     ConfigSource,
@@ -40,10 +43,7 @@ from param_decomp_lab.config.mistakes import (
     tag_key,
     tags,
 )
-from param_decomp_lab.config.spelling import nearest, nearest_alike
-from param_decomp_lab.errors import Unread
-from param_decomp_lab.safe_io.paths import home_mistake, path_mistake
-from param_decomp_lab.safe_io.printable import printable, shortened
+from param_decomp_lab.schema.spelling import nearest, nearest_alike
 
 NO_MEANING = object()
 """Marks a key of the torch schema that is accepted and listed by `pd check`, but has no effect."""

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures.style import INK, QUIET, style_axes
+from param_decomp_lab.metrics.figures.style import INK, QUIET, style_axes
 
 MAX_COLUMNS = 8
 MANY = 24

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures.grid import if_experts, site_grid
-from param_decomp_lab.eval.figures.style import BLUE, QUIET, VERMILION, title_axes
+from param_decomp_lab.metrics.figures.grid import if_experts, site_grid
+from param_decomp_lab.metrics.figures.style import BLUE, QUIET, VERMILION, title_axes
 
 FLOOR = 1e-7
 """Means below this are drawn at the bottom edge of the log panel."""

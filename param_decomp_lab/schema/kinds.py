@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticKnownError
 
-from param_decomp_lab.config.strict import Strict
+from param_decomp_lab.schema.strict import Strict
 
 KEY = "type"
 Kind = TypeVar("Kind", bound=Strict)

@@ -9,7 +9,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from param_decomp_lab.eval.figures.heat_maps import (
+from param_decomp_lab.metrics.figures.heat_maps import (
     DPI,
     FONT_SIZE,
     draw_heat_map,
@@ -18,8 +18,8 @@ from param_decomp_lab.eval.figures.heat_maps import (
     stack_grid,
     style_bar,
 )  # fmt: skip
-from param_decomp_lab.eval.figures.style import BLUE, GRID, INK, QUIET, VERMILION, style_axes, title_axes
-from param_decomp_lab.eval.ground_truth import BestVersions, best_versions, mmcs_and_ml2r
+from param_decomp_lab.metrics.figures.style import BLUE, GRID, INK, QUIET, VERMILION, style_axes, title_axes
+from param_decomp_lab.metrics.ground_truth import BestVersions, best_versions, mmcs_and_ml2r
 
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#00405f", BLUE, "#ffffff", VERMILION, "#7a3000"], N=1001)
 

@@ -1,20 +1,17 @@
-"""What causal importances look like over batches: histograms, means, densities, L0."""
+"""What causal importances look like over batches: histograms, means, densities."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from param_decomp_jax.ci import per_component
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.nn.grouped import OverPositions
-from param_decomp_lab.config.site_patterns import of_all_experts
+from param_decomp_lab.schema.site_names import of_all_experts
 
 BINS = 100
 MANY_SITES = 128
@@ -29,44 +26,15 @@ def batch_statistics(
     Of experts, the histogram is over the positions that they are taken at; at the others λ is 0 (X4).
     """
 
-    target, n_positions = batch.clean_pass.target, batch.clean_pass.at.size
-
     def of_components(logits: Float[Array, "*n C"], over: OverPositions) -> tuple[Array, Array, Array]:
         lower = batch.reader.squash(logits)
         bins = jnp.clip((lower * BINS).astype(jnp.int32), 0, BINS - 1)
-        density = over.sum((lower > threshold).astype(jnp.float32)) / n_positions
-        return over.counts(bins, BINS), over.sum(lower) / n_positions, density
+        density = over.sum((lower > threshold).astype(jnp.float32)) / batch.n_positions
+        return over.counts(bins, BINS), over.sum(lower) / batch.n_positions, density
 
-    found = per_component(batch.reader, batch.components, target.sites, target.memory, of_components)
+    found = per_component(batch.reader, batch.components, batch.target.sites, batch.target.memory, of_components)
     # One row of an 8B has more entries than an int32 counts.
     return {name: (jnp.sum(counts, axis=-2, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
-
-
-def mean_l0(batch: DecomposedBatch, thresholds: Sequence[float]) -> list[dict[str, Float[Array, "*lead"]]]:
-    """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
-    target, n_positions = batch.clean_pass.target, batch.clean_pass.at.size
-
-    def alive(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C thresholds"]:
-        lower = batch.reader.squash(logits)
-        return jnp.stack([over.sum((lower > t).astype(jnp.float32)) / n_positions for t in thresholds], axis=-1)
-
-    if not thresholds:
-        return []
-    found = per_component(batch.reader, batch.components, target.sites, target.memory, alive)
-    return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
-
-
-def routed_shares(batch: DecomposedBatch) -> dict[str, Float[Array, "layers experts"]]:
-    """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
-    n_positions = batch.clean_pass.at.size
-
-    def of_layer(chosen: Int[Array, "*n k"], n_experts: int) -> Float[Array, " experts"]:
-        taken = chosen.reshape(-1, 1) == jnp.arange(n_experts)
-        return jnp.sum(taken, axis=0, dtype=jnp.float32) / n_positions
-
-    stacks = batch.clean_pass.target.sites.stacks
-    experts = {stack.name: stack.experts for stack in stacks if stack.experts is not None}
-    return {name: jax.vmap(partial(of_layer, n_experts=n))(batch.reader.chosen[name]) for name, n in experts.items()}
 
 
 @dataclass

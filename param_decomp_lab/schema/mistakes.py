@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.printable import first_few
+from param_decomp_lab.schema.spelling import nearest
 
 SHOWN_MISTAKES = 40
 """Mistakes that a message lists at most."""

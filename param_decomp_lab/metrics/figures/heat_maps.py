@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
-from param_decomp_lab.eval.figures.grid import n_columns
-from param_decomp_lab.eval.figures.style import INK, QUIET, style_axes
+from param_decomp_lab.metrics.figures.grid import n_columns
+from param_decomp_lab.metrics.figures.style import INK, QUIET, style_axes
 
 DPI = 110
 MAX_WIDTH, MAX_HEIGHT = 520, 310

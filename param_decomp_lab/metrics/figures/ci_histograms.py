@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float, Integer
 from matplotlib.figure import Figure
 
-from param_decomp_lab.eval.figures.grid import if_experts, site_grid
-from param_decomp_lab.eval.figures.style import BLUE, QUIET, title_axes
+from param_decomp_lab.metrics.figures.grid import if_experts, site_grid
+from param_decomp_lab.metrics.figures.style import BLUE, QUIET, title_axes
 
 
 def ci_histograms(counts: Mapping[str, Integer[np.ndarray, "bins"]], edges: Float[np.ndarray, "bins+1"]) -> Figure:

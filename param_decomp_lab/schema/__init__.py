@@ -1,0 +1,1 @@
+"""What configurations are made of: models that refuse unknown keys, tables of kinds, the words of mistakes."""
