@@ -2,10 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from param_decomp_lab.config.method_schema import DecompositionTarget
+from param_decomp_lab.config.spelling import nearest
 from param_decomp_lab.errors import Errors, UserError
 
 PREFIXES = ("gpt_neox.", "model.", "transformer.")
@@ -54,6 +55,20 @@ def _matching(
 def matches_module(pattern: str, name: str) -> bool:
     """Whether an fnmatch pattern matches the module ``name``, alone or behind a prefix such as `model.`."""
     return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))
+
+
+def chosen_sites(names: Iterable[str], patterns: str | Iterable[str] | None, where: str = "") -> tuple[str, ...]:
+    """The sites that one of the patterns matches, in the order of ``names``; all of them for None. ``where``: for
+    errors.
+
+    UserError if a pattern matches none.
+    """
+    names = list(names)
+    wanted = ["*"] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in wanted:
+        if not any(matches_module(pattern, name) for name in names):
+            raise UserError(f"{where}'{pattern}' matches no site; {nearest(pattern, names)}")
+    return tuple(name for name in names if any(matches_module(pattern, name) for pattern in wanted))
 
 
 def expert_of(name: str) -> str:
