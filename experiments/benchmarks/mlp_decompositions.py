@@ -129,10 +129,10 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
     """The jitted evaluation of a language model: six maskings, their KL and cross-entropy; nothing is donated."""
 
     def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
-        clean_pass, reader = read_batch(problem, state.learned, weights, tokens)
+        batch = read_batch(problem, state.learned, weights, tokens)
         target, key = problem.target, jax.random.key(0)
         assert isinstance(target, Transformer)
-        return ce_and_kl(target, clean_pass, state.components, reader, key, Stochastic(), 0.0)
+        return ce_and_kl(target, batch, key, Stochastic(), 0.0)
 
     _, arguments = step_of(problem, of, mesh)
     return jax.jit(evaluate, out_shardings=whole(mesh)), arguments

@@ -23,7 +23,7 @@ from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
-from param_decomp_jax.targets.base import UniformLayers, Weights, run_layers
+from param_decomp_jax.targets.base import UniformLayers, Weights, WholeForward, run_layers
 from param_decomp_jax.targets.plain_linears import (
     CHOSEN,
     RESIDUAL,
@@ -95,28 +95,18 @@ class CutLayer:
 
 
 @dataclass(frozen=True)
-class CutLinears:
+class CutLinears(WholeForward):
     """The cut network (E1). ``held``: what the sites give, by stack. ``chosen``: of the stacks of experts, by stack.
 
     With a ``reading`` every layer records what is read along it.
     """
 
-    sites: Sites
     held: Mapping[str, Float[Array, "_layers *_n _d_out"]]
     chosen: Mapping[str, Int[Array, "_layers *_n _k"]]
     reading: Reading | None = None
 
-    def cuts(self) -> frozenset[int]:
-        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
-
-    def join(self, layer: int, x: Any) -> Any:
-        return x
-
-    def _stacks(self, first: int) -> list[Stack]:
-        return [stack for stack in self.sites.stacks if first in stack.layers]
-
     def slices(self, first: int, stop: int) -> Any:
-        stacks = self._stacks(first)
+        stacks = self.stacks_at(first)
         chosen = [self.chosen[stack.name] for stack in stacks if stack.experts is not None]
         weight = {} if self.reading is None else {s.kind: self.reading.weight[s.name] for s in stacks}
         return {stack.kind: self.held[stack.name] for stack in stacks}, chosen[0] if chosen else None, weight
@@ -125,7 +115,7 @@ class CutLinears:
         held, chosen, weight = slice_
         reading = None
         if self.reading is not None and held:
-            direction = {stack.kind: self.reading.direction[stack.name] for stack in self._stacks(first)}
+            direction = {stack.kind: self.reading.direction[stack.name] for stack in self.stacks_at(first)}
             reading = Reading(direction, weight)
         return CutLayer(held, reading, frozen_axes(PLAIN), chosen)
 

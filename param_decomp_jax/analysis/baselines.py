@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from param_decomp_jax.decomposition.components import Components, Factors, look_up
-from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.nn.grouped import Groups, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul, wide
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
-from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.base import Weights, WholeForward
 from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLinears, frozen_axes, top_experts
 
 Masks = dict[str, Float[Array, "layers *n _C"]]
@@ -72,24 +72,14 @@ class SelectedLayer:
 
 
 @dataclass(frozen=True)
-class SelectedLinears:
+class SelectedLinears(WholeForward):
     """Passes in which every site is the masked sum of its parts. ``parts``, ``masks``: by stack."""
 
-    sites: Sites
     parts: Components
     masks: Masks
 
-    def cuts(self) -> frozenset[int]:
-        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
-
-    def join(self, layer: int, x: Any) -> Any:
-        return x
-
-    def _stacks(self, first: int) -> list[Stack]:
-        return [stack for stack in self.sites.stacks if first in stack.layers]
-
     def slices(self, first: int, stop: int) -> Any:
-        stacks = self._stacks(first)
+        stacks = self.stacks_at(first)
         return {s.kind: self.parts[s.name] for s in stacks}, {s.kind: self.masks[s.name] for s in stacks}
 
     def layer(self, first: int, stop: int, slice_: Any) -> SelectedLayer:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ImportanceReader, Logits, squashings
+from param_decomp_jax.ci import Logits, squashings
 from param_decomp_jax.ci.inputs import ChosenExperts
 from param_decomp_jax.ci.squash import Squash
-from param_decomp_jax.decomposition.components import Components, row_or_product, site_axes, with_views
+from param_decomp_jax.decomposition.components import row_or_product, site_axes, with_views
 from param_decomp_jax.decomposition.sites import Stack
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.nn.numerics import wide
@@ -25,11 +25,15 @@ from param_decomp_jax.targets.base import Weights
 
 def read_batch(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array, outputs: bool = False
-) -> tuple[CleanPass, ImportanceReader]:
-    """The clean pass of a batch and how its importances are read, as λ. ``outputs`` keeps the sites' outputs too."""
+) -> DecomposedBatch:
+    """The clean pass of a batch, and its importances, read as λ; ``learned``: with components of every stack.
+
+    ``outputs`` keeps the sites' outputs too.
+    """
     clean_pass = run_clean_pass(problem, learned.ci, weights, inputs, outputs)
     ci_outputs = causal_importance(problem, clean_pass, *learned)
-    return clean_pass, importance_reader(problem, learned.ci, ci_outputs, clean_pass)
+    reader = importance_reader(problem, learned.ci, ci_outputs, clean_pass)
+    return DecomposedBatch(clean_pass, learned.components, reader)
 
 
 def importance_logits(
@@ -54,8 +58,7 @@ def site_logits(
 ) -> dict[str, Float[Array, "*n C"]]:
     """`importance_logits` of some sites, by name, made of these alone; −∞ where a site does not exist (X4)."""
     learned = _with_views(problem, learned)
-    _, reader = read_batch(_lazily(problem), learned, weights, inputs)
-    return _logits_by_name(problem, reader, learned.components, names)
+    return _logits_by_name(problem, read_batch(_lazily(problem), learned, weights, inputs), names)
 
 
 def _with_views(problem: Problem, learned: Learned) -> Learned:
@@ -99,14 +102,15 @@ def _of_expert(
 
 
 def _logits_by_name(
-    problem: Problem, reader: ImportanceReader, components: Components, names: Collection[str]
+    problem: Problem, batch: DecomposedBatch, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """Logits of some sites from a lazy ``reader``; ``components``: of every stack. −∞ where a site does not exist."""
+    """Logits of some sites of a ``batch`` that is read lazily. −∞ where a site does not exist."""
+    reader = batch.reader
 
     def of_layer(stack: Stack, layer: int) -> Array:
         own = (
             reader.slices(stack, stack.first + layer, stack.first + layer + 1),
-            components[stack.name].V[layer][None],
+            batch.components[stack.name].V[layer][None],
         )
         axes = reader.axes(stack), site_axes(stack)[0]
         head, V = gather_tree(jax.tree.map(lambda x: x[0], own), axes, problem.compute_dtype)
@@ -137,10 +141,9 @@ def read_sites(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> tuple[CleanPass, dict[str, SiteReading]]:
     """The clean pass of a batch, and what some sites' components do in it, by name."""
-    learned = _with_views(problem, learned)
-    components = learned.components
-    clean_pass, reader = read_batch(_lazily(problem, {"site_inputs"}), learned, weights, inputs)
-    logits = _logits_by_name(problem, reader, components, names)
+    batch = read_batch(_lazily(problem, {"site_inputs"}), _with_views(problem, learned), weights, inputs)
+    clean_pass, components, reader = batch.clean_pass, batch.components, batch.reader
+    logits = _logits_by_name(problem, batch, names)
 
     def activations(stack: Stack, layer: int) -> Array:
         of_layer = components[stack.name].V[layer], components[stack.name].U[layer]
@@ -179,8 +182,8 @@ def chosen_logits(
     ``chosen``: their numbers, by stack; of experts ``[layers, experts, n]``. Of experts the result is ``[layers,
     experts, *n, n]``, −∞ where a site does not exist (X4).
     """
-    learned = _with_views(problem, learned)
-    _, reader = read_batch(_lazily(problem), learned, weights, inputs)
+    batch = read_batch(_lazily(problem), _with_views(problem, learned), weights, inputs)
+    reader = batch.reader
 
     def stack_logits(stack: Stack) -> Array:
         of_sites = reader.slices(stack, stack.first, stack.first + stack.n_layers)
@@ -206,7 +209,7 @@ def chosen_logits(
 
         numbers = jnp.asarray(chosen[stack.name])
         features = reader.layer_features([stack], stack.first, stack.first + stack.n_layers)
-        of_stack = (of_sites, learned.components[stack.name].V, numbers, features, reader.chosen.get(stack.name))
+        of_stack = (of_sites, batch.components[stack.name].V, numbers, features, reader.chosen.get(stack.name))
         return jax.lax.map(logits_of_one, of_stack)
 
     return {stack.name: stack_logits(stack) for stack in problem.target.sites.stacks}

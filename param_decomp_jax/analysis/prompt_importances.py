@@ -5,7 +5,7 @@ as the output stays as near to the clean one as it was, with the others at rando
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -14,7 +14,6 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.analysis.importances import read_batch
-from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.method.adversary import FreshAttack, attack, initial_sources
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.losses import Lp, SmoothL0, penalty_of
@@ -191,12 +190,10 @@ class PromptErrors:
         measure: Measure,
     ) -> None:
         self._problem, self._measure, self._weights = problem, measure, weights
-        learned = hold_for_reading(problem, learned)
-        self._components = learned.components
-        self.clean_pass: CleanPass
-        self.clean_pass, reader = read_batch(problem, learned, weights, inputs)
+        batch = read_batch(problem, hold_for_reading(problem, learned), weights, inputs)
+        self.clean_pass: CleanPass = batch.clean_pass
         # Masks are given whole, as sources of what counts as λ = 0.
-        self._reader: ImportanceReader = replace(reader, squash=jnp.zeros_like)
+        self._batch = batch.with_squash(jnp.zeros_like)
         self._live = tuple(range(len(problem.target.sites)))
 
     def draw(self, key: Array) -> Bundle:
@@ -207,7 +204,7 @@ class PromptErrors:
     def of(self, maskings: Sequence[Bundle]) -> Float[Array, " maskings"]:
         """O2, of each masking."""
         streams = [Stream(self._live, GivenSources(masks, self.clean_pass.batch)) for masks in maskings]
-        forwards, _ = run_masked(self.clean_pass, self._components, self._reader, streams)
+        forwards, _ = run_masked(self._batch, streams)
         clean, *masked = (self._at_row(f.output) for f in (self.clean_pass.forward, *forwards))
         if self._measure.outputs is None:
             found: Array = self._problem.target.errors(self._weights, clean, masked)

@@ -10,7 +10,7 @@ from param_decomp_jax.method.adversary import (
     SignAscent,
     SingleSource,
 )
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.inspection import (
     loss_and_gradients,
     stack_sites,
@@ -28,9 +28,9 @@ from param_decomp_jax.method.state_sharding import state_shardings
 from param_decomp_jax.method.step import Problem, run_clean_pass, step_outcome, training_step
 
 __all__ = [
-    "AdamAscent", "AdamW", "AllSites", "BroadcastAcrossBatch", "Chunks", "CleanPass", "Constant", "Decomposition",
-    "EachSite", "Everywhere", "Faithfulness", "FaithfulnessWarmup", "ForwardDraws", "Frequency", "FreshAttack",
-    "ImportanceMinimality", "Lp", "Optimizer", "PerBatchPerPosition", "PersistentAttack", "Problem",
+    "AdamAscent", "AdamW", "AllSites", "BroadcastAcrossBatch", "Chunks", "CleanPass", "Constant", "DecomposedBatch",
+    "Decomposition", "EachSite", "Everywhere", "Faithfulness", "FaithfulnessWarmup", "ForwardDraws", "Frequency",
+    "FreshAttack", "ImportanceMinimality", "Lp", "Optimizer", "PerBatchPerPosition", "PersistentAttack", "Problem",
     "Reconstruction", "RepeatAcrossBatch", "SignAscent", "SingleSource", "SmoothL0", "Sources", "State",
     "StaticProbability", "Stochastic", "Term", "UniformKSubset", "init_state", "loss_and_gradients",
     "run_clean_pass", "run_masked", "stack_sites", "state_shardings", "step_draws", "step_outcome",

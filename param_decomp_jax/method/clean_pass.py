@@ -1,9 +1,11 @@
 """The clean pass of a batch (F4): what all masked forwards of the batch share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 from jaxtyping import Array, Int, UInt32
 
+from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.ci.inputs import (
     ChosenExperts,
     CIInputs,
@@ -12,6 +14,8 @@ from param_decomp_jax.ci.inputs import (
     SiteInputs,
     chosen_experts,
 )
+from param_decomp_jax.ci.squash import Squash
+from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.targets.base import Forward, Target, Weights
 from param_decomp_jax.targets.plain_linears import RESIDUAL
 
@@ -60,3 +64,25 @@ class CleanPass:
         layer = self.target.sites.all[live[0]].layer
         first = max(start for start in self.forward.records if start <= layer)
         return self.forward.records[first][RESIDUAL][layer - first]
+
+
+@dataclass(frozen=True)
+class DecomposedBatch:
+    """A batch as losses and masked forwards see it.
+
+    ``components``: those of every stack, each of their arrays ``[layers, …]``. ``reader``: reads the causal importances
+    of its positions, site by site.
+    """
+
+    clean_pass: CleanPass
+    components: Components
+    reader: ImportanceReader
+
+    def with_squash(self, squash: Squash) -> "DecomposedBatch":
+        """The batch with another function from logits to causal importances."""
+        return replace(self, reader=replace(self.reader, squash=squash))
+
+    def constant(self) -> "DecomposedBatch":
+        """The batch for an adversary (A1): no gradient reaches components or causal importances."""
+        reader = replace(self.reader, outputs=jax.lax.stop_gradient(self.reader.outputs))
+        return replace(self, components=jax.lax.stop_gradient(self.components), reader=reader)

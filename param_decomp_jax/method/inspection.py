@@ -76,7 +76,7 @@ def loss_and_gradients(
     """
     clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
     objective = make_objective(problem.decomposition, state, draws)
-    copies = hold_trained(problem, state.components, state.ci)
+    copies = hold_trained(problem, state.learned)
     _, gradients, losses = losses_and_ascents(problem, state, clean_pass, objective, copies)
     return losses, gradients
 
@@ -102,7 +102,7 @@ def term_loss_and_gradients(
     else:
         objective = make_objective(alone.decomposition, state, draws)
     clean_pass = run_clean_pass(alone, state.ci, weights, inputs, keeps_outputs(alone))
-    copies = hold_trained(alone, state.components, state.ci)
+    copies = hold_trained(alone, state.learned)
     importance = differentiable_importance(alone, state, clean_pass, copies)
     raw = {term: state.adversaries[term].raw for term in alone.decomposition.persistent}
     gradients, losses = loss_gradients(alone, objective, state, clean_pass, importance, raw, copies)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.decomposition.components import Components, Factors, delta, with_lead
 from param_decomp_jax.decomposition.schedules import Anneal, Schedule
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_jax.sharding.memory import MemoryPolicy
@@ -30,13 +29,10 @@ class DirectTerm(ABC):
     coeff: float
 
     @abstractmethod
-    def value(
-        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, step: Int[Array, ""]
-    ) -> Float[Array, ""]:
-        """The term without its coefficient.
+    def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The term without its coefficient. ``step``: the number of this step.
 
-        ``components``: of every stack, each of its arrays ``[layers, …]``. ``reader``: reads causal importances λ, site
-        by site (`ci.per_component` sums a function of theirs over positions). ``step``: the number of this step.
+        `ci.per_component` sums a function of ``batch``'s causal importances over positions.
         """
 
     @abstractmethod
@@ -48,12 +44,10 @@ class DirectTerm(ABC):
 class Faithfulness(DirectTerm):
     """L1: mean squared entry of the deltas W − V U over all sites."""
 
-    def value(
-        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, step: Int[Array, ""]
-    ) -> Float[Array, ""]:
-        target = clean_pass.target
+    def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
+        target, weights = batch.clean_pass.target, batch.clean_pass.weights
         with jax.named_scope("faithfulness"):
-            return faithfulness(components, target.site_weights(clean_pass.weights), target.memory)
+            return faithfulness(batch.components, target.site_weights(weights), target.memory)
 
     def describe(self) -> str:
         return "mean squared entry of W − V U"

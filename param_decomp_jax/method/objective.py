@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.ci import ImportanceReader, Summarise, per_component, squashings
-from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.ci import Summarise, per_component, squashings
 from param_decomp_jax.method.adversary import effective
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import (
     DirectTerm,
     ImportanceMinimality,
@@ -45,12 +44,10 @@ class Objective:
     step: Int[Array, ""]
     draws: Callable[[str], TermDraws]
 
-    def total_loss(
-        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, raw: dict[str, Bundle]
-    ) -> tuple[Float[Array, ""], Metrics]:
+    def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], Metrics]:
         """``Σ coeff · term`` (point 4), and every term by name without its coefficient.
 
-        ``components``: of every stack. ``raw``: raw sources of the persistent terms, by name.
+        ``raw``: raw sources of the persistent terms, by name.
         """
         spec = self.spec
         _, upper = squashings(spec.squashing)
@@ -61,15 +58,15 @@ class Objective:
             return jnp.stack(by_term, axis=-1)
 
         summarise = penalties if minimised else None
-        reconstructions, sums = self.reconstructions(clean_pass, components, reader, raw, summarise)
+        reconstructions, sums = self.reconstructions(batch, raw, summarise)
         total, metrics = jnp.zeros(()), {}
         for term in spec.terms:
             match term:
                 case DirectTerm():
-                    value = term.value(clean_pass, components, reader, self.step)
+                    value = term.value(batch, self.step)
                 case ImportanceMinimality():
                     term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
-                    value, frequency = importance_minimality(term, term_sums, clean_pass.at.size)
+                    value, frequency = importance_minimality(term, term_sums, batch.clean_pass.at.size)
                     if term.frequency is not None and frequency is not None:
                         metrics[f"loss/{term.name}_frequency"] = frequency
                         total += term.frequency.coeff * frequency
@@ -82,9 +79,7 @@ class Objective:
 
     def reconstructions(
         self,
-        clean_pass: CleanPass,
-        components: Components,
-        reader: ImportanceReader,
+        batch: DecomposedBatch,
         raw: dict[str, Bundle],
         summarise: Summarise | None = None,
     ) -> tuple[dict[str, Float[Array, ""]], dict[str, Array]]:
@@ -92,7 +87,7 @@ class Objective:
 
         Also the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
         """
-        spec, sites = self.spec, clean_pass.target.sites
+        spec, target = self.spec, batch.clean_pass.target
         terms = [term for term in spec.terms if isinstance(term, Reconstruction)]
         attacks = {name: attack for name, (_, attack) in spec.persistent.items()}
         first_steps = {term.name: attacks[term.name].first_step(spec.steps) for term in terms if term.name in attacks}
@@ -103,19 +98,19 @@ class Objective:
             found: list[list[Stream]] = []
             for term in on:
                 bundle = effective(attacks[term.name], raw[term.name]) if term.name in attacks else None
-                found.append(streams(term, clean_pass, components, reader, self.draws(term.name), bundle))
+                found.append(streams(term, batch, self.draws(term.name), bundle))
             all_streams = [stream for own in found for stream in own]
             kinds = [term.error for term, own in zip(on, found, strict=True) for _ in own]
-            everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(sites)))
+            everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(target.sites)))
             means: dict[str, Array] = {}
             sums: dict[str, Array] = {}
             if all_streams:
                 with_summary = summarise if everywhere else None
-                by_stream, sums = errors(clean_pass, components, reader, all_streams, kinds, with_summary)
+                by_stream, sums = errors(batch, all_streams, kinds, with_summary)
                 by_term = jnp.split(by_stream, list(accumulate(map(len, found)))[:-1])
                 means = {term.name: jnp.mean(e) for term, e in zip(on, by_term, strict=True)}
             if summarise is not None and not everywhere:
-                sums = per_component(reader, components, sites, clean_pass.target.memory, summarise)
+                sums = per_component(batch.reader, batch.components, target.sites, target.memory, summarise)
             return {term.name: means.get(term.name, jnp.zeros(())) for term in terms}, sums
 
         # A6: off means not computed. The set of terms that are on changes at few steps; each set has its own branch.

@@ -1,7 +1,7 @@
 """Reconstruction (section 5): which sites are live x how positions are routed x where the sources come from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
-from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.decomposition.draws import positions
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, attack, initial_sources
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.masked import MaskedLinears, Stream, split_rows, summary_record
 from param_decomp_jax.method.masks import (
     Bundle,
@@ -126,9 +125,7 @@ class MaskedForwards(NamedTuple):
 
 
 def run_masked(
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     streams: Sequence[Stream],
     record_outputs: bool = False,
     summarise: Summarise | None = None,
@@ -140,11 +137,11 @@ def run_masked(
     """
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
+    clean_pass, target = batch.clean_pass, batch.clean_pass.target
     residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
-    target = clean_pass.target
     linears = MaskedLinears(
-        target.sites, ordered, residuals, components, reader, clean_pass.at, clean_pass.forward.records, target.memory,
-        record_outputs, summarise, output_name,
+        target.sites, ordered, residuals, batch.components, batch.reader, clean_pass.at, clean_pass.forward.records,
+        target.memory, record_outputs, summarise, output_name,
     )  # fmt: skip
     joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
     outputs = split_rows(joint.output, len(ordered))
@@ -170,9 +167,7 @@ def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
 
 
 def errors(
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     streams: Sequence[Stream],
     kinds: Sequence[ErrorKind],
     summarise: Summarise | None = None,
@@ -187,9 +182,8 @@ def errors(
         clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]
     ) -> tuple[Array, dict[str, Array]]:
         target, clean = clean_pass.target, clean_pass.forward
-        forwards, summaries = run_masked(
-            clean_pass, components, reader, streams, "hidden_acts" in kinds, summarise, output_name
-        )
+        part = DecomposedBatch(clean_pass, batch.components, reader)
+        forwards, summaries = run_masked(part, streams, "hidden_acts" in kinds, summarise, output_name)
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         with jax.named_scope("error"):
             output_errors = iter(target.errors(clean_pass.weights, clean.output, outputs) if outputs else ())
@@ -199,10 +193,10 @@ def errors(
         ]
         return jnp.stack(found), summaries
 
-    n = clean_pass.target.memory.micro_batches
+    n = batch.clean_pass.target.memory.micro_batches
     if n == 1:
-        return batch_errors(clean_pass, reader, streams)
-    total, summaries = sum_over_parts(batch_errors, clean_pass, reader, streams, n)
+        return batch_errors(batch.clean_pass, batch.reader, streams)
+    total, summaries = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
     return total / n, summaries
 
 
@@ -289,14 +283,12 @@ def draw_stochastic(
 
 def streams(
     term: Reconstruction,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
 ) -> list[Stream]:
     """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
-    n_sites = len(clean_pass.target.sites)
+    n_sites = len(batch.clean_pass.target.sites)
     if isinstance(draws, Sequence):
         wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
         has = f"{term.name} has {wanted} forwards" + f" and {ascents} ascents" * (ascents > 0)
@@ -306,21 +298,20 @@ def streams(
         for _ in range(n_samples(term)):
             number = len(found)
             own = draws[number] if isinstance(draws, Sequence) else jax.random.fold_in(draws, number)
-            found.append(_stream(term, clean_pass, components, reader, live, own, bundle))
+            found.append(_stream(term, batch, live, own, bundle))
     return found
 
 
 def _stream(
     term: Reconstruction,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     live: tuple[int, ...],
     draws: PRNGKeyArray | ForwardDraws,
     bundle: Bundle | None,
 ) -> Stream:
     """One forward of a term; ``draws``: its own, or the key for them."""
-    sites, use_delta, batch = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
+    clean_pass = batch.clean_pass
+    sites, use_delta, n_rows = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
     given: Bundle | None = None
     if isinstance(draws, ForwardDraws):
         routes, given = draws.routes, draws.sources
@@ -335,14 +326,14 @@ def _stream(
     sources: SourceKind
     match term.sources:
         case Stochastic() as kind:
-            sources = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, batch)
+            sources = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, n_rows)
         case Constant() as kind:
             sources = ConstantSources(kind)
         case PersistentAttack():
             assert bundle is not None
             sources = given_sources(clean_pass, bundle)
         case FreshAttack() as kind:
-            error = attacked_error(clean_pass, components, reader, live, routes, term.error)
+            error = attacked_error(batch, live, routes, term.error)
             start = given
             if start is None:
                 start = initial_sources(kind, draws, sites, live, clean_pass.leading, use_delta)
@@ -360,23 +351,21 @@ def given_sources(clean_pass: CleanPass, bundle: Bundle) -> GivenSources:
 
 def reconstruction(
     term: Reconstruction,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
 ) -> Float[Array, ""]:
     """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
-    found = streams(term, clean_pass, components, reader, draws, bundle)
-    return jnp.mean(errors(clean_pass, components, reader, found, [term.error] * len(found))[0])
+    found = streams(term, batch, draws, bundle)
+    return jnp.mean(errors(batch, found, [term.error] * len(found))[0])
 
 
 def warm_up_error(
-    term: Reconstruction, clean_pass: CleanPass, components: Components, reader: ImportanceReader, draws: TermDraws
+    term: Reconstruction, batch: DecomposedBatch, draws: TermDraws
 ) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
     """The error that warm-up ascents maximise (A3), from the sources and the ascent's number: all sites live, routed as
     the term is, components and λ constant."""
-    n_sites = len(clean_pass.target.sites)
+    n_sites = len(batch.clean_pass.target.sites)
     live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
     given: Array | None = None
     if isinstance(draws, Sequence) and n_ascents:
@@ -392,26 +381,23 @@ def warm_up_error(
             routes = given[ascent]
         elif n_ascents:
             assert not isinstance(draws, Sequence)
-            routes = draw_ascent_routes(term, draws, ascent, clean_pass.at, n_sites)
-        return attacked_error(clean_pass, components, reader, live, routes, "output")(bundle)
+            routes = draw_ascent_routes(term, draws, ascent, batch.clean_pass.at, n_sites)
+        return attacked_error(batch, live, routes, "output")(bundle)
 
     return error
 
 
 def attacked_error(
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     live: tuple[int, ...],
     routes: Array | None,
     kind: ErrorKind,
 ) -> Callable[[Bundle], Float[Array, ""]]:
     """The error of one forward as a function of its sources; components and λ are constant."""
-    components = jax.lax.stop_gradient(components)
-    reader = replace(reader, outputs=jax.lax.stop_gradient(reader.outputs))
+    constant = batch.constant()
 
     def error(bundle: Bundle) -> Float[Array, ""]:
-        stream = Stream(live, given_sources(clean_pass, bundle), routes)
-        return errors(clean_pass, components, reader, [stream], [kind], output_name="attack_outputs")[0][0]
+        stream = Stream(live, given_sources(batch.clean_pass, bundle), routes)
+        return errors(constant, [stream], [kind], output_name="attack_outputs")[0][0]
 
     return error

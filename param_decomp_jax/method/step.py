@@ -23,7 +23,7 @@ from param_decomp_jax.method.adversary import (
     kept_adversary,
     warm_up,
 )
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.losses import faithfulness
 from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.objective import Metrics, Objective, term_keys
@@ -94,7 +94,7 @@ def step_outcome(
     """
     spec = problem.decomposition
     objective = make_objective(spec, state, draws)
-    copies = hold_trained(problem, state.components, state.ci)
+    copies = hold_trained(problem, state.learned)
 
     with jax.named_scope("clean_pass"):
         clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
@@ -132,9 +132,9 @@ def step_outcome(
     return StepOutcome(state, metrics, gradients)
 
 
-def hold_trained(problem: Problem, components: Components, ci: CIFunction) -> HeldCopies:
+def hold_trained(problem: Problem, learned: Learned) -> HeldCopies:
     """What the policy says is held of V, U and the CI function."""
-    memory = problem.decomposition.memory
+    (components, ci), memory = learned, problem.decomposition.memory
     with jax.named_scope("hold"):
         dtype, of_ci = problem.compute_dtype, ci.axes()
         body = hold(_headless(ci), _headless(of_ci), memory.held_by("ci"), dtype)
@@ -151,18 +151,16 @@ def _headless(ci: Any) -> Any:
 
 def hold_for_reading(problem: Problem, learned: Learned) -> Learned:
     """Components of every stack and the CI function, with the copies that the policy has of them."""
-    return Learned(*with_copies(problem, *learned, hold_trained(problem, *learned)))
+    return with_copies(problem, learned, hold_trained(problem, learned))
 
 
-def with_copies(
-    problem: Problem, components: Components, ci: CIFunction, copies: HeldCopies
-) -> tuple[Components, CIFunction]:
+def with_copies(problem: Problem, learned: Learned, copies: HeldCopies) -> Learned:
     """Components of every stack and the CI function, with the copies that are used in their place."""
-    memory = problem.decomposition.memory
-    components = held(components, copies.components, memory.held_by("components"))
+    memory, ci = problem.decomposition.memory, learned.ci
+    components = held(learned.components, copies.components, memory.held_by("components"))
     body = held(_headless(ci), _headless(copies.ci), memory.held_by("ci"))
     ci = replace_fields(body, heads=held(ci.heads, copies.ci.heads, memory.held_by("heads")))
-    return with_views(components, problem.target.sites), ci
+    return Learned(with_views(components, problem.target.sites), ci)
 
 
 def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
@@ -253,7 +251,8 @@ def differentiable_importance(
     def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
             # Copies are no outputs: nothing is differentiated by them.
-            return at_rest(causal_importance(problem, clean_pass, *with_copies(problem, components, ci, copies)))
+            used = with_copies(problem, Learned(components, ci), copies)
+            return at_rest(causal_importance(problem, clean_pass, *used))
 
     return DifferentiableImportance(*jax.vjp(importance, state.components, state.ci))
 
@@ -270,10 +269,10 @@ def loss_gradients(
     """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
 
     def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
-        factors, _ = with_copies(problem, components, state.ci, copies)
+        factors, _ = with_copies(problem, Learned(components, state.ci), copies)
         reader = importance_reader(problem, state.ci, outputs, clean_pass, copies)
         with jax.named_scope("losses"):
-            return objective.total_loss(clean_pass, factors, reader, raw)
+            return objective.total_loss(DecomposedBatch(clean_pass, factors, reader), raw)
 
     (_, metrics), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
         state.components, importance.outputs, raw
@@ -296,11 +295,12 @@ def losses_and_ascents(
     untouched = partial(update, by=lambda adversary: adversary)
 
     reader = importance_reader(problem, state.ci, importance.outputs, clean_pass, copies)
-    components, _ = with_copies(problem, state.components, state.ci, copies)
+    components, _ = with_copies(problem, state.learned, copies)
+    batch = DecomposedBatch(clean_pass, components, reader)
 
     def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
-            error = warm_up_error(term, clean_pass, components, reader, objective.draws(term.name))
+            error = warm_up_error(term, batch, objective.draws(term.name))
             return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps))
 
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:

@@ -1,7 +1,7 @@
 """What a target is: a frozen forward pass whose caller decides how its matrices are applied."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -88,6 +88,23 @@ class Linears(Protocol):
     def slices(self, first: int, stop: int) -> Any: ...
 
     def layer(self, first: int, stop: int, slice_: Any) -> LayerLinears: ...
+
+
+@dataclass(frozen=True)
+class WholeForward:
+    """`Linears` of one forward pass through all layers, in which the layers of a segment of sites are alike."""
+
+    sites: Sites
+
+    def cuts(self) -> frozenset[int]:
+        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
+
+    def join(self, layer: int, x: Any) -> Any:
+        return x
+
+    def stacks_at(self, layer: int) -> list[Stack]:
+        """The stacks that have a site in this layer."""
+        return [stack for stack in self.sites.stacks if layer in stack.layers]
 
 
 class Forward(NamedTuple):

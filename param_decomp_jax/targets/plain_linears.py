@@ -12,6 +12,7 @@ from param_decomp_jax.nn.grouped import Groups, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
+from param_decomp_jax.targets.base import WholeForward
 
 
 def frozen_axes(memory: MemoryPolicy) -> Axes:
@@ -96,29 +97,21 @@ class PlainLayer:
 
 
 @dataclass(frozen=True)
-class PlainLinears:
+class PlainLinears(WholeForward):
     """The clean pass (F4): records, for every layer with a site, its residual and, if asked, what its sites read.
 
     Sites that read the same activation share one record. ``outputs`` adds the sites' outputs (for R2's exception).
     """
 
-    sites: Sites
     inputs: bool = True
     outputs: bool = False
     memory: MemoryPolicy = PLAIN
-
-    def cuts(self) -> frozenset[int]:
-        return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
-
-    def join(self, layer: int, x: Any) -> Any:
-        return x
 
     def slices(self, first: int, stop: int) -> Any:
         return None
 
     def layer(self, first: int, stop: int, slice_: Any) -> PlainLayer:
-        segments = [segment for segment in self.sites.segments if segment.first <= first < segment.stop]
-        reads = {stack.kind: stack.reads for segment in segments for stack in segment.stacks}
+        reads = {stack.kind: stack.reads for stack in self.stacks_at(first)}
         return PlainLayer(frozen_axes(self.memory), reads, self.inputs, self.outputs)
 
 

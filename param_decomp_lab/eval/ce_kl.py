@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci import ImportanceReader
 from param_decomp_jax.ci.squash import Squash
-from param_decomp_jax.decomposition.components import Components
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Constant, ConstantSources, SourceKind, Stochastic, StochasticSources
 from param_decomp_jax.method.recon import run_masked
@@ -49,9 +47,7 @@ def kl_and_ce(
 
 def ce_and_kl(
     target: Decoder,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     key: PRNGKeyArray,
     sampling: Stochastic,
     rounding_threshold: float,
@@ -62,7 +58,7 @@ def ce_and_kl(
     """
     live = tuple(range(len(target.sites)))
     of_stochastic, of_random = jax.random.split(key)
-    lower = reader.squash
+    clean_pass, lower = batch.clean_pass, batch.reader.squash
     on, off = ConstantSources(Constant(1.0)), ConstantSources(Constant(0.0))
     maskings: dict[str, tuple[Squash, SourceKind]] = {
         "unmasked": (jnp.zeros_like, on),
@@ -78,7 +74,7 @@ def ce_and_kl(
     measured = {"ce_target": kl_and_ce(target, clean_pass, clean_pass.forward.output)[1]}
     for masking in MASKINGS:
         squash, sources = maskings[masking]
-        [masked], _ = run_masked(clean_pass, components, replace(reader, squash=squash), [Stream(live, sources)])
+        [masked], _ = run_masked(batch.with_squash(squash), [Stream(live, sources)])
         measured[f"kl_{masking}"], measured[f"ce_{masking}"] = kl_and_ce(target, clean_pass, masked.output)
     return measured
 

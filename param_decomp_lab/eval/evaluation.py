@@ -107,8 +107,7 @@ class Evaluation:
 
         def statistics(learned: Learned, weights: Weights, inputs: Array) -> Any:
             learned = hold_for_reading(problem, learned)
-            clean_pass, reader = read_batch(problem, learned, weights, inputs)
-            return batch_statistics(problem, learned.components, reader, threshold, clean_pass.at.size)
+            return batch_statistics(read_batch(problem, learned, weights, inputs), threshold)
 
         self._statistics = jax.jit(statistics, out_shardings=whole)
 
@@ -118,22 +117,19 @@ class Evaluation:
         problem, metrics = self._problem, self._metrics
         spec = problem.decomposition
         learned = hold_for_reading(problem, state.learned)
-        components = learned.components
-        clean_pass, reader = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
+        batch = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
         losses_key, ce_kl_key = jax.random.split(key)
         objective = Objective(spec, state.step, term_keys(spec, losses_key))
-        _, losses = objective.total_loss(clean_pass, components, reader, {})
-        adversaries, errors = attack_batch(
-            self._persistent, adversaries, clean_pass, components, reader, state, spec.steps, losses_key
-        )
+        _, losses = objective.total_loss(batch, {})
+        adversaries, errors = attack_batch(self._persistent, adversaries, batch, state, spec.steps, losses_key)
         measured: dict[str, Any] = {"losses": losses | {f"loss/{name}": error for name, error in errors.items()}}
         if metrics.ce_kl is not None:
             target, threshold = problem.target, metrics.ce_kl.rounding_threshold
             assert isinstance(target, Decoder), "cross-entropy is of a language model"
-            measured["ce_kl"] = ce_and_kl(target, clean_pass, components, reader, ce_kl_key, self._sampling, threshold)
+            measured["ce_kl"] = ce_and_kl(target, batch, ce_kl_key, self._sampling, threshold)
         thresholds = [l0.ci_alive_threshold for l0 in metrics.l0]
-        measured["l0"] = mean_l0(problem, components, reader, thresholds, clean_pass.at.size)
-        measured["routed"] = routed_shares(reader, problem.target.sites, clean_pass.at.size) if metrics.l0 else {}
+        measured["l0"] = mean_l0(batch, thresholds)
+        measured["routed"] = routed_shares(batch) if metrics.l0 else {}
         return adversaries, measured
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:

@@ -9,11 +9,9 @@ from dataclasses import replace
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci import ImportanceReader
-from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.recon import Reconstruction, reconstruction, warm_up_error
 from param_decomp_jax.method.state import State
@@ -44,9 +42,7 @@ def fresh_adversaries(
 def attack_batch(
     terms: tuple[Reconstruction, ...],
     adversaries: Adversaries,
-    clean_pass: CleanPass,
-    components: Components,
-    reader: ImportanceReader,
+    batch: DecomposedBatch,
     state: State,
     total: int,
     key: PRNGKeyArray,
@@ -57,12 +53,12 @@ def attack_batch(
         spec = term.sources
         assert isinstance(spec, PersistentAttack)
         term_key = jax.random.fold_in(key, FIRST_NUMBER + number)
-        climb = warm_up_error(term, clean_pass, components, reader, term_key)
+        climb = warm_up_error(term, batch, term_key)
         adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
 
         def error(raw: Bundle, term: Reconstruction = term, term_key: PRNGKeyArray = term_key) -> Array:
             assert isinstance(term.sources, PersistentAttack)
-            return reconstruction(term, clean_pass, components, reader, term_key, effective(term.sources, raw))
+            return reconstruction(term, batch, term_key, effective(term.sources, raw))
 
         errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
         moved[term.name] = ascend(spec, adversary, gradient, state.step, total)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ImportanceReader, per_component
-from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.ci import per_component
 from param_decomp_jax.decomposition.sites import Sites
-from param_decomp_jax.method.step import Problem
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_lab.config.site_patterns import of_all_experts
 
@@ -23,54 +22,51 @@ MANY_SITES = 128
 
 
 def batch_statistics(
-    problem: Problem, components: Components, reader: ImportanceReader, threshold: float, n_positions: int
+    batch: DecomposedBatch, threshold: float
 ) -> dict[str, tuple[Float[Array, "*lead bins"], Float[Array, "*lead C"], Float[Array, "*lead C"]]]:
     """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold.
 
     Of experts, the histogram is over the positions that they are taken at; at the others λ is 0 (X4).
     """
 
+    target, n_positions = batch.clean_pass.target, batch.clean_pass.at.size
+
     def of_components(logits: Float[Array, "*n C"], over: OverPositions) -> tuple[Array, Array, Array]:
-        lower = reader.squash(logits)
+        lower = batch.reader.squash(logits)
         bins = jnp.clip((lower * BINS).astype(jnp.int32), 0, BINS - 1)
         density = over.sum((lower > threshold).astype(jnp.float32)) / n_positions
         return over.counts(bins, BINS), over.sum(lower) / n_positions, density
 
-    found = per_component(reader, components, problem.target.sites, problem.target.memory, of_components)
+    found = per_component(batch.reader, batch.components, target.sites, target.memory, of_components)
     # One row of an 8B has more entries than an int32 counts.
     return {name: (jnp.sum(counts, axis=-2, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
 
 
-def mean_l0(
-    problem: Problem,
-    components: Components,
-    reader: ImportanceReader,
-    thresholds: Sequence[float],
-    n_positions: int,
-) -> list[dict[str, Float[Array, "*lead"]]]:
+def mean_l0(batch: DecomposedBatch, thresholds: Sequence[float]) -> list[dict[str, Float[Array, "*lead"]]]:
     """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
+    target, n_positions = batch.clean_pass.target, batch.clean_pass.at.size
 
     def alive(logits: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C thresholds"]:
-        lower = reader.squash(logits)
+        lower = batch.reader.squash(logits)
         return jnp.stack([over.sum((lower > t).astype(jnp.float32)) / n_positions for t in thresholds], axis=-1)
 
     if not thresholds:
         return []
-    found = per_component(reader, components, problem.target.sites, problem.target.memory, alive)
+    found = per_component(batch.reader, batch.components, target.sites, target.memory, alive)
     return [{name: jnp.sum(x[..., n], axis=-1) for name, x in found.items()} for n in range(len(thresholds))]
 
 
-def routed_shares(
-    reader: ImportanceReader, sites: Sites, n_positions: int
-) -> dict[str, Float[Array, "layers experts"]]:
+def routed_shares(batch: DecomposedBatch) -> dict[str, Float[Array, "layers experts"]]:
     """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
+    n_positions = batch.clean_pass.at.size
 
     def of_layer(chosen: Int[Array, "*n k"], n_experts: int) -> Float[Array, " experts"]:
         taken = chosen.reshape(-1, 1) == jnp.arange(n_experts)
         return jnp.sum(taken, axis=0, dtype=jnp.float32) / n_positions
 
-    experts = {stack.name: stack.experts for stack in sites.stacks if stack.experts is not None}
-    return {name: jax.vmap(partial(of_layer, n_experts=n))(reader.chosen[name]) for name, n in experts.items()}
+    stacks = batch.clean_pass.target.sites.stacks
+    experts = {stack.name: stack.experts for stack in stacks if stack.experts is not None}
+    return {name: jax.vmap(partial(of_layer, n_experts=n))(batch.reader.chosen[name]) for name, n in experts.items()}
 
 
 @dataclass

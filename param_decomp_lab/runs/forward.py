@@ -49,11 +49,11 @@ def masked(
 ) -> Array:
     """The target's output with the ``live`` sites masked: by λ if ``pinned`` (sources are 0, M1), else by sources."""
     learned = hold_for_reading(problem, learned)
-    clean_pass, reader = read_batch(problem, learned, weights, inputs)
+    batch = read_batch(problem, learned, weights, inputs)
     if not pinned:
-        reader = replace(reader, squash=jnp.zeros_like)
-    stream = Stream(live, GivenSources(sources, clean_pass.batch))
-    [forward], _ = run_masked(clean_pass, learned.components, reader, [stream])
+        batch = batch.with_squash(jnp.zeros_like)
+    stream = Stream(live, GivenSources(sources, batch.clean_pass.batch))
+    [forward], _ = run_masked(batch, [stream])
     return _predictions(problem, weights, forward.output)
 
 
@@ -72,8 +72,7 @@ def attacked(
     """Sources that an attack finds from ``start`` (A1, I3): it raises the error (R1) of the output against the one that
     the importances alone give. Masks are ``value`` where they are ``fixed``, whatever the sources are."""
     learned = hold_for_reading(problem, learned)
-    clean_pass, reader = read_batch(problem, learned, weights, inputs)
-    reader = replace(reader, squash=jnp.zeros_like)
+    batch = read_batch(problem, learned, weights, inputs).with_squash(jnp.zeros_like)
     live = tuple(range(len(problem.target.sites)))
 
     def mask(importance: Sources, fixed: Sources, source: Sources) -> Sources:
@@ -83,8 +82,8 @@ def attacked(
 
     def run(sources: Bundle) -> Array:
         masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}
-        stream = Stream(live, GivenSources(masks, clean_pass.batch))
-        [forward], _ = run_masked(clean_pass, learned.components, reader, [stream])
+        stream = Stream(live, GivenSources(masks, batch.clean_pass.batch))
+        [forward], _ = run_masked(batch, [stream])
         return forward.output
 
     no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}

@@ -219,7 +219,7 @@ def test_the_last_ascent_costs_no_forward_and_warm_ups_are_routed_as_the_term_is
         state, weights = tiny.ruffled_state(problem), tiny.weights()
         jax.eval_shape(lambda *args: training_step(problem, *args), state, weights, jnp.asarray(tiny.TOKENS))
     warm_up, of_terms = (
-        [(stream.live, type(stream.sources), stream.routes is None) for stream in call.args[3]]
+        [(stream.live, type(stream.sources), stream.routes is None) for stream in call.args[1]]
         for call in counted.call_args_list
     )
     assert warm_up == [(ALL, GivenSources, False)]

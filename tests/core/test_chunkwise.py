@@ -97,7 +97,7 @@ def test_heads_are_held_by_themselves(heads: Any, wanted: str) -> None:
     with jax.set_mesh(mesh):
         places = state_shardings(mesh, problem.decomposition, state)
         state = jax.device_put(state, places)
-        copies = jax.jit(hold_trained, static_argnums=0)(problem, state.components, state.ci)
+        copies = jax.jit(hold_trained, static_argnums=0)(problem, state.learned)
     assert jax.tree.leaves(copies.components) == []
     axes = state.ci.axes()
 

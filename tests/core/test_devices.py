@@ -379,7 +379,7 @@ def test_copies_are_gone_before_the_update(tmp_path: Path) -> None:
         step = jax.jit(training_step, static_argnums=0, donate_argnums=1, out_shardings=(places, None))
         rows = shapes(inputs, batch_sharding(mesh, inputs.shape))
         lowered = step.lower(problem, shapes(state, places), shapes(weights, frozen), rows)
-        held = jax.tree.leaves(jax.eval_shape(partial(hold_trained, problem), state.components, state.ci))
+        held = jax.tree.leaves(jax.eval_shape(partial(hold_trained, problem), state.learned))
         program = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
 
     def dumped(ending: str) -> str:

@@ -13,6 +13,7 @@ from param_decomp_jax.decomposition.components import Factors
 from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY
 from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Constant, ConstantSources
@@ -151,7 +152,9 @@ def test_components_that_make_up_the_identity_change_nothing() -> None:
     def found() -> jax.Array:
         clean_pass = tiny.clean_pass(target, tiny.weights(), tiny.TOKENS)
         components = {stack.name: Factors(identity, identity)}
-        found, _ = errors(clean_pass, components, tiny.importance_reader(logits, clean_pass), streams, ["output"] * 2)
+        found, _ = errors(
+            DecomposedBatch(clean_pass, components, tiny.importance_reader(logits, clean_pass)), streams, ["output"] * 2
+        )
         return found
 
     on, off = found()

@@ -12,6 +12,7 @@ import pytest
 
 from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
 from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.masked import Stream, side_by_side, split_rows
 from param_decomp_jax.method.masks import (
     Constant,
@@ -134,10 +135,11 @@ def values_and_gradients(policy: str, together: bool) -> Any:
         reader = tiny.importance_reader(given, clean_pass, lambda z: z)
         streams = streams_of(sources, clean_pass.batch)
         if together:
-            found, _ = errors(clean_pass, components, reader, streams, KINDS)
+            found, _ = errors(DecomposedBatch(clean_pass, components, reader), streams, KINDS)
         else:
             alone = [
-                errors(clean_pass, components, reader, [s], [kind])[0] for s, kind in zip(streams, KINDS, strict=True)
+                errors(DecomposedBatch(clean_pass, components, reader), [s], [kind])[0]
+                for s, kind in zip(streams, KINDS, strict=True)
             ]
             found = jnp.concatenate(alone)
         return jnp.sum(found * weighted), found
@@ -170,8 +172,13 @@ def test_what_is_recorded_is_of_each_stream() -> None:
         def both(weights: Any) -> Any:
             clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS)
             reader, streams = tiny.importance_reader(z, clean_pass), streams_of(sources, clean_pass.batch)
-            together = run_masked(clean_pass, components, reader, streams, record_outputs=True).forwards
-            alone = [run_masked(clean_pass, components, reader, [s], record_outputs=True).forwards[0] for s in streams]
+            together = run_masked(
+                DecomposedBatch(clean_pass, components, reader), streams, record_outputs=True
+            ).forwards
+            alone = [
+                run_masked(DecomposedBatch(clean_pass, components, reader), [s], record_outputs=True).forwards[0]
+                for s in streams
+            ]
             return [[(f.output, dict(f.records)) for f in of] for of in (together, alone)]
 
         together, alone = both(weights)
@@ -195,7 +202,7 @@ def test_importances_of_a_site_are_computed_once_however_many_streams_it_is_live
             clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
             reader = tiny.importance_reader(z, clean_pass, counted)
             streams = streams_of(sources, clean_pass.batch)
-            return errors(clean_pass, components, reader, streams, ["output"] * len(streams))[0]
+            return errors(DecomposedBatch(clean_pass, components, reader), streams, ["output"] * len(streams))[0]
 
         jax.eval_shape(value, weights)
     assert counted.call_count == len(ALL)
@@ -214,7 +221,9 @@ def to_logits(policy: str, squash: Squash, alone: bool = False) -> Any:
         clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
         reader = tiny.importance_reader(z, clean_pass, squash, lazy=policy in LAZY)
         drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in range(2)]
-        found, _ = errors(clean_pass, components, reader, [Stream(ALL, of) for of in drawn], ["output"] * len(drawn))
+        found, _ = errors(
+            DecomposedBatch(clean_pass, components, reader), [Stream(ALL, of) for of in drawn], ["output"] * len(drawn)
+        )
         return found * jnp.asarray([1.0, -1.0])
 
     def difference(*arguments: Any) -> jax.Array:
@@ -281,7 +290,7 @@ def test_summaries_of_all_sites(policy: str) -> None:
         # One site of a stack of two is live in two streams, the other in one.
         streams = [Stream((3, 4), off), Stream((0, 1, 2), off), Stream((1, 2), off)]
         reader = tiny.importance_reader(z, clean_pass, lazy=policy in LAZY)
-        _, sums = errors(clean_pass, components, reader, streams, ["output"] * 3, summarise)
+        _, sums = errors(DecomposedBatch(clean_pass, components, reader), streams, ["output"] * 3, summarise)
         return sum(jnp.sum(S**2) for S in sums.values()), sums
 
     with jax.enable_x64(True):
@@ -308,7 +317,7 @@ def test_an_attack_holds_components_and_importances(lazy: bool) -> None:
         def error(components: Any, z: Any, sources: Any) -> jax.Array:
             clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS)
             reader = tiny.importance_reader(z, clean_pass, lazy=lazy)
-            return attacked_error(clean_pass, components, reader, ALL, None, "output")(sources)
+            return attacked_error(DecomposedBatch(clean_pass, components, reader), ALL, None, "output")(sources)
 
         of_components, of_logits, of_sources = jax.jit(jax.grad(error, argnums=(0, 1, 2)))(components, z, sources)
     assert not any(np.any(x) for x in jax.tree.leaves((of_components, of_logits)))

@@ -12,7 +12,7 @@ import pytest
 from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_jax.method import recon
 from param_decomp_jax.method.adversary import BroadcastAcrossBatch, FreshAttack, PersistentAttack, SignAscent, effective
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.masked import MaskedLinears, Stream
 from param_decomp_jax.method.masks import Constant, GivenSources, Stochastic
 from param_decomp_jax.method.recon import (
@@ -99,7 +99,10 @@ def core_term(term: Reconstruction, target: Transformer, given: Setting, key: An
     def value(components: Any, logits: Any, raw: Any, weights: Any, key: Any) -> jax.Array:
         clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS, term.error == "hidden_acts")
         return reconstruction(
-            term, clean_pass, components, tiny.importance_reader(logits, clean_pass), key, effective(LASTING, raw)
+            term,
+            DecomposedBatch(clean_pass, components, tiny.importance_reader(logits, clean_pass)),
+            key,
+            effective(LASTING, raw),
         )
 
     of = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
@@ -206,7 +209,9 @@ def error_of(live: tuple[int, ...], given: Setting, weights: Any, components: An
     clean_pass = tiny.clean_pass(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights, tiny.TOKENS)
     stream = Stream(live, GivenSources(effective(LASTING, given.bundle), clean_pass.batch))
     reader = tiny.importance_reader(given.logits, clean_pass)
-    (error,), _ = errors(dataclasses.replace(clean_pass, weights=weights), components, reader, [stream], ["output"])
+    (error,), _ = errors(
+        DecomposedBatch(dataclasses.replace(clean_pass, weights=weights), components, reader), [stream], ["output"]
+    )
     return error
 
 
@@ -270,10 +275,12 @@ def test_number_of_forwards(term: Reconstruction, expected: int) -> None:
     def value(weights: Any) -> jax.Array:
         clean_pass = tiny.clean_pass(TARGET, weights, tiny.TOKENS, term.error == "hidden_acts")
         reader = tiny.importance_reader(given.logits, clean_pass)
-        return reconstruction(term, clean_pass, given.components, reader, jax.random.key(0), given.bundle)
+        return reconstruction(
+            term, DecomposedBatch(clean_pass, given.components, reader), jax.random.key(0), given.bundle
+        )
 
     with jax.enable_x64(True), mock.patch.object(recon, "run_masked", counted):
         jax.eval_shape(value, given.weights)
-    run_together = [len(call.args[3]) for call in counted.call_args_list]
+    run_together = [len(call.args[1]) for call in counted.call_args_list]
     assert run_together == [1] * (expected if isinstance(term.sources, FreshAttack) else 0) + [expected]
     assert n_forwards(term, N_SITES) == expected

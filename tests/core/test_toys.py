@@ -20,6 +20,7 @@ from param_decomp_jax.method.adversary import (
     SignAscent,
     SingleSource,
 )  # fmt: skip
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.method.masked import MaskedLinears, Stream
 from param_decomp_jax.method.masks import Constant, ConstantSources, Stochastic
@@ -201,7 +202,7 @@ def test_a_forward_begins_at_its_first_live_layer(config: toys.Config, chosen: d
             full = MaskedLinears(
                 sites, (stream,), (nothing,), components, reader, clean_pass.at, records, target.memory
             )
-            [begun] = run_masked(late, components, reader, [stream]).forwards
+            [begun] = run_masked(DecomposedBatch(late, components, reader), [stream]).forwards
             pairs.append((target.forward(weights, inputs, full).output, begun.output))
         return pairs
 

@@ -38,11 +38,10 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
     @jax.jit
     def measured(learned: Learned, weights: Any) -> Any:
         components = with_views(learned.components, sites)
-        _, reader = read_batch(problem, learned._replace(components=components), weights, tokens)
-        l0 = mean_l0(problem, components, reader, [0.0, THRESHOLD], tokens.size)
-        statistics = batch_statistics(problem, components, reader, THRESHOLD, tokens.size)
+        batch = read_batch(problem, learned._replace(components=components), weights, tokens)
+        l0, statistics = mean_l0(batch, [0.0, THRESHOLD]), batch_statistics(batch, THRESHOLD)
         logits = site_logits(problem, learned, weights, tokens, chosen)
-        return l0, routed_shares(reader, sites, tokens.size), statistics, logits
+        return l0, routed_shares(batch), statistics, logits
 
     l0, routed, statistics, logits = jax.device_get(measured(state.learned, weights))
     lower = {name: np.clip(z, 0, 1) for name, z in logits.items()}  # of −∞, 0

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float, Int
 
-from param_decomp_jax.ci import ImportanceReader
-from param_decomp_jax.decomposition.components import Components
-from param_decomp_jax.method.clean_pass import CleanPass
+from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import DirectTerm, Term
 from param_decomp_lab.config.kinds import registered
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Routing
@@ -44,10 +42,8 @@ class ComponentNorm(DirectTerm):
 
     threshold: float
 
-    def value(
-        self, clean_pass: CleanPass, components: Components, reader: ImportanceReader, step: Int[Array, ""]
-    ) -> Float[Array, ""]:
-        entries = [jnp.ravel(matrix) for factors in components.values() for matrix in (factors.V, factors.U)]
+    def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
+        entries = [jnp.ravel(matrix) for factors in batch.components.values() for matrix in (factors.V, factors.U)]
         squares = jnp.concatenate(entries) ** 2
         return jnp.mean(jnp.where(squares > self.threshold**2, squares, 0.0))
 
