@@ -17,16 +17,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from experiments.benchmarks.step_bench import GIB, ROOT, planned_bytes, random_weights
-from param_decomp_jax.targets.transformer import Transformer
+from experiments.gpu_day.job import ROOT
+from experiments.gpu_day.measure import Runner, allocated
+from param_decomp_aot.compile import memory_plan
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.loss_schema import ChunkwiseSubsetReconLoss, StochasticReconSubsetLoss
 from param_decomp_lab.config.method_schema import ChunkwiseCI, GlobalCI, LanguageModelFile
@@ -35,9 +33,10 @@ from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.processes.group import Processes
 from param_decomp_lab.processes.joining import joined
 from param_decomp_lab.setup.base import Outline, build_mesh
-from param_decomp_lab.setup.programs import init_program, steps_program
+from param_decomp_lab.setup.programs import steps_program
 from param_decomp_lab.setup.resolved import ResolvedConfig
 
+GIB = 2**30
 DEFAULT = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 
 
@@ -92,30 +91,13 @@ def _place(config: RunConfig, *kinds: type[Any]) -> int:
 
 def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any]:
     """The line of JSON. ``steps``: timed ones, after a first."""
-    inputs, target = outline.train.input_shapes(1), outline.problem.target
-    assert isinstance(target, Transformer)
-    places = jax.tree.map(lambda x: x.sharding, outline.weights)
     with jax.set_mesh(outline.mesh):
         started = time.perf_counter()
         step = steps_program(outline, 1).lower().compile()
         compile_s = time.perf_counter() - started
-        state = init_program(outline).function()
-        weights = jax.jit(partial(random_weights, outline.weights), out_shardings=places)()
-        draw = jax.jit(
-            lambda number: jax.random.randint(
-                jax.random.key(number), inputs.shape, 0, target.architecture.vocab_size, jnp.int32
-            ),
-            out_shardings=inputs.sharding,
-        )
-        jax.block_until_ready((state, weights))
+        runner = Runner(outline, step, 1)
         made = _peak()
-        times = []
-        for number in range(steps + 1):
-            tokens = jax.block_until_ready(draw(number))
-            started = time.perf_counter()
-            state, rows = step(state, weights, tokens, np.int32(1))
-            jax.block_until_ready(rows)
-            times.append(time.perf_counter() - started)
+        times = [runner.run([number]) for number in range(steps + 1)]
     live, made = (max(map(int, processes.gather(str(peak)))) for peak in (_peak(), made))
     seconds, batch, length = statistics.median(times[1:]), *outline.leading
     return {
@@ -123,7 +105,7 @@ def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any
         "sites": len(outline.problem.target.sites),
         "batch": batch,
         "seq": length,
-        "planned_gib": planned_bytes(step) / GIB,
+        "planned_gib": memory_plan(step).peak / GIB,
         "live_gib": live / GIB or None,
         "live_gib_before_steps": made / GIB or None,
         "step_s": seconds,
@@ -134,7 +116,7 @@ def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any
 
 def _peak() -> int:
     """Of this process's devices the most; 0 where they do not tell."""
-    return max(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in jax.local_devices())
+    return max(int(allocated(device).get("peak_bytes_in_use", 0)) for device in jax.local_devices())
 
 
 def as_text(line: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Decompositions of a Llama's MLPs that measurements are taken on: chunks of stochastic masks and a lasting adversary.
 
-The losses are those of the published 27-site decomposition of Llama-3.1-8B; sizes are free. Nothing here is run by
-itself: `goals_table.py` compiles them for GPUs that are not here, `step_bench.py` runs them on what is here.
+The losses are those of the published 27-site decomposition of Llama-3.1-8B; sizes are free. `goals_table.py` compiles
+them for GPUs that are not here.
 """
 
 from collections.abc import Mapping

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, VERMILION, 
 from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.tracking.collapse import CI_GRADIENTS, TAIL_LIMIT, GradientTail, Growth, Tail, growths
+from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 FIGURE = ROOT / "docs" / "images" / "collapse.png"
@@ -153,24 +155,18 @@ def figure(runs: list[Run]) -> Figure:
 
 def table(runs: list[Run]) -> str:
     """In Markdown."""
-    lines = [
-        "| penalty | seed | half-way: L0, error, pattern | at the end | warning, step | lost from | in between |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for of in runs:
-        half, last = (of.evaluated[step] for step in (STEPS // 2, STEPS))
-        between = (of.lost - of.warned) / STEPS if of.warned is not None and of.lost is not None else None
+
+    def cells(of: Run) -> Sequence[object]:
+        found = (of.evaluated[step] for step in (STEPS // 2, STEPS))
+        half, last = (f"{l0:.3f}, {error:.2g}, {pattern}" for l0, error, pattern in found)
+        between = "–"
+        if of.warned is not None and of.lost is not None:
+            between = f"{100 * (of.lost - of.warned) / STEPS:.0f} % of the steps"
         warned, lost = (f"{step:,}" if step is not None else "–" for step in (of.warned, of.lost))
-        lines.append(
-            f"| {PENALTIES[of.name][0]} | {of.seed} | {_shown(half)} | {_shown(last)} | {warned} | {lost} |"
-            f" {f'{100 * between:.0f} % of the steps' if between is not None else '–'} |"
-        )
-    return "\n".join(lines)
+        return PENALTIES[of.name][0], of.seed, half, last, warned, lost, between
 
-
-def _shown(evaluation: tuple[float, float, int]) -> str:
-    l0, error, pattern = evaluation
-    return f"{l0:.3f}, {error:.2g}, {pattern}"
+    columns = "penalty | seed | half-way: L0, error, pattern | at the end | warning, step | lost from | in between"
+    return "\n".join(markdown_table(columns, map(cells, runs)))
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.probe.cards import TABLE
 from param_decomp_lab.probe.measure import dumped
+from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -139,7 +141,7 @@ def memory_numbers(found: Estimate) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Of everything that decides what is compiled: the core, the decompositions, and this script."""
+    """A digest of all code that decides what is compiled: the core, the decompositions, and this script."""
     files = sorted((ROOT / "param_decomp_jax").rglob("*.py"))
     return hashlib.sha256(
         b"".join(file.read_bytes() for file in [*files, Path(__file__), Path(mlp_decompositions.__file__)])
@@ -160,21 +162,18 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """The table, in Markdown."""
-    lines = [
-        "| row | goal | peak | without limit | temp | arguments | host | FLOPs | × saved | compile | lower | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
+
+    def cells(r: dict[str, Any]) -> Sequence[str]:
         goal = "" if r["goal_gib"] is None else f"{r['goal_gib']:g}"
         unlimited = f"{r['peak_gib_unlimited']:.2f}" + (" (limit-bound)" if r["limit_bound"] else "")
-        memory = " | ".join(f"{r[key]:.2f}" for key in ("temp_gib", "arguments_gib", "host_gib"))
+        memory = [f"{r[key]:.2f}" for key in ("temp_gib", "arguments_gib", "host_gib")]
         flops, saved = r["matmul_flops"], r["matmul_flops_saved"]
-        arithmetic = f"{flops:.3g} | {flops / saved:.2f}" if flops else " | "
-        lines.append(
-            f"| {r['row']} | {goal} | {r['peak_gib']:.2f} | {unlimited} | {memory} | {arithmetic} |"
-            f" {r['compile_s']:.0f} s | {r['lower_s']:.0f} s | {r['commit']} |"
-        )
-    return "\n".join(lines)
+        arithmetic = (f"{flops:.3g}", f"{flops / saved:.2f}") if flops else ("", "")
+        times = f"{r['compile_s']:.0f} s", f"{r['lower_s']:.0f} s"
+        return r["row"], goal, f"{r['peak_gib']:.2f}", unlimited, *memory, *arithmetic, *times, r["commit"]
+
+    columns = "row | goal | peak | without limit | temp | arguments | host | FLOPs | × saved | compile | lower | commit"
+    return "\n".join(markdown_table(columns, map(cells, rows)))
 
 
 def main() -> None:
@@ -203,17 +202,8 @@ def main() -> None:
             print(f"{row.name}: there is no policy {row.policy!r} in this script yet", file=sys.stderr)
         elif options.force or not file.exists() or _differs(json.loads(file.read_text()), code, options.gpu):
             print(f"{row.name} …", file=sys.stderr, flush=True)
-            again = [
-                sys.executable,
-                "-m",
-                "experiments.evidence.goals_table",
-                "--one",
-                "--only",
-                row.name,
-                "--gpu",
-                options.gpu,
-            ]
-            again += ["--buffers", str(options.buffers), "--out", str(options.out)]
+            again = [sys.executable, "-m", "experiments.evidence.goals_table", "--one", "--only", row.name]
+            again += ["--gpu", options.gpu, "--buffers", str(options.buffers), "--out", str(options.out)]
             if subprocess.run(again, cwd=ROOT).returncode:
                 print(f"{row.name}: failed", file=sys.stderr)
     if not options.one:

@@ -32,39 +32,13 @@ from param_decomp_lab.eval.run_evaluation import evaluate_run
 from param_decomp_lab.runs.folder import CONFIG_FILE, HISTORY_FILE
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.ui.numbers import duration
+from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "toys"
 TABLE = ROOT / "docs" / "measurements" / "table1.md"
-
-
-LOCAL_OPTIMUM = """\
-Seed 0 of TMS 5-2+ID ends in a local optimum, every time that it is run. In this target features 2 and 3 point in nearly
-opposite directions, but for a part along feature 4's, and one component of `linear1` serves both: U points along
-(−0.91, 0.42), with 1.13 times that for feature 3 and −1.16 times for feature 2. Four components are alive in place of
-five, and this one is on for features 0 and 1 as well. The faithfulness warm-up does not decide it: without one
-(`--set pd.faithfulness_warmup_steps=0`) the same seed ends with ML2R 0.595; nor does p, which from 2 to 1 gives 0.607.
-The components that it draws do. With C 40 in place of 20 at every site, and nothing else changed
-(`configs/toys/tms_5-2-id_C40.yaml`), all five seeds end with MMCS 1.000 and no error. (TMS 5-2+ID itself keeps the
-published C, for which the published values are.)
-
-ML2R of seeds 2 and 4 with C 40 is 0.80 all the same, and shows no fault of theirs. It takes, for every feature, the
-component that points most nearly along it, and one of the 35 dead ones points along a feature by accident: with a
-cosine of 0.99991, where the component that has learned it has 0.99977, and with 4e-6 of its length (seed 2). The five
-that are alive have lengths of 0.99 to 1.01."""
-
-RESID = """\
-ResidMLP-2 and -3 are published twice: with a scalar MLP for each component (50,000 and 200,000 steps; two cores manage
-the first few thousand, or few hundred, in an evening), and with one MLP a site (25,000 steps), here *shared*. The six
-shared runs had one H200 between them (26 November 2026; `pd train` with seeds 0 to 2; Python 3.12, JAX 0.11.2, products
-of float32 in TF32, no checkpoints on the way). So a step took as long as on a card shared by six; the times are those
-from a run's beginning to its end. After some 17,500 steps of ResidMLP-2 the time was up for ResidMLP-3, and the other
-three were resumed alone.
-
-In ResidMLP-2 the errors of `layers.1.mlp_in` are between 113 and 150 on every seed from step 3,000 on, while those of
-`layers.0.mlp_in` fall to 7 to 20. A likely reason: what this matrix reads is not one feature any more when one feature
-is on, since `layers.0.mlp_out` has written along others as well. In ResidMLP-3 most of them still
-fell when it was stopped (those of seed 0's `layers.0.mlp_in` were 586, 556, 533, 500 and 491, 3,000 steps apart)."""
+WANTED = "Wanted: MMCS ≥ 0.998, |ML2R − 1| ≤ 0.02 (40-10+ID: 0.035), identity errors 0; ResidMLP-1's `mlp_out` ≤ 2."
+"""Where the figures of the page end. What follows was written by hand, and stays."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +220,11 @@ def update_results(kept: Path, out: Path) -> Results:
 # --- the table ---
 
 
-def table(found: Results) -> str:
-    """The whole page, of whatever has been run."""
+def figures(found: Results) -> str:
+    """The page as far as `WANTED`, of whatever has been run."""
+    toys = [(e, [result for _, result in sorted(found[e.name].items())]) for e in EXPERIMENTS]
+    tms = "| seeds | MMCS | published | ML2R | published | errors by site | time"
+    every = "| seed | step | MMCS | ML2R | expected, errors | as wanted | time | of a step"
     lines = [
         "# Table 1: the toy models",
         "",
@@ -263,39 +240,26 @@ def table(found: Results) -> str:
         "MMCS and ML2R (docs/semantics.md, section 11) compare each feature's row of `linear1` with the best "
         "component's; 1 is perfect. Errors are entries of the causal importance matrix that are not as expected.",
         "",
-        "| | seeds | MMCS | published | ML2R | published | errors by site | time |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    toys = [(e, [result for _, result in sorted(found[e.name].items())]) for e in EXPERIMENTS]
-    for experiment, results in toys:
-        if experiment.mmcs is None or experiment.ml2r is None:
-            continue
-        done = [result for result in results if finished(result, experiment)]
-        cells = [experiment.title, str(len(done)), "", _published(experiment.mmcs), "", _published(experiment.ml2r)]
-        if done:
-            cells[2] = _mean([result.row["eval/tms/mmcs"] for result in done])
-            cells[4] = _mean([result.row["eval/tms/ml2r"] for result in done])
-        errors = ", ".join(f"{site} {_errors(done, site)}" for site in experiment.expected) if done else ""
-        lines.append(f"| {' | '.join([*cells, errors, _times(done)])} |")
-    lines += ["", "## Every run", ""]
-    lines += [
-        "| | seed | step | MMCS | ML2R | expected, errors | as wanted | time | of a step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for experiment, results in toys:
-        lines += [_line(experiment, result) for result in results]
-    lines += [
+        *markdown_table(tms, (_summary(*toy) for toy in toys if toy[0].mmcs is not None)),
         "",
-        "Wanted: MMCS ≥ 0.998, |ML2R − 1| ≤ 0.02 (40-10+ID: 0.035), identity errors 0; ResidMLP-1's `mlp_out` ≤ 2.",
+        "## Every run",
         "",
-        LOCAL_OPTIMUM,
+        *markdown_table(every, (_cells(experiment, result) for experiment, results in toys for result in results)),
         "",
-        RESID,
+        WANTED,
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _line(experiment: Experiment, result: Result) -> str:
+def _summary(experiment: Experiment, results: Sequence[Result]) -> Sequence[str]:
+    done = [result for result in results if finished(result, experiment)]
+    mmcs, ml2r = (_mean([result.row[f"eval/tms/{key}"] for result in done]) for key in ("mmcs", "ml2r"))
+    published = _published(experiment.mmcs), _published(experiment.ml2r)
+    errors = ", ".join(f"{site} {_errors(done, site)}" for site in experiment.expected) if done else ""
+    return experiment.title, str(len(done)), mmcs, published[0], ml2r, published[1], errors, _times(done)
+
+
+def _cells(experiment: Experiment, result: Result) -> Sequence[str]:
     complete = finished(result, experiment)
     step = "none yet" if result.step is None else f"{result.step:,}" + ("" if complete else f" of {experiment.steps:,}")
     similarity = [result.row.get(f"eval/tms/{key}") for key in ("mmcs", "ml2r")]
@@ -304,8 +268,7 @@ def _line(experiment: Experiment, result: Result) -> str:
     cells.append(", ".join(f"{site}: {what}, {result.error(site)}" for site, what in experiment.expected.items()))
     cells += [("yes" if as_wanted(experiment, result) else "**no**") if complete else "", duration(result.seconds)]
     step_time = "" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f} ms"
-    cells.append(", ".join(filter(None, (step_time, "" if result.device == Result.device else result.device))))
-    return f"| {' | '.join(cells)} |"
+    return [*cells, ", ".join(filter(None, (step_time, "" if result.device == Result.device else result.device)))]
 
 
 def as_wanted(experiment: Experiment, result: Result) -> bool:
@@ -318,11 +281,13 @@ def as_wanted(experiment: Experiment, result: Result) -> bool:
     return all((result.error(site) or 0) <= experiment.tolerance.get(site, 0) for site in judged)
 
 
-def _published(value: tuple[float, float]) -> str:
-    return f"{value[0]:.3f} ± {value[1]:.3f}"
+def _published(value: tuple[float, float] | None) -> str:
+    return "" if value is None else f"{value[0]:.3f} ± {value[1]:.3f}"
 
 
 def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return ""
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{spread}"
 
@@ -337,7 +302,8 @@ def _times(results: Sequence[Result]) -> str:
 
 
 def write_page(page: Path, out: Path) -> None:
-    page.write_text(table(update_results(page.with_suffix(".json"), out)))
+    by_hand = page.read_text().partition(WANTED)[2] if page.is_file() else ""
+    page.write_text(figures(update_results(page.with_suffix(".json"), out)) + (by_hand or "\n"))
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """One item after the other, until all are measured or the time is over."""
 
+import json
 import os
 import secrets
 import signal
@@ -11,11 +12,10 @@ from typing import Any
 
 from experiments.gpu_day.cards import Card, cards_here, table_name
 from experiments.gpu_day.decomposition import cadence, check_smollm2, steps_in
-from experiments.gpu_day.items import ITEMS, Decomposition, Item, Links, Step, named, toy_items
+from experiments.gpu_day.items import Asked, Decomposition, Item, Links, Step, named
 from experiments.gpu_day.job import ON_CPU, Job
 from experiments.gpu_day.links import Fit, as_table
-from experiments.gpu_day.margin import margin
-from experiments.gpu_day.page import page
+from experiments.gpu_day.page import GIB, margin, page
 from experiments.gpu_day.results import Results
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.folders import write_whole
@@ -24,7 +24,6 @@ from param_decomp_lab.probe.compiler import installed
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.runs.folder import commit_of_the_code
 
-GIB = 2**30
 PATIENCE_S = 90.0
 """Time for a run that is told to stop, to save and to write its report."""
 RESERVE_S = PATIENCE_S + 30.0
@@ -34,39 +33,6 @@ TAKEN = GIB
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command was asked for. ``decompose_s``: how long the decomposition is to be; None: as long as time is
-    left, within the item's own limit. ``beside``: processes that compile without the card, after the measurements."""
-
-    parts: Sequence[str]
-    json: Path
-    page: Path
-    work: Path
-    seconds: float
-    decompose_s: float | None
-    smollm2: Path | None
-    text: Path | None
-    beside: int
-    toy: bool
-
-    @property
-    def items(self) -> Sequence[Item]:
-        """Those of the parts asked for, and what these need, in order."""
-        every = toy_items(self.work) if self.toy else ITEMS
-        wanted = {item.name for item in every if {*item.parts} & {*self.parts}}
-        wanted |= {item.needs for item in every if item.name in wanted}
-        return [item for item in every if item.name in wanted]
-
-    def job(self, how: str, name: str, extra: Mapping[str, str], *more: str) -> Job:
-        """A process that does ``how`` with the item."""
-        words = ["--one", name, "--how", how, "--work", str(self.work), *(["--toy"] if self.toy else []), *more]
-        for option, value in (("--smollm2", self.smollm2), ("--text", self.text)):
-            words += [] if value is None else [option, str(value)]
-        log = self.work / "logs" / f"{how}_{''.join(c if c.isalnum() else '-' for c in name)}.log"
-        return Job(words, log, {**(ON_CPU if self.toy else {}), **extra})
-
-
-@dataclass
 class Day:
     """``ends``: as of `time.monotonic`."""
 
@@ -75,9 +41,6 @@ class Day:
     ends: float
     cards: Sequence[Card]
 
-    def __post_init__(self) -> None:
-        self.items = self.asked.items
-
     @property
     def left_s(self) -> float:
         return self.ends - time.monotonic()
@@ -85,28 +48,60 @@ class Day:
     def run(self) -> bool:
         """Whether everything is measured."""
         try:
-            self._machine()
-            for number, item in enumerate(self.items, 1):
+            self._describe_machine()
+            for number, item in enumerate(self.asked.items, 1):
                 if not self.results.is_done(item):
-                    self._say(f"{number}/{len(self.items)} {item.name} …")
+                    self._say(f"{number}/{len(self.asked.items)} {item.name} …")
                     self._measure(item)
-            card = (
-                None if self.asked.toy or not self.asked.beside else table_name(self.results.all["machine"]["device"])
-            )
-            without_the_card(self.asked, self.results, self.measured_steps(), card, self.ends)
+            planned_for = None if self.asked.toy else table_name(self.results.all["machine"]["device"])
+            self.plan(planned_for if self.asked.beside else None)
         finally:
-            write_page(self.asked, self.results)
+            self.write_page()
         return not self.left()
 
-    def measured_steps(self) -> list[Step]:
-        return [i for i in self.items if isinstance(i, Step) and not i.needs and "step_s" in self.results.of(i)]
-
     def left(self) -> list[str]:
-        return [i.name for i in self.items if not self.results.is_done(i) and not self._reason_against(i)]
+        return [i.name for i in self.asked.items if not self.results.is_done(i) and not self._reason_against(i)]
 
-    def _machine(self) -> None:
-        """Describes the machine, or compares it with the one described. UserError for one where nothing can be
-        measured, or another than before."""
+    def plan(self, card: str | None) -> None:
+        """Counts the arithmetic of the measured steps that lack it, and plans them for the card, by its name in
+        ``cards.csv``."""
+        missing = [step for step in self.measured_steps() if not self.results.is_planned(step, card)]
+        at_once = max(1, self.asked.beside)
+        for first in range(0, len(missing), at_once):
+            if (left := self.left_s) <= 0:
+                return
+            jobs = [(item, self._job(item.name, ON_CPU, {"card": card})) for item in missing[first:][:at_once]]
+            try:
+                for item, job in jobs:
+                    self.results.add("planned", item, {"card": card, **job.result(min(left, 900.0))})
+            finally:
+                for _, job in jobs:
+                    job.end()
+
+    def measured_steps(self) -> list[Step]:
+        steps = [item for item in self.asked.items if isinstance(item, Step) and not item.needs]
+        return [step for step in steps if "step_s" in self.results.of(step)]
+
+    def without_plan(self) -> list[str]:
+        return [step.name for step in self.measured_steps() if "plan" not in self.results.of(step, "planned")]
+
+    def write_page(self) -> None:
+        if "machine" in self.results.all:
+            self.asked.page.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.asked.page, page(self.results.all))
+
+    def _job(self, name: str, variables: Mapping[str, str], given: Mapping[str, Any]) -> Job:
+        """A process that does what `__main__._one` says of the item's name and what is given."""
+        asked = self.asked
+        words = ["--one", name, "--given", json.dumps(given), "--work", str(asked.work), *["--toy"] * asked.toy]
+        for option, value in (("--smollm2", asked.smollm2), ("--text", asked.text)):
+            words += [] if value is None else [option, str(value)]
+        log = f"{'planned' if 'card' in given else 'measure'}_{''.join(c if c.isalnum() else '-' for c in name)}.log"
+        return Job(words, asked.work / "logs" / log, {**(ON_CPU if asked.toy else {}), **variables})
+
+    def _describe_machine(self) -> None:
+        """Once; else compares it with the one described. UserError for one where nothing can be measured, or another
+        than before."""
         here, there = [card.name for card in self.cards], self.results.all.get("machine")
         if there is not None:
             if there["cards"] != here:
@@ -115,7 +110,7 @@ class Day:
                     f"{'is' if len(here) < 2 else 'are'} {_cards(here)}; choose another file with --json"
                 )
             return
-        found = self.asked.job("measure", "machine", self._one_card()).result(min(300.0, self.left_s))
+        found = self._job("machine", self._one_card(), {}).result(min(300.0, self.left_s))
         if "failed" in found:
             raise CannotTell(f"nothing can be measured here: {found['failed']}")
         if not self.asked.toy and found["platform"] != "gpu":
@@ -124,10 +119,9 @@ class Day:
                 "'.[cuda13]'"
             )
         driver, total = (self.cards[0].driver, self.cards[0].memory) if self.cards else (None, None)
-        of_all = {"cards": here, "driver": driver, "memory": total, "toy": self.asked.toy}
-        self.results.describe({**found, **of_all, "commit": commit_of_the_code()})
-        product, copy = found["rates"]["matmul_flops_per_s"] / 1e12, found["rates"]["copy_bytes_per_s"] / 1e12
-        self._say(f"{_cards(here)}: a product {product:,.1f} TFLOP/s, a copy {copy:.3f} TB/s")
+        found |= {"cards": here, "driver": driver, "memory": total, "toy": self.asked.toy}
+        self.results.all["machine"] = {**found, "commit": commit_of_the_code()}
+        self.results.write()
 
     def _one_card(self) -> dict[str, str]:
         """Variables that show a process one card alone."""
@@ -140,7 +134,7 @@ class Day:
         if isinstance(item, Links) and not item.simulated and len(self.cards) < 2:
             return "one card has no links"
         if item.needs:
-            needed = named(self.items, item.needs)
+            needed = named(self.asked.items, item.needs)
             against = self._reason_against(needed)
             if against or (self.results.is_done(needed) and "step_s" not in self.results.of(needed)):
                 return f"needs {item.needs}, which could not be measured"
@@ -164,98 +158,55 @@ class Day:
             if not any(card.used > TAKEN for card in cards_here()[: len(self.cards)]):
                 break
             time.sleep(2)
-        limit, before = min(self.left_s, max(150.0, 3 * item.expected_s)), self.results.of(item)
-        match item:
-            case Links():
-                simulated = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={item.simulated}"}
-                found = self.asked.job("measure", item.name, simulated if item.simulated else {}).result(limit)
-            case Decomposition():
-                found = self._decompose(item, before, needed)
-            case Step():
-                extra = {**self._one_card(), **_variables(item, needed)}
-                found = self.asked.job("measure", item.name, extra).result(limit)
-            case _:
-                raise AssertionError(item)
-        result = {"tries": before.get("tries", 0) + 1, **found, "parts": [*item.parts]}
-        self.results.add("measured", item, result)
-        write_page(self.asked, self.results)
-        self._say(f"    {line(result)}")
+        before, given, limits = self.results.of(item), {}, (min(self.left_s, max(150.0, 3 * item.expected_s)), 0.0)
+        noted: dict[str, Any] = {"parts": [*item.parts]}
+        if isinstance(item, Decomposition):
+            given, limits = self._run(item, before, needed), (self.left_s - RESERVE_S, PATIENCE_S)
+            noted |= given
+            # Before it begins: a later call goes on.
+            self.results.add("measured", item, {**noted, "unfinished": True, "stopped": "with the command", "tries": 0})
+        job = self._job(item.name, self._variables(item, needed), given)
+        self.results.add("measured", item, {"tries": before.get("tries", 0) + 1, **job.result(*limits), **noted})
+        self.write_page()
+        self._say(f"    {line(self.results.of(item))}")
 
-    def _decompose(self, item: Decomposition, before: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
+    def _variables(self, item: Item, needed: Mapping[str, Any]) -> dict[str, str]:
+        """Of the item's process."""
+        match item:
+            case Links(simulated=devices):
+                return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices else {}
+            case Decomposition():
+                return {**self._one_card(), "JAX_COMPILATION_CACHE_DIR": str(self.asked.work / "compiled")}
+            case Step(traced=True):
+                flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+                return {**self._one_card(), "XLA_FLAGS": flags}
+            case Step(over_plan=over) if over is not None:
+                fraction = (needed["plan"]["peak"] + over * GIB) / (needed["pool"] / MEM_FRACTION)
+                return {**self._one_card(), "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.5f}"}
+        return self._one_card()
+
+    def _run(self, item: Decomposition, before: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's folder and how long it is to be: those of an earlier call, or new ones."""
         if "run" in before and (Path(before["run"]) / "config.yaml").is_file():
-            run, planned = Path(before["run"]), before["planned"]
-        else:
-            seconds, step_s = self.asked.decompose_s or min(item.most_s, self.left_s - RESERVE_S), needed.get("step_s")
-            planned = [*cadence(item.steps or steps_in(seconds, needed["step_s"]), step_s)]
-            run = self.asked.work / f"p-{secrets.token_hex(4)}"
-        noted = {"run": str(run), "planned": planned}
-        # Before it begins: a later call goes on.
-        note = {**noted, "unfinished": True, "stopped": "with the command", "parts": [*item.parts], "tries": 0}
-        self.results.add("measured", item, note)
-        self._say(f"    {planned[0].removeprefix('pd.steps=')} steps in {run}; logs {self.asked.work}/logs")
-        extra = {**self._one_card(), "JAX_COMPILATION_CACHE_DIR": str(self.asked.work / "compiled")}
-        more = ("--run", str(run), *(f"--set={one}" for one in planned))
-        job = self.asked.job("measure", item.name, extra, *more)
-        return {**job.result(self.left_s - RESERVE_S, PATIENCE_S), **noted}
+            return {"run": before["run"], "planned": before["planned"]}
+        seconds = self.asked.decompose_s or min(item.most_s, self.left_s - RESERVE_S)
+        steps = item.steps or steps_in(seconds, needed["step_s"])
+        run = self.asked.work / f"p-{secrets.token_hex(4)}"
+        self._say(f"    {steps} steps in {run}; logs {self.asked.work}/logs")
+        return {"run": str(run), "planned": [*cadence(steps, needed.get("step_s"))]}
 
     def _say(self, text: str) -> None:
         left = max(0, round(self.left_s))
         print(f"[{left // 60:d}:{left % 60:02d} left] {text}", flush=True)
 
 
-def without_the_card(asked: Asked, results: Results, steps: Sequence[Step], card: str | None, ends: float) -> None:
-    """Counts the arithmetic of those steps that lack it, and plans them for the card (by its name in ``cards.csv``)."""
-
-    kinds = ("counted",) if card is None else ("counted", "planned")
-    missing = [(kind, item) for kind in kinds for item in steps if not results.has(kind, item)]
-    at_once = max(1, asked.beside)
-    for first in range(0, len(missing), at_once):
-        if (left := ends - time.monotonic()) <= 0:
-            return
-        given = ["--card", card or ""]
-        jobs = [(kind, item, asked.job(kind, item.name, ON_CPU, *given)) for kind, item in missing[first:][:at_once]]
-        try:
-            for kind, item, job in jobs:
-                results.add(kind, item, job.result(min(left, 900.0)))
-        finally:
-            for _, _, job in jobs:
-                job.end()
-
-
-def write_page(asked: Asked, results: Results) -> None:
-    if "machine" in results.all:
-        asked.page.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(asked.page, page(results.all))
-
-
-def _variables(item: Step, needed: Mapping[str, Any]) -> dict[str, str]:
-    """Of the item's process."""
-    if item.traced:
-        return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()}
-    if item.over_plan is None:
-        return {}
-    fraction = (needed["plan"]["peak"] + item.over_plan * GIB) / (needed["pool"] / MEM_FRACTION)
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.5f}"}
-
-
 def line(result: Mapping[str, Any]) -> str:
     """One line for the terminal."""
-    words = []
+    shown = {key: result[key] for key in ("step_s", "compile_s", "reached", "report", "stopped") if key in result}
     if "plan" in result:
-        words.append(f"plan {result['plan']['peak'] / GIB:.3f} GiB")
-    if result.get("live", {}).get("steps"):
-        words.append(f"live {result['live']['steps'] / GIB:.3f} (made {result['live']['made'] / GIB:.2f})")
-    if "step_s" in result:
-        words.append(f"step {1e3 * result['step_s']:.3f} ms, compiled in {result['compile_s']:.0f} s")
-    if "fits" in result:
-        words.append(f"{len(result['messages'])} messages between {result['devices']} devices")
-    if "report" in result:
-        words.append(f"{result['reached']:,} of {result['steps']:,} steps, {result['report']}")
-    if "stopped" in result:
-        words.append(f"stopped {result['stopped']}")
-    if "failed" in result:
-        words.append(f"FAILED: {result['failed'][:500]}")
-    return ", ".join(words)
+        shown["plan"] = f"{result['plan']['peak'] / GIB:.3f} GiB"
+    words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()]
+    return ", ".join([*words, *([f"FAILED: {result['failed'][:500]}"] if "failed" in result else [])])
 
 
 def _cards(names: Sequence[str]) -> str:
@@ -264,7 +215,7 @@ def _cards(names: Sequence[str]) -> str:
 
 def run_day(asked: Asked) -> int:
     """Exit status: 0, or 75 where something is left. UserError for what cannot be measured."""
-    started = time.monotonic()
+    ends = time.monotonic() + asked.seconds
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cards = [] if asked.toy else cards_here()
     if not asked.toy and not cards:
@@ -279,19 +230,19 @@ def run_day(asked: Asked) -> int:
     if asked.text is not None and not asked.text.exists():
         raise UserError(f"--text {asked.text}: is not there; should be a file or a folder of text")
     asked.work.mkdir(parents=True, exist_ok=True)
-    day = Day(asked, Results(asked.json), started + asked.seconds, cards)
+    day = Day(asked, Results(asked.json), ends, cards)
     try:
         done = day.run()
     except KeyboardInterrupt:
         print(f"stopped; {asked.json} has what was measured. The same command goes on.", flush=True)
         return STOPPED
-    for links in (one for one in day.results.all["measured"].values() if "fits" in one):
-        print(as_table([Fit(**one) for one in links["fits"]]), flush=True)
-    found = margin(day.results.all)
-    told = "unknown" if found.gib is None else f"{found.gib:g} GiB"
-    print("\n".join((f"margin of pd probe: {told}", *found.reasons)))
+    found = day.results.all
+    for links in (one for one in found["measured"].values() if "fits" in one):
+        print(as_table([Fit(**one) for one in links["fits"]]))
+    told, reasons = margin(found)
+    print("\n".join((f"margin of pd probe: {'unknown' if told is None else f'{told:g} GiB'}", *reasons)))
     print(f"results  {asked.json}\npage     {asked.page}", flush=True)
-    if asked.beside and not asked.toy and any(not day.results.has("planned", step) for step in day.measured_steps()):
+    if asked.beside and not asked.toy and day.without_plan():
         print("without a plan of pd probe yet: some steps; --plans-only adds them, here or elsewhere")
     if not done:
         print(f"left: {', '.join(day.left())}. The same command goes on.", flush=True)
@@ -303,21 +254,19 @@ def run_plans(asked: Asked) -> int:
 
     Exit status: 0, or 75 where one is missing yet. UserError for figures of a card or a JAX that it cannot plan for.
     """
-    results = Results(asked.json)
-    machine = results.all["machine"]
+    day = Day(asked, Results(asked.json), time.monotonic() + asked.seconds, ())
+    machine = day.results.all["machine"]
     card = table_name(machine["device"])
     if card is None:
         raise UserError(f"{asked.json}: holds figures of {machine['device']}, which `pd probe` does not know")
     here, there = installed("jax"), machine["packages"]["jax"]
     if here != there:
         raise UserError(f"{asked.json}: was measured with JAX {there}, and here is {here}; plans are of one version")
-    steps = [item for item in ITEMS if isinstance(item, Step) and not item.needs and "step_s" in results.of(item)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        without_the_card(asked, results, steps, card, time.monotonic() + asked.seconds)
+        day.plan(card)
     except KeyboardInterrupt:
         print("stopped", flush=True)
-    write_page(asked, results)
-    left = [item.name for item in steps if "plan" not in results.all["planned"].get(item.name, {})]
-    print("\n".join([*(f"no plan: {name}" for name in left), str(asked.page)]), flush=True)
-    return STOPPED if left else 0
+    day.write_page()
+    print("\n".join([*(f"no plan: {name}" for name in day.without_plan()), str(asked.page)]), flush=True)
+    return STOPPED if day.without_plan() else 0

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Decomposition(Item):
 ONE_DEVICE = ("mesh={replica: 1, fsdp: 1}", "eval=null")
 
 
-def _layer_18(name: str, parts: tuple[str, ...], policy: str, batch: int, plan_gib: float, **more: Any) -> Step:
+def _layer_18(policy: str, batch: int, plan_gib: float, and_more: str = "", **more: Any) -> Step:
     sets = (
         *ONE_DEVICE,
         "data.max_seq_len=512",
@@ -86,15 +87,21 @@ def _layer_18(name: str, parts: tuple[str, ...], policy: str, batch: int, plan_g
         f"memory={{preset: {policy}}}",
         f"remat_recon_forwards={'false' if policy == 'plain' else 'true'}",
     )
-    more = {"config": "configs/llama8b_l18.yaml", "expected_s": 110.0, **more}
-    return Step(name=name, parts=parts, sets=sets, policy=policy, plan_gib=plan_gib, **more)
+    name = f"layer 18, {policy}, {batch} × 512{and_more}"
+    more = {"parts": ("plan", "step"), "config": "configs/llama8b_l18.yaml", "expected_s": 110.0, **more}
+    return Step(name=name, sets=sets, policy=policy, plan_gib=plan_gib, **more)
+
+
+def _traced(step: Step, expected_s: float = 130.0) -> Step:
+    """The same step, for its phases."""
+    name = f"{step.name}, traced"
+    return replace(step, name=name, parts=("phases",), expected_s=expected_s, traced=True, needs=step.name)
 
 
 def _toy(name: str, at_once: int) -> Step:
     sets = ("eval=null", f"steps_per_dispatch={at_once}")
-    name_here = f"{name}, {at_once:,} at once"
-    config = f"configs/toys/{name}.yaml"
-    return Step(name=name_here, parts=("toys",), expected_s=30.0, config=config, sets=sets, rounds=20)
+    config, name = f"configs/toys/{name}.yaml", f"{name}, {at_once:,} at once"
+    return Step(name=name, parts=("toys",), expected_s=30.0, config=config, sets=sets, rounds=20)
 
 
 _SMOLLM2 = (
@@ -105,43 +112,37 @@ _SMOLLM2 = (
     "memory={preset: balanced}",
 )
 """At 64 times its batch: the settings were tuned for 256 tokens a step, on a CPU."""
-_SMOLLM2_STEP = "SmolLM2-135M, balanced, 64 × 256"
+_SMOLLM2_STEP = Step(
+    name="SmolLM2-135M, balanced, 64 × 256", parts=("plan", "step"), expected_s=60.0,
+    config="configs/demo-smollm2-transformer.yaml", sets=("eval=null", *_SMOLLM2), rounds=20,
+)  # fmt: skip
+_BALANCED_8, _BALANCED_32 = _layer_18("balanced", 8, 65.5), _layer_18("balanced", 32, 103.3)
 
-# Plans are `pd probe`'s (`plan.py`), for an H100 what fits there, else for an H200. 0.92 of a card of 80 GB are 72.8
-# GiB; the target and the state of layer 18 alone take 44.
+# Plans are those of `pd probe`, for an H100 what fits there, else for an H200. 0.92 of a card of 80 GB are 72.8 GiB;
+# the target and the state of layer 18 alone take 44.
 ITEMS: tuple[Item, ...] = (
     _toy("tms_5-2", 100),
     _toy("resid_mlp1", 50),
-    _layer_18("layer 18, balanced, 8 × 512", ("plan", "step"), "balanced", 8, 65.5),
-    _layer_18("layer 18, lean, 8 × 512", ("plan", "step"), "lean", 8, 64.7),
-    _layer_18("layer 18, plain, 8 × 512", ("plan", "step"), "plain", 8, 109.9),
-    _layer_18("layer 18, fast, 8 × 512", ("plan", "step"), "fast", 8, 66.3),
-    _layer_18("layer 18, plain, 2 × 512", ("plan", "step"), "plain", 2, 64.5),
-    _layer_18("layer 18, lean, 12 × 512", ("plan", "step"), "lean", 12, 67.8),
-    Step(
-        name=_SMOLLM2_STEP, parts=("plan", "step"), expected_s=60.0, config="configs/demo-smollm2-transformer.yaml",
-        sets=("eval=null", *_SMOLLM2), rounds=20,
-    ),
+    _BALANCED_8,
+    _layer_18("lean", 8, 64.7),
+    _layer_18("plain", 8, 109.9),
+    _layer_18("fast", 8, 66.3),
+    _layer_18("plain", 2, 64.5),
+    _layer_18("lean", 12, 67.8),
+    _SMOLLM2_STEP,
     Links(name="links", parts=("links",), expected_s=200.0, sizes=tuple(4**n << 16 for n in range(7))),
+    _traced(_BALANCED_8),
     _layer_18(
-        "layer 18, balanced, 8 × 512, traced", ("phases",), "balanced", 8, 65.5, traced=True,
-        expected_s=130.0, needs="layer 18, balanced, 8 × 512",
-    ),
-    _layer_18(
-        "layer 18, balanced, 8 × 512, 0.5 GiB over its plan", ("plan",), "balanced", 8, 65.5, rounds=2,
-        over_plan=0.5, needs="layer 18, balanced, 8 × 512",
+        "balanced", 8, 65.5, ", 0.5 GiB over its plan", parts=("plan",), rounds=2, over_plan=0.5, needs=_BALANCED_8.name
     ),
     Decomposition(
-        name="SmolLM2-135M decomposed", parts=("decompose",), expected_s=300.0, needs=_SMOLLM2_STEP,
-        config="configs/demo-smollm2-transformer.yaml", sets=_SMOLLM2, seq_len=256,
+        name="SmolLM2-135M decomposed", parts=("decompose",), expected_s=300.0, needs=_SMOLLM2_STEP.name,
+        config=_SMOLLM2_STEP.config, sets=_SMOLLM2, seq_len=256,
     ),
-    _layer_18("layer 18, balanced, 32 × 512", ("plan", "step"), "balanced", 32, 103.3),
-    _layer_18("layer 18, fast, 32 × 512", ("plan", "step"), "fast", 32, 111.2),
-    _layer_18("layer 18, lean, 32 × 512", ("plan", "step"), "lean", 32, 98.1),
-    _layer_18(
-        "layer 18, balanced, 32 × 512, traced", ("phases",), "balanced", 32, 103.3, traced=True,
-        expected_s=130.0, needs="layer 18, balanced, 32 × 512",
-    ),
+    _BALANCED_32,
+    _layer_18("fast", 32, 111.2),
+    _layer_18("lean", 32, 98.1),
+    _traced(_BALANCED_32),
     _toy("tms_5-2", 1000),
     _toy("resid_mlp1", 1000),
 )  # fmt: skip
@@ -152,6 +153,10 @@ _TINY_TARGET = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 24, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32",
 }  # fmt: skip
+_TINY = (
+    "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
+    "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+)
 
 
 def toy_items(work: Path) -> tuple[Item, ...]:
@@ -159,47 +164,62 @@ def toy_items(work: Path) -> tuple[Item, ...]:
     target = work / "tiny-target"
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(_TINY_TARGET))
-    demo = (
-        "pd.batch_size=4",
-        "data.max_seq_len=32",
-        "pd.faithfulness_warmup_steps=2",
-        "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
-        "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
+    tiny = (
+        *_TINY,
+        f"target={{folder: {target}}}",
+        "runtime.autocast_bf16=false",
+        "pd.faithfulness_warmup_steps=0",
+        "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
+        "data.max_seq_len=8",
     )
-
-    def tiny(name: str, parts: tuple[str, ...], policy: str, **more: Any) -> Step:
-        sets = (
-            *ONE_DEVICE,
-            f"target={{folder: {target}}}",
-            f"memory={{preset: {policy}}}",
-            f"remat_recon_forwards={'false' if policy == 'plain' else 'true'}",
-            "runtime.autocast_bf16=false",
-            "pd.faithfulness_warmup_steps=0",
-            "pd.decomposition_targets=[{module_pattern: model.layers.1.mlp.*_proj, C: 8}]",
-            "pd.ci_config={mode: layerwise, fn_type: shared_mlp, hidden_dims: [8]}",
-            "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
-            "pd.batch_size=2",
-            "data.max_seq_len=8",
-        )
-        config = "configs/llama8b_l18.yaml"
-        return Step(name=name, parts=parts, expected_s=0, config=config, sets=sets, policy=policy, rounds=2, **more)
-
+    steps = [_layer_18(policy, 2, 0.0, expected_s=0, rounds=2) for policy in ("balanced", "fast", "plain", "lean")]
+    steps = [replace(step, name=f"tiny, {step.policy}", sets=(*step.sets, *tiny)) for step in steps]
+    toy = replace(_toy("tms_5-2", 2), expected_s=0, rounds=2)
+    demo = ("pd.batch_size=4", "data.max_seq_len=32", "pd.faithfulness_warmup_steps=2", "eval.batch_size=4")
     return (
-        Step(
-            name="tms_5-2, 2 at once", parts=("toys",), expected_s=0, config="configs/toys/tms_5-2.yaml",
-            sets=("eval=null", "pd.batch_size=8", "steps_per_dispatch=2"), rounds=2,
+        replace(toy, sets=(*toy.sets, "pd.batch_size=8")),
+        *steps,
+        _traced(steps[-1], expected_s=0),
+        Links(
+            name="links", parts=("links",), expected_s=0, sizes=(1 << 16, 1 << 18, 1 << 20), few=1, simulated=8, nodes=2
         ),
-        *(tiny(f"tiny, {policy}", ("plan", "step"), policy) for policy in ("balanced", "fast", "plain")),
-        tiny("tiny, lean, traced", ("phases",), "lean", traced=True, needs="tiny, balanced"),
-        Links(name="links", parts=("links",), expected_s=0, sizes=(1 << 16, 1 << 18, 1 << 20), few=1, simulated=8,
-              nodes=2),
         Decomposition(
             name="the demo's target decomposed", parts=("decompose",), expected_s=0,
             config="configs/demo/transformer.yaml", seq_len=32, tokens=20_000, steps=600,
-            sets=(*demo, "eval.batch_size=4", "eval.n_steps=1", "eval.metrics.1.groups=null"),
+            sets=(*_TINY, *demo, "eval.n_steps=1", "eval.metrics.1.groups=null"),
         ),
     )  # fmt: skip
 
 
 def named(items: Sequence[Item], name: str) -> Item:
     return next(item for item in items if item.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command was asked for. ``decompose_s``: how long the decomposition is to be; None: as long as time is
+    left, within the item's own limit. ``smollm2``: a folder with its weights, ``text``: what to train on in place of
+    the standard library. ``beside``: processes that compile without the card, after the measurements."""
+
+    parts: Sequence[str]
+    json: Path
+    page: Path
+    work: Path
+    seconds: float
+    decompose_s: float | None
+    smollm2: Path | None
+    text: Path | None
+    beside: int
+    toy: bool
+
+    @cached_property
+    def every(self) -> Sequence[Item]:
+        return toy_items(self.work) if self.toy else ITEMS
+
+    @cached_property
+    def items(self) -> Sequence[Item]:
+        """Those of the parts asked for, and what these need, in order."""
+        every = self.every
+        wanted = {item.name for item in every if {*item.parts} & {*self.parts}}
+        wanted |= {item.needs for item in every if item.name in wanted}
+        return [item for item in every if item.name in wanted]

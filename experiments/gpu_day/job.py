@@ -15,6 +15,11 @@ from param_decomp_lab.probe import MEM_FRACTION
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+_DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEM_FRACTION),
+}
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -31,13 +36,11 @@ class Job:
 
     def __init__(self, words: Sequence[str], log: Path, extra: Mapping[str, str]) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        defaults = {"HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        defaults["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEM_FRACTION)
         self._log = log
         with log.open("wb") as messages:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.gpu_day", *words], cwd=ROOT,
-                env={**os.environ, **defaults, **extra}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                env={**os.environ, **_DEFAULTS, **extra}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=messages, text=True, start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
 

@@ -82,19 +82,11 @@ def fit(messages: Sequence[Message]) -> Fit:
     found = dict(zip(columns, solved / scale, strict=True))
     if found["byte"] <= 0:
         raise ValueError("the times do not grow with the bytes")
-    deviations = relative @ (solved / scale) - 1
+    off = float(np.abs(relative @ (solved / scale) - 1).max())
     largest = max(messages, key=lambda m: (m.group, m.ring))
-    hop = float(found["hop"]) if "hop" in found else None
-    return Fit(
-        kind=largest.kind,
-        link=largest.link,
-        group=largest.group,
-        latency_s=float(found["start"] + largest.hops * (hop or 0.0)),
-        start_s=float(found["start"]),
-        hop_s=hop,
-        rate_Bps=1 / float(found["byte"]),
-        off=float(np.abs(deviations).max()),
-    )
+    hop, start = float(found["hop"]) if "hop" in found else None, float(found["start"])
+    latency, rate = start + largest.hops * (hop or 0.0), 1 / float(found["byte"])
+    return Fit(largest.kind, largest.link, largest.group, latency, start, hop, rate, off)
 
 
 def fit_all(messages: Sequence[Message]) -> tuple[list[Fit], list[str]]:
@@ -237,34 +229,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process-id", type=int)
     options = parser.parse_args(arguments)
+    sizes = tuple(size for size in (4**n << 16 for n in range(12)) if size <= options.largest << 20)
     try:
+        if not sizes:
+            raise UserError(f"--largest {options.largest}: should be at least 1 (MiB)")
         with joined(options.coordinator, options.processes, options.process_id) as processes:
-            item = Links(
-                name="links", parts=(), expected_s=0.0, sizes=sizes_up_to(options.largest), nodes=options.nodes
-            )
             devices = len(jax.devices())
             if devices < 2:
                 raise UserError("there is one device here, and nothing to send to")
             if options.nodes < 1 or devices % options.nodes:
                 raise UserError(f"--nodes {options.nodes}: should divide the number of devices, {devices}")
-            found = measure_links(item)
+            found = measure_links(Links(name="links", parts=(), expected_s=0.0, sizes=sizes, nodes=options.nodes))
             if processes.first:
                 print(as_table([Fit(**one) for one in found["fits"]]))
-                for reason in found["not_fitted"]:
-                    print(reason, file=sys.stderr)
+                print("\n".join(found["not_fitted"]), file=sys.stderr)
                 if options.json is not None:
                     options.json.write_text(json.dumps(found, indent=1) + "\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def sizes_up_to(largest_mib: int) -> tuple[int, ...]:
-    """64 KiB and four times as much each time. UserError where that is none."""
-    sizes = tuple(size for size in (4**n << 16 for n in range(12)) if size <= largest_mib << 20)
-    if not sizes:
-        raise UserError(f"--largest {largest_mib}: should be at least 1 (MiB)")
-    return sizes
 
 
 if __name__ == "__main__":

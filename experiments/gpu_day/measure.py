@@ -1,36 +1,79 @@
-"""A configuration's training step on the card: plan, live memory, times, phases.
+"""A configuration's training step on the card: plan, live memory, times, phases. And what can be told without the card.
 
 JAX takes 0.92 of the memory at the start, as in a run (slurm/task.sh). What its allocator has handed out at most
 (`peak_bytes_in_use`) is then compared with XLA's plan; what the driver counts beyond JAX's memory is the libraries'
 (contexts, kernels, graphs).
 """
 
+import os
+import platform
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu_day.cards import cards_here
 from experiments.gpu_day.items import Step
+from experiments.gpu_day.job import ROOT
 from param_decomp_aot.compile import memory_plan
 from param_decomp_lab.config import load_config
+from param_decomp_lab.errors import CannotTell, UserError
+from param_decomp_lab.probe.cards import card
+from param_decomp_lab.probe.compiler import installed
+from param_decomp_lab.probe.measure import Where
+from param_decomp_lab.probe.measure import measure as plan_for
 from param_decomp_lab.probe.outline import known_target, outline_on
-from param_decomp_lab.profile.scopes import read_times
+from param_decomp_lab.probe.subject import STEP, run_subject
+from param_decomp_lab.profile import fresh_state, traced
+from param_decomp_lab.profile.scopes import classify_scope, read_times
 from param_decomp_lab.profile.table import Profile
 from param_decomp_lab.setup.base import Outline, build_mesh
-from param_decomp_lab.setup.programs import init_program, steps_program
+from param_decomp_lab.setup.programs import steps_program
 from param_decomp_lab.setup.resolved import ResolvedConfig
 
-ROOT = Path(__file__).parents[2]
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "equinox", "optax", "numpy")
+
+
+def machine(toy: bool) -> dict[str, Any]:
+    """What the figures are measured on, and with what. ``toy``: products and copies of sizes for a CPU."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "packages": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "rates": measure_rates(64, 1 << 20) if toy else measure_rates(),
+    }
+
+
+def measure_rates(size: int = 8192, copied: int = 4 << 30) -> dict[str, Any]:
+    """FLOP/s of bf16 products of two square matrices of normal numbers; bytes/s, read and written, of a copy."""
+
+    def median_s(work: Callable[[], Any], times: int) -> float:
+        jax.block_until_ready([work() for _ in range(3)])
+        found = []
+        for _ in range(7):
+            started = time.perf_counter()
+            jax.block_until_ready([work() for _ in range(times)][-1])
+            found.append((time.perf_counter() - started) / times)
+        return statistics.median(found)
+
+    a, b = (jax.random.normal(jax.random.key(n), (size, size), jnp.bfloat16) for n in range(2))
+    long = jax.random.normal(jax.random.key(2), (copied // 4,), jnp.float32)
+    product, more = jax.jit(lambda x, y: x @ y), jax.jit(lambda x: x + 1)
+    matmul_s, copy_s = median_s(lambda: product(a, b), 10), median_s(lambda: more(long), 2)
+    rates = {"matmul_flops_per_s": 2 * size**3 / matmul_s, "copy_bytes_per_s": 2 * copied / copy_s}
+    return {"size": size, "matmul_s": matmul_s, **rates}
 
 
 def measure(item: Step) -> dict[str, Any]:
@@ -48,55 +91,59 @@ def measure(item: Step) -> dict[str, Any]:
     with jax.set_mesh(outline.mesh):
         started = time.perf_counter()
         lowered = steps_program(outline, at_once).lower()
-        lowered_at = time.perf_counter()
+        lowered_at, when = time.perf_counter(), "while it was compiled"
         try:
             step = lowered.compile()
+            plan, stats = memory_plan(step), allocated(device)
+            found |= {
+                "lower_s": lowered_at - started,
+                "compile_s": time.perf_counter() - lowered_at,
+                "plan": {**vars(plan), "peak": plan.peak},
+                "pool": stats.get("bytes_limit"),
+                "live": {"compiled": stats.get("peak_bytes_in_use")},
+            }
+            if found["pool"] is not None and item.over_plan is None and plan.peak > found["pool"]:
+                return {**found, "failed": "the plan is larger than JAX's memory"}
+            when = "while it ran"
+            found |= _run(item, Runner(outline, step, at_once), found["live"])
         except jax.errors.JaxRuntimeError as error:
-            return {**found, "failed": _out_of_memory(error, "while it was compiled")}
-        plan = memory_plan(step)
-        found |= {
-            "lower_s": lowered_at - started,
-            "compile_s": time.perf_counter() - lowered_at,
-            "plan": {**vars(plan), "peak": plan.peak},
-            "pool": _stats(device).get("bytes_limit"),
-            "live": {"compiled": _stats(device).get("peak_bytes_in_use")},
-        }
-        if found["pool"] is not None and item.over_plan is None and plan.peak > found["pool"]:
-            return {**found, "failed": "the plan is larger than JAX's memory"}
-        try:
-            found |= _run(item, outline, step, at_once, found["live"])
-        except jax.errors.JaxRuntimeError as error:
-            return {**found, "failed": _out_of_memory(error, "while it ran")}
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {**found, "failed": f"out of memory {when}: {str(error)[:500]}"}
     return found
 
 
-def _out_of_memory(error: jax.errors.JaxRuntimeError, when: str) -> str:
-    """What went wrong; raises other errors again."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        raise error
-    return f"out of memory {when}: {str(error)[:500]}"
+class Runner:
+    """The compiled ``step`` of ``at_once`` steps a dispatch, on random weights and tokens. The state is a fresh one, at
+    the first step at which every attack is on (``first_step``)."""
 
+    def __init__(self, outline: Outline, step: Any, at_once: int) -> None:
+        self.outline, self.step, self.at_once = outline, step, at_once
+        self._weights, self._draw = random_weights(outline.weights), _draws(outline, at_once)
+        self._state, self.first_step = fresh_state(outline)
+        self.rows: Any = None
+        jax.block_until_ready((self._state, self._weights))
 
-def _run(item: Step, outline: Outline, step: Any, at_once: int, live: dict[str, Any]) -> dict[str, Any]:
-    """Times of the compiled ``step``, its metrics, and the phases if they are asked for; the peaks go into ``live``."""
-    device = outline.mesh.devices.flat[0]
-    weights = _weights(outline.weights)
-    state, first_step = _fresh_state(outline)
-    draw = _draws(outline, at_once)
-    jax.block_until_ready((state, weights))
-    live["made"] = _stats(device).get("peak_bytes_in_use")
-    number, times = np.int32(at_once), []
-    rows: Any = None
-    for n in range(item.rounds + 1):
-        inputs = jax.block_until_ready(draw(n))
+    def run(self, draws: Sequence[int]) -> float:
+        """Seconds of a dispatch for each of the draws, one right after the other."""
+        drawn = [jax.block_until_ready(self._draw(n)) for n in draws]
         started = time.perf_counter()
-        state, rows = step(state, weights, inputs, number)
-        jax.block_until_ready((state, rows))
-        times.append(time.perf_counter() - started)
-    stats = _stats(device)
+        for n, inputs in zip(draws, drawn, strict=True):
+            with jax.profiler.StepTraceAnnotation("step", step_num=n):
+                self._state, self.rows = self.step(self._state, self._weights, inputs, np.int32(self.at_once))
+        jax.block_until_ready((self._state, self.rows))
+        return time.perf_counter() - started
+
+
+def _run(item: Step, runner: Runner, live: dict[str, Any]) -> dict[str, Any]:
+    """Times of the step, its metrics, and the phases if they are asked for; the peaks go into ``live``."""
+    device, at_once = runner.outline.mesh.devices.flat[0], runner.at_once
+    live["made"] = allocated(device).get("peak_bytes_in_use")
+    times = [runner.run([n]) for n in range(item.rounds + 1)]
+    stats = allocated(device)
     live["steps"] = stats.get("peak_bytes_in_use")
     cards = cards_here() if device.platform == "gpu" else []
-    values = np.asarray(rows.values)
+    values = np.asarray(runner.rows.values)
     found: dict[str, Any] = {
         "stats": stats,
         "driver_used": cards[0].used if cards else None,
@@ -104,30 +151,20 @@ def _run(item: Step, outline: Outline, step: Any, at_once: int, live: dict[str, 
         "step_s": statistics.median(times[1:]) / at_once,
         "steps_s": [seconds / at_once for seconds in times[1:]],
         "finite": bool(np.isfinite(values).all()),
-        "metrics": dict(zip(rows.names, map(float, values[-1]), strict=True)),
+        "metrics": dict(zip(runner.rows.names, map(float, values[-1]), strict=True)),
     }
     if item.traced:
-        drawn = [jax.block_until_ready(draw(n)) for n in range(3)]
-        number_now = first_step + at_once * (item.rounds + 1)
-        found["phases"] = _phases(outline, step, weights, drawn, at_once, state, number_now, found["step_s"])
+        number = runner.first_step + at_once * (item.rounds + 1)
+        found["phases"] = _phases(runner, number, found["step_s"])
     return found
 
 
-def _stats(device: Any) -> dict[str, Any]:
+def allocated(device: Any) -> dict[str, Any]:
     """The allocator's account; empty where there is none (CPUs)."""
     return dict(device.memory_stats() or {})
 
 
-def _fresh_state(outline: Outline) -> tuple[Any, int]:
-    """A fresh state at the first step at which every attack is on, and the number of that step."""
-    spec = outline.problem.decomposition
-    first = max((attack.first_step(spec.steps) for _, attack in spec.persistent.values()), default=0)
-    state = init_program(outline).function()
-    at = jax.jit(partial(jnp.full, (), first, state.step.dtype), out_shardings=state.step.sharding)()
-    return eqx.tree_at(lambda s: s.step, state, at), first
-
-
-def _weights(shapes: Any) -> Any:
+def random_weights(shapes: Any) -> Any:
     """Random weights where they lie, norms of ones; one array after the other, or their making would be the peak."""
 
     def make(key: Any, name: str, shape: Any) -> Any:
@@ -164,25 +201,42 @@ def _draws(outline: Outline, at_once: int) -> Callable[[int], Any]:
     return drawn
 
 
-def _phases(
-    outline: Outline, step: Any, weights: Any, inputs: Sequence[Any], at_once: int, state: Any, number: int,
-    untraced_s: float,
-) -> dict[str, Any]:  # fmt: skip
-    """Dispatches of ``inputs`` under the profiler, as `pd profile` writes it, and milliseconds by phase. ``number``: of
-    the first step."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
+def _phases(runner: Runner, number: int, untraced_s: float) -> dict[str, Any]:
+    """Three dispatches under the profiler, as `pd profile` writes it, and milliseconds by phase. ``number``: of the
+    first step."""
+    outline, steps = runner.outline, 3 * runner.at_once
     with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            started = time.perf_counter()
-            for n, one in enumerate(inputs):
-                with jax.profiler.StepTraceAnnotation("step", step_num=n):
-                    state, rows = step(state, weights, one, np.int32(at_once))
-            jax.block_until_ready((state, rows))
-            traced = time.perf_counter() - started
+        with traced(Path(folder), "step"):
+            seconds = runner.run(range(3))
         (file,) = Path(folder).rglob("*.xplane.pb")
         kinds = {site.kind for site in outline.problem.target.sites.all}
-        times = read_times(file, step.as_text(), kinds, 1)
-    steps = len(inputs) * at_once
-    profile = Profile(steps, number, prod(outline.leading), traced / steps, untraced_s, times)
+        times = read_times(file, runner.step.as_text(), kinds, 1)
+    profile = Profile(steps, number, prod(outline.leading), seconds / steps, untraced_s, times)
     return {**profile.as_json(), "phases": {name: profile.ms(ns) for name, ns in profile.phases()}}
+
+
+# ---- without the card ----
+
+
+def plan(item: Step, card_name: str | None) -> dict[str, Any]:
+    """The arithmetic of the item's step, as a whole and by phase, and what `pd probe` says of the step for a card that
+    need not be there."""
+    config = load_config(ROOT / item.config, item.sets)
+    subject = run_subject(config)
+    counted = subject.flops()
+    by_phase: Counter[str] = Counter()
+    for scope, flops in counted.by_scope.items():
+        by_phase[classify_scope(scope, ()).phase] += flops
+    found = {
+        "total": counted.total,
+        "leading": [*known_target(ResolvedConfig(config)).leading],
+        "by_phase": dict(by_phase),
+        "counted_once": list(counted.unknown),
+    }
+    if card_name is None:
+        return found
+    try:
+        step = plan_for(subject, STEP, Where(card(card_name), 1, None))
+    except (UserError, CannotTell) as error:
+        return {**found, "failed": str(error)}
+    return {**found, "plan": {**vars(step.memory), "peak": step.peak}, "compile_s": step.compile_s}

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.gpu_day.items import Item
 from param_decomp_lab.errors import UserError
@@ -13,33 +13,27 @@ from param_decomp_lab.safe_io.json_text import read_json
 TRIES = 2
 """How often an item is begun that does not come to an end."""
 LIMIT = 1 << 26
-KINDS = ("measured", "planned", "counted")
 
 
 class Results:
-    """``all``: ``machine``; by the items' names ``measured`` on the card, ``planned`` and ``counted`` without it."""
+    """``all``: ``machine``; by the items' names ``measured`` on the card, ``planned`` without it."""
 
     def __init__(self, file: Path) -> None:
         """UserError for a file that holds something else."""
         self.file = file
-        self.all: dict[str, Any] = {kind: {} for kind in KINDS}
+        self.all: dict[str, Any] = {"measured": {}, "planned": {}}
         if file.exists():
-            found = read_json(file, "results of a day with a GPU", dict, LIMIT)
-            if not all(isinstance(found.get(kind, {}), dict) for kind in (*KINDS, "machine")):
-                raise UserError(f"{file}: does not hold results of a day with a GPU; choose another file with --json")
-            self.all |= found
+            self.all |= read_json(file, "results of a day with a GPU", dict, LIMIT)
+        if not all(isinstance(self.all.get(kind, {}), dict) for kind in ("measured", "planned", "machine")):
+            raise UserError(f"{file}: does not hold results of a day with a GPU; choose another file with --json")
 
-    def add(self, kind: str, item: Item, result: Mapping[str, Any]) -> None:
+    def add(self, kind: Literal["measured", "planned"], item: Item, result: Mapping[str, Any]) -> None:
         self.all[kind][item.name] = {**result, "asked": item.asked}
-        self._write()
+        self.write()
 
-    def describe(self, machine: Mapping[str, Any]) -> None:
-        self.all["machine"] = dict(machine)
-        self._write()
-
-    def of(self, item: Item) -> dict[str, Any]:
+    def of(self, item: Item, kind: Literal["measured", "planned"] = "measured") -> dict[str, Any]:
         """What was found for just this item, to its end or not; empty if nothing was."""
-        found = self.all["measured"].get(item.name, {})
+        found = self.all[kind].get(item.name, {})
         return found if found.get("asked") == item.asked else {}
 
     def is_done(self, item: Item) -> bool:
@@ -47,11 +41,11 @@ class Results:
         found = self.of(item)
         return bool(found) and ("unfinished" not in found or found.get("tries", 1) >= TRIES)
 
-    def has(self, kind: str, item: Item) -> bool:
-        """Of what is found without the card."""
-        found = self.all[kind].get(item.name, {})
-        return found.get("asked") == item.asked and "unfinished" not in found
+    def is_planned(self, item: Item, card: str | None) -> bool:
+        """For that card; None: whether its arithmetic is counted."""
+        found = self.of(item, "planned")
+        return bool(found) and "unfinished" not in found and card in (None, found.get("card"))
 
-    def _write(self) -> None:
+    def write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.file, json.dumps(self.all, indent=1) + "\n")

@@ -11,7 +11,7 @@ from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.ui.charts import Axis, axis
+from param_decomp_lab.ui.charts import Scatter, axis
 from param_decomp_lab.ui.numbers import number
 
 WIDTH, HEIGHT = 640, 300
@@ -25,8 +25,8 @@ AnyPoint = Point | ReplacementPoint
 
 @dataclass(frozen=True)
 class Curve:
-    """``path``: of SVG, in a box of `WIDTH` by `HEIGHT`; empty for a single point. ``dots``: x, y and what each says
-    under the pointer. ``kind``: the class that gives it its colour."""
+    """``path``: of SVG, in a box of 1000 by 1000; empty for a single point. ``dots``: percents from the left and the
+    top, and what each says under the pointer. ``kind``: the class that gives it its colour."""
 
     name: str
     kind: str
@@ -36,13 +36,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """``x_ticks``, ``y_ticks``: where they stand and what they say. ``floor``: the error below which a point is drawn
-    at the lower edge; None if all are above it."""
+    """``floor``: the error below which a point is drawn at the lower edge; None if all are above it."""
 
+    axes: Scatter
     curves: list[Curve]
     floor: float | None
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
 
 
 def baselines_page(pages: Pages, opened: Opened) -> str:
@@ -79,17 +77,11 @@ def plot(found: Comparison) -> Plot:
     # A point without any part on has no place on a logarithmic axis.
     drawn = [(name, kind, sorted((p for p in points if p.l0 > 0), key=lambda p: p.l0)) for name, kind, points in named]
     drawn = [entry for entry in drawn if entry[2]]
-    x = axis([p.l0 for *_, points in drawn for p in points])
     errors = [p.error for *_, points in drawn for p in points]
     floor = max(found.own.error, 1e-12) / DEPTH
-    y = axis([max(error, floor) for error in errors])
-    curves = [Curve(name, kind, *_path(name, points, x, y, floor)) for name, kind, points in drawn]
-    return Plot(
-        curves,
-        floor if min(errors) < floor else None,
-        [(round(tick.at * WIDTH / 100, 1), tick.label) for tick in x.ticks],
-        [(round(HEIGHT - tick.at * HEIGHT / 100, 1), tick.label) for tick in y.ticks],
-    )
+    axes = Scatter(axis([p.l0 for *_, points in drawn for p in points]), axis([max(error, floor) for error in errors]))
+    curves = [_curve(name, kind, points, axes, floor) for name, kind, points in drawn]
+    return Plot(axes, curves, floor if min(errors) < floor else None)
 
 
 def _said(name: str, p: AnyPoint) -> str:
@@ -99,12 +91,8 @@ def _said(name: str, p: AnyPoint) -> str:
     return f"{name}, {number(p.number)} largest" if p.chosen == LARGEST else name
 
 
-def _path(
-    name: str, points: Sequence[AnyPoint], x: Axis, y: Axis, floor: float
-) -> tuple[str, list[tuple[float, float, str]]]:
-    dots = []
-    for p in points:
-        across, up = x.share(p.l0) * WIDTH, y.share(max(p.error, floor)) * HEIGHT
-        said = f"{_said(name, p)}, L0 {number(p.l0)}: {number(max(p.error, 0.0))}"
-        dots.append((round(across, 1), round(HEIGHT - up, 1), said))
-    return ("M" + "L".join(f"{a} {b}" for a, b, _ in dots) if len(dots) > 1 else ""), dots
+def _curve(name: str, kind: str, points: Sequence[AnyPoint], axes: Scatter, floor: float) -> Curve:
+    places = [(p.l0, max(p.error, floor)) for p in points]
+    said = [f"{_said(name, p)}, L0 {number(p.l0)}: {number(max(p.error, 0.0))}" for p in points]
+    dots = [(*axes.place(*place), text) for place, text in zip(places, said, strict=True)]
+    return Curve(name, kind, axes.path(places) if len(dots) > 1 else "", dots)

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from param_decomp_lab.harvest.files import Summary
 from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS, OCTAVES
-from param_decomp_lab.ui.charts import Axis
+from param_decomp_lab.ui.charts import Axis, Tick
 from param_decomp_lab.ui.numbers import number
 
 
@@ -90,8 +90,8 @@ class Map:
     """Density against mean λ, both by their logarithms. ``hidden``: components that never fire."""
 
     marks: list[Mark]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
     hidden: int
     together: bool
 
@@ -109,8 +109,7 @@ def site_map(
         return Map([], [], [], len(numbers), False)
     (x, across), (y, up) = _placed(summary.density[alive]), _placed(summary.importance_mean[alive])
     together = len(alive) > ROOM
-    x_ticks = [(ACROSS * tick.at / 100, tick.label) for tick in across.ticks]
-    y_ticks = [(DOWN * (1 - tick.at / 100), tick.label) for tick in up.ticks]
+    x_ticks, y_ticks = across.ticks, up.ticks_from_the_top
     if not together:
         marks = [
             Mark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 0.6, 3, f"{c}", component_address(c))

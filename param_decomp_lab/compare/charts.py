@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.compare.fronts import Front, RunPoint
-from param_decomp_lab.ui.charts import SCALE, Axis, Tick, axis
+from param_decomp_lab.ui.charts import Scatter, axis
 from param_decomp_lab.ui.numbers import number
 
 
@@ -21,50 +21,37 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """Error bars of seeds, as a path."""
-
-    color: str
-    path: str
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """``front``: the steps below which no run is, as a path in a box of 1000 x 1000; empty without a front."""
+class FrontChart:
+    """``bars``: colours and paths of error bars of seeds. ``front``: the steps below which no run is, as a path; empty
+    without a front. Paths are in a box of 1000 x 1000."""
 
     title: str
     unit: str
+    axes: Scatter
     dots: list[Dot]
-    bars: list[Bars]
+    bars: list[tuple[str, str]]
     front: str
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    log: bool
 
 
-def scatter(front: Front, labels: Sequence[str], colors: Mapping[int, str]) -> Scatter:
+def front_chart(front: Front, labels: Sequence[str], colors: Mapping[int, str]) -> FrontChart:
     """The chart of a front. ``labels``, ``colors``: of the runs, by number."""
-    x = axis([point.l0 for point in front.points])
-    y = axis([point.error for point in front.points])
+    axes = Scatter(axis([point.l0 for point in front.points]), axis([point.error for point in front.points]))
     dots = [
         Dot(
-            point.run, 100 * x.share(point.l0), 100 - 100 * y.share(point.error),
-            colors[point.run], _kind(point, front),
+            point.run, *axes.place(point.l0, point.error), colors[point.run], _kind(point, front),
             f"{labels[point.run]}: L0 {number(point.l0)}, {front.name} {number(point.error)}"
             + ("" if point.finished else ", unfinished"),
         )
         for point in front.points
     ]  # fmt: skip
-    by_run = {point.run: point for point in front.points}
     bars = []
     for spread in front.spreads:
         (mean_x, left, right), (mean_y, low, high) = spread.l0, spread.error
-        across = f"M{_at(left, mean_y, x, y)}L{_at(right, mean_y, x, y)}"
-        bars.append(Bars(colors[spread.runs[0]], f"{across}M{_at(mean_x, low, x, y)}L{_at(mean_x, high, x, y)}"))
-    return Scatter(
-        front.name, front.unit, dots, bars, _steps([by_run[run] for run in front.front], x, y),
-        x.ticks, [Tick(100 - tick.at, tick.label) for tick in y.ticks], y.log,
-    )  # fmt: skip
+        across, up = axes.path([(left, mean_y), (right, mean_y)]), axes.path([(mean_x, low), (mean_x, high)])
+        bars.append((colors[spread.runs[0]], across + up))
+    by_run = {point.run: point for point in front.points}
+    steps = _steps([by_run[run] for run in front.front], axes)
+    return FrontChart(front.name, front.unit, axes, dots, bars, steps)
 
 
 def _kind(point: RunPoint, front: Front) -> str:
@@ -73,15 +60,10 @@ def _kind(point: RunPoint, front: Front) -> str:
     return "best" if point.run in front.front else "finished"
 
 
-def _steps(points: Sequence[RunPoint], x: Axis, y: Axis) -> str:
+def _steps(points: Sequence[RunPoint], axes: Scatter) -> str:
     """From the top down along the front, and on to the right edge."""
     if not points:
         return ""
-    path = f"M{SCALE * x.share(points[0].l0):.1f} 0"
-    for point in points:
-        path += f"H{SCALE * x.share(point.l0):.1f}V{SCALE * (1 - y.share(point.error)):.1f}"
-    return path + f"H{SCALE:.0f}"
-
-
-def _at(l0: float, error: float, x: Axis, y: Axis) -> str:
-    return f"{SCALE * x.share(l0):.1f} {SCALE * (1 - y.share(error)):.1f}"
+    places = [axes.place(point.l0, point.error) for point in points]
+    down = "".join(f"H{10 * left:.1f}V{10 * top:.1f}" for left, top in places)
+    return f"M{10 * places[0][0]:.1f} 0{down}H1000"

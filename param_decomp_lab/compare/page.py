@@ -6,7 +6,7 @@ from os.path import commonpath, relpath
 from pathlib import Path
 
 from param_decomp_lab.compare.agreement import Agreement
-from param_decomp_lab.compare.charts import scatter
+from param_decomp_lab.compare.charts import front_chart
 from param_decomp_lab.compare.differences import differences, in_order, labels, seed_groups, short_names
 from param_decomp_lab.compare.fronts import Front, fronts
 from param_decomp_lab.compare.records import Record
@@ -40,10 +40,6 @@ class Compared:
         of_groups = {run: shades[g] for g, group in enumerate(self.groups) for run in group}
         return {run: of_groups.get(run, "var(--ink-2)") for run in range(len(self.records))}
 
-    @property
-    def on_a_front(self) -> set[int]:
-        return {run for front in self.fronts for run in front.front}
-
 
 def compared(records: Sequence[Record]) -> Compared:
     """Without agreements, for which checkpoints have to be read. Runs are ordered by what differs, the seed last."""
@@ -64,7 +60,7 @@ def render(found: Compared) -> str:
     return environment.get_template("comparison.html").render(
         found=found,
         seeds=seeds,
-        charts=[scatter(front, found.labels, found.colors) for front in found.fronts if front.points],
+        charts=[front_chart(front, found.labels, found.colors) for front in found.fronts if front.points],
         curves=_curves(found),
         states=_states(found.records),
         place=place,

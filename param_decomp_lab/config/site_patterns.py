@@ -1,11 +1,12 @@
 """Matches the patterns of `decomposition_targets` against the module names of a target."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from param_decomp_lab.config.method_schema import DecompositionTarget
 from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.schema.site_names import PREFIXES, matches_module
+from param_decomp_lab.schema.spelling import nearest
 
 
 def match_sites(
@@ -45,6 +46,20 @@ def _matching(
                 f"('{other.module_pattern}') matches already; a module may be decomposed once"
             )
     return matching
+
+
+def chosen_sites(names: Iterable[str], patterns: str | Iterable[str] | None, where: str = "") -> tuple[str, ...]:
+    """The sites that one of the patterns matches, in the order of ``names``; all of them for None. ``where``: for
+    errors.
+
+    UserError if a pattern matches none.
+    """
+    names = list(names)
+    wanted = ["*"] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in wanted:
+        if not any(matches_module(pattern, name) for name in names):
+            raise UserError(f"{where}'{pattern}' matches no site; {nearest(pattern, names)}")
+    return tuple(name for name in names if any(matches_module(pattern, name) for pattern in wanted))
 
 
 def _nearest(target: DecompositionTarget, names: Sequence[str]) -> str:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.analysis.attribution import Cut, Edges, Outputs, Targets, edges, for_attribution, take_apart
@@ -19,21 +18,11 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.graph.firing import find_firing
+from param_decomp_lab.runs.opened import OpenedRun
 
 GRADIENT_BYTES = 1 << 29
 """Of the gradients with respect to what the sites give, for all targets that are computed at once."""
 MOST_AT_ONCE = 64
-
-
-class Opened(Protocol):
-    """What is needed of an opened run (`runs/opened.py:OpenedRun`)."""
-
-    problem: Problem
-    learned: Learned
-    mesh: Mesh
-
-    @property
-    def weights(self) -> Weights: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Incoming:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: OpenedRun,
         inputs: Array,
         threshold: float,
         importances: Mapping[str, Float[np.ndarray, "rows C"]] | None = None,

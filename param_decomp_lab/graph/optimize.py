@@ -28,7 +28,7 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Optimized, ReadingErrors
-from param_decomp_lab.graph.incoming import Opened
+from param_decomp_lab.runs.opened import OpenedRun
 
 Loss = Literal["kl", "logit"]
 Progress = Callable[[int, int, int], None]
@@ -84,7 +84,7 @@ class Result(NamedTuple):
 
 
 def optimize(
-    opened: Opened,
+    opened: OpenedRun,
     inputs: Array,
     own: Mapping[str, Float[np.ndarray, "rows C"]],
     row: int | None,
@@ -149,7 +149,7 @@ class _Judge:
     """Errors of the readings of some importances, always with the same draws for the same number."""
 
     def __init__(
-        self, opened: Opened, problem: Problem, inputs: Array, measure: Measure, request: OptimizeRequest
+        self, opened: OpenedRun, problem: Problem, inputs: Array, measure: Measure, request: OptimizeRequest
     ) -> None:
         self._opened, self._problem, self._inputs = opened, problem, inputs
         self._measure, self._request = measure, request

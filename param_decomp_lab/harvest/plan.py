@@ -11,6 +11,7 @@ from jaxtyping import Float32, Int64
 
 from param_decomp_jax.targets.architecture import FeatureInputs, TokenInputs
 from param_decomp_lab.config.method_schema import ToyFile
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.token_data import TokenData
@@ -18,7 +19,6 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.examples import AROUND
 from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest.inputs import Inputs
-from param_decomp_lab.runs.masks import chosen_sites
 from param_decomp_lab.runs.opened import OpenedRun
 from param_decomp_lab.setup.rows import training_rows
 from param_decomp_lab.setup.toys import HARVEST, feature_source
@@ -101,7 +101,7 @@ def as_inputs(plan: Plan, block: np.ndarray) -> Inputs:
 
 def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> Plan:
     """Raises UserError for what cannot be harvested."""
-    names = chosen_sites(run.problem.target.sites, request.sites)
+    names = chosen_sites(run.sites, request.sites)
     sites = tuple(
         PlannedSite(site.name, number, site.C, site.d_in, site.d_out)
         for number, site in enumerate(run.sites.values())

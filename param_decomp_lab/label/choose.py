@@ -5,10 +5,9 @@ from typing import Literal
 
 import numpy as np
 
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
-from param_decomp_lab.schema.site_names import matches_module
-from param_decomp_lab.schema.spelling import nearest
 
 Order = Literal["density", "importance"]
 Component = tuple[str, int]
@@ -33,7 +32,7 @@ def choose_components(harvest: Harvest, selection: Selection) -> list[Component]
     for option, density in (("--min-density", least), ("--max-density", most)):
         if not 0 <= density <= 1:
             raise UserError(f"{option} should be a share from 0 to 1, not {density:g}")
-    sites = matching_sites(harvest, selection.sites)
+    sites = chosen_sites(harvest.sites, selection.sites or None, "--sites ")
     numbers, values, of_site = [], [], []
     for k, site in enumerate(sites):
         summary = harvest.summary(site)
@@ -44,12 +43,3 @@ def choose_components(harvest: Harvest, selection: Selection) -> list[Component]
     number, value, site_number = map(np.concatenate, (numbers, values, of_site))
     order = np.argsort(-value, kind="stable")[: selection.limit]
     return [(sites[site_number[i]], int(number[i])) for i in order]
-
-
-def matching_sites(harvest: Harvest, patterns: tuple[str, ...]) -> list[str]:
-    """Sites of the harvest that one of the patterns of --sites matches; all without a pattern. UserError for a pattern
-    that matches none."""
-    for pattern in patterns:
-        if not any(matches_module(pattern, site) for site in harvest.sites):
-            raise UserError(f"--sites {pattern} matches no site of {harvest.folder}; {nearest(pattern, harvest.sites)}")
-    return [site for site in harvest.sites if not patterns or any(matches_module(p, site) for p in patterns)]

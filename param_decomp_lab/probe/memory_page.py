@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from jaxtyping import Int
 from param_decomp_aot.buffers import Buffer, Peak, Span
 from param_decomp_aot.scopes import from_package, stage
 from param_decomp_aot.timeline import REST, Timeline, bands, moments, phases
-from param_decomp_lab.folders import write_whole
 from param_decomp_lab.probe.timeline_figure import COLORS, GIB, GREY
 from param_decomp_lab.ui.templates import templates_beside
 
@@ -21,27 +19,6 @@ N_ROWS = 400
 """What is drawn and listed at most: instructions, buffers that the pointer finds, rows of the table at the peak."""
 
 _WIDTH, _HEIGHT = 1000.0, 400.0
-
-
-def write_memory_page(
-    path: Path,
-    title: str,
-    timeline: Timeline,
-    peak: Peak,
-    argument_groups: Mapping[str, int],
-    summary: Mapping[str, str],
-    *,
-    pool: int | None = None,
-    capacity: int | None = None,
-) -> None:
-    """Writes the page atomically; a few hundred kB, at most 3 MB.
-
-    ``argument_groups``: bytes by group, see `timeline.py:arguments_by_group`. ``summary``: names and values that head
-    the page. ``pool``, ``capacity``: bytes that the program may use, and that the card has.
-    """
-    page = memory_page(title, timeline, peak, argument_groups, summary, pool=pool, capacity=capacity)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, page)
 
 
 def memory_page(
@@ -54,7 +31,11 @@ def memory_page(
     pool: int | None = None,
     capacity: int | None = None,
 ) -> str:
-    """The page as a string; see `write_memory_page`."""
+    """The page as a string: a few hundred kB, at most 3 MB.
+
+    ``argument_groups``: bytes by group, see `timeline.py:arguments_by_group`. ``summary``: names and values that head
+    the page. ``pool``, ``capacity``: bytes that the program may use, and that the card has.
+    """
     at = moments(timeline, N_MOMENTS)
     lines = {name: n for name, n in (("pool", pool), ("card", capacity)) if n is not None}
     near = {name: n for name, n in lines.items() if n < 2 * timeline.planned}

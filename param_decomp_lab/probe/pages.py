@@ -6,10 +6,10 @@ from pathlib import Path
 from param_decomp_aot.buffers import find_peak, ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.folders import is_irregular
+from param_decomp_lab.folders import is_irregular, write_whole
 from param_decomp_lab.metrics.figures.save import save_figure
 from param_decomp_lab.probe.answer import GIB, Answer
-from param_decomp_lab.probe.memory_page import write_memory_page
+from param_decomp_lab.probe.memory_page import memory_page
 from param_decomp_lab.probe.show import verdict_line
 from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.probe.timeline_figure import timeline_figure
@@ -25,9 +25,10 @@ def write_pages(answer: Answer, file: Path) -> tuple[Path, Path | None]:
     picture = None if is_irregular(file) else file.with_suffix(".png")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_memory_page(
-            file, title, moments, peak, step.groups, _summary(answer), pool=pool.usable, capacity=pool.capacity
+        page = memory_page(
+            title, moments, peak, step.groups, _summary(answer), pool=pool.usable, capacity=pool.capacity
         )
+        write_whole(file, page)
         if picture is not None:
             save_figure(timeline_figure(moments, title, pool=pool.usable, capacity=pool.capacity), picture)
     except OSError as error:

@@ -22,10 +22,11 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.profile.scopes import read_times
 from param_decomp_lab.profile.table import Profile, times_table
 from param_decomp_lab.setup import ResolvedConfig, Setup, set_up
+from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.programs import init_program
 from param_decomp_lab.training.loop import compile_steps
 
-__all__ = ["profile"]
+__all__ = ["fresh_state", "profile", "traced"]
 
 UNKNOWN_SHARE = 0.1
 """Of device time: from here on the missing names are worth a word."""
@@ -59,13 +60,13 @@ def profile(
         untraced = runner.untraced(warmup)
         traced_from = runner.step
         trace = folder / "plugins" / "profile" / name
-        with _traced(folder, name, processes.first):
-            traced = runner.run(steps)
+        with traced(folder, name) if processes.first else nullcontext():  # those of one machine would write one file
+            seconds = runner.run(steps)
     if processes.first:
         kinds = {site.kind for site in setup.problem.target.sites.all}
         (file,) = trace.glob("*.xplane.pb")
         times = read_times(file, program, kinds, len(setup.mesh.local_devices))
-        found = Profile(steps, traced_from, prod(setup.leading), traced / steps, untraced, times)
+        found = Profile(steps, traced_from, prod(setup.leading), seconds / steps, untraced, times)
         (folder / "profile.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
         _print_profile(found, folder, trace, setup, console)
     return folder
@@ -79,17 +80,21 @@ def _make_folder(folder: Path) -> None:
         raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
 
 
+def fresh_state(outline: Outline) -> tuple[State, int]:
+    """A fresh state at the first step at which every attack is on, and the number of that step."""
+    spec = outline.problem.decomposition
+    first = max((attack.first_step(spec.steps) for _, attack in spec.persistent.values()), default=0)
+    state: State = init_program(outline).function()
+    at = jax.jit(partial(jnp.full, (), first, state.step.dtype), out_shardings=state.step.sharding)()
+    return eqx.tree_at(lambda s: s.step, state, at), first
+
+
 class _Runner:
     """Steps of the run's program, one dispatch after the other, as `pd train` starts them."""
 
     def __init__(self, setup: Setup, per_dispatch: int) -> None:
         self.setup, self.per_dispatch = setup, per_dispatch
-        spec = setup.problem.decomposition
-        attacks = [attack for _, attack in spec.persistent.values()]
-        self.step = max((attack.first_step(spec.steps) for attack in attacks), default=0)
-        state: State = init_program(setup.outline).function()
-        at = jax.jit(partial(jnp.full, (), self.step, state.step.dtype), out_shardings=state.step.sharding)()
-        self._state = eqx.tree_at(lambda s: s.step, state, at)
+        self._state, self.step = fresh_state(setup.outline)
 
     def compile(self) -> str:
         """The text of the program."""
@@ -118,10 +123,8 @@ class _Runner:
         return time.perf_counter() - started
 
 
-def _traced(folder: Path, name: str, enabled: bool) -> AbstractContextManager[None]:
-    """A trace into ``folder``, by process 0 alone: those of one machine would write the same file."""
-    if not enabled:
-        return nullcontext()
+def traced(folder: Path, name: str) -> AbstractContextManager[None]:
+    """A trace into ``folder``."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a Python function called is no time of a device, and there are thousands
     options.session_id = name

@@ -1,6 +1,6 @@
 """Masks given by users, and their conversion to the sources of a masked forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -9,9 +9,8 @@ from jaxtyping import Float
 
 from param_decomp_jax.decomposition.sites import Site, Sites
 from param_decomp_jax.method.masks import Bundle, Sources
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.schema.site_names import matches_module
-from param_decomp_lab.schema.spelling import nearest
 
 CI: Literal["ci"] = "ci"
 """Stands for a mask equal to the lower causal importance λ."""
@@ -36,17 +35,14 @@ def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, L
         raise UserError(f"masks: should be '{CI}', or masks by site, not {type(masks).__name__}")
     found: dict[str, Literal["ci"] | np.ndarray] = {}
     named: dict[str, str] = {}
+    by_name = {site.name: site for site in sites.all}
     for pattern, mask in masks.items():
-        members = [site for site in sites.all if matches_module(pattern, site.name)]
-        if not members:
-            names = [site.name for site in sites.all]
-            raise UserError(f"masks: '{pattern}' is no site; {nearest(pattern, names)}")
-        for site in members:
-            if site.name in named:
-                raise UserError(f"masks: {site.name} is named twice, by '{named[site.name]}' and by '{pattern}'")
-            named[site.name] = pattern
-            found[site.name] = _mask(site, mask, leading)
-    return {site.name: found[site.name] for site in sites.all if site.name in found}
+        for name in chosen_sites(by_name, pattern, "masks: "):
+            if name in named:
+                raise UserError(f"masks: {name} is named twice, by '{named[name]}' and by '{pattern}'")
+            named[name] = pattern
+            found[name] = _mask(by_name[name], mask, leading)
+    return {name: found[name] for name in by_name if name in found}
 
 
 def _mask(site: Site, mask: Mask, leading: tuple[int, ...]) -> Literal["ci"] | np.ndarray:
@@ -133,18 +129,3 @@ def delta_weights(masks: Mapping[str, Any], leading: tuple[int, ...], delta: Del
             ) from None
         found[name] = weight.reshape((1,) * (len(leading) - weight.ndim) + weight.shape)
     return found
-
-
-def chosen_sites(sites: Sites, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the sites that match any of the patterns; all sites for None.
-
-    Raises UserError if a pattern matches none.
-    """
-    names = [site.name for site in sites.all]
-    if patterns is None:
-        return tuple(names)
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in wanted:
-        if not any(matches_module(pattern, name) for name in names):
-            raise UserError(f"'{pattern}' is no site; {nearest(pattern, names)}")
-    return tuple(name for name in names if any(matches_module(pattern, name) for pattern in wanted))

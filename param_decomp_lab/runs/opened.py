@@ -22,13 +22,14 @@ from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_names import unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.runs.data_file import read_data
 from param_decomp_lab.runs.forward import activations, attacked, clean, importances, masked
 from param_decomp_lab.runs.inputs import Inputs, read_inputs
-from param_decomp_lab.runs.masks import CI, Delta, Masks, bundle, by_site, chosen_sites
+from param_decomp_lab.runs.masks import CI, Delta, Masks, bundle, by_site
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.runs.target import load_weights, weights_folder
 from param_decomp_lab.schema.spelling import nearest
@@ -188,7 +189,7 @@ class OpenedRun:
 
         Raises UserError if the inputs do not fit the target, a site is unknown, or the weights are missing.
         """
-        names = chosen_sites(self.target.sites, sites)
+        names = chosen_sites(self.sites, sites)
         if kind not in ("lower", "upper", "logits"):
             raise UserError(f"kind: '{kind}' should be lower, upper or logits")
         batch, single = self.as_batch(inputs)
@@ -203,7 +204,7 @@ class OpenedRun:
         They say how much of a component's direction is in what the site reads, whether the output depends on it or
         not. Arguments, shapes and errors: as of `causal_importances`.
         """
-        names = chosen_sites(self.target.sites, sites)
+        names = chosen_sites(self.sites, sites)
         batch, single = self.as_batch(inputs)
         weights = self.weights
         with jax.set_mesh(self.mesh):

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.harvest.files.labels import Label
-from param_decomp_lab.label.choose import matching_sites
 from param_decomp_lab.share.dashboards import dashboard_batch, explanation
 from param_decomp_lab.share.json_files import write_json
 from param_decomp_lab.share.numbering import NumberedSite, run_numbering
@@ -75,7 +75,7 @@ def share_components(
     before the next one is read. ``patterns``: sites; all by default. Raises UserError for a pattern that matches no
     site."""
     refuse_existing(out, marker=MARKER, overwrite=overwrite)
-    names = matching_sites(run.harvest, tuple(patterns))
+    names = chosen_sites(run.harvest.sites, tuple(patterns) or None, "--sites ")
     numbering = run_numbering(run.folder)
     sources = [_Source(run, upload, numbering.site(name)) for name in names]
     with (

@@ -1,11 +1,12 @@
-"""Charts as numbers that templates draw as SVG: axes and their ticks, and line charts, which `charts.html` draws.
+"""Charts as numbers that templates draw as SVG: axes and their ticks, places of points, and line charts, which
+`charts.html` draws.
 
 The plot is an SVG that stretches with the page while its labels are HTML, so that a chart is readable at any width, and
 its points travel along as JSON for the few lines of JavaScript that show values under the pointer.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
@@ -102,6 +103,10 @@ class Axis:
         )
         return [Tick(100 * self.share(value), label) for value, label in zip(values, labels, strict=True)]
 
+    @property
+    def ticks_from_the_top(self) -> list[Tick]:
+        return [Tick(100 - tick.at, tick.label) for tick in self.ticks]
+
 
 def axis(values: Sequence[float], from_zero: bool = False) -> Axis:
     """An axis for finite values: logarithmic when all are positive and spread over decades, else linear (from 0 with
@@ -109,6 +114,30 @@ def axis(values: Sequence[float], from_zero: bool = False) -> Axis:
     low, high = min(values), max(values)
     log = low > 0 and high > LOG_RATIO * low
     return Axis(*_domain(low, high, log, from_zero), log)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """The axes of points. Places are percents of the plot, from the left and from the top."""
+
+    x: Axis
+    y: Axis
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        return 100 * self.x.share(x), 100 - 100 * self.y.share(y)
+
+    def path(self, points: Iterable[tuple[float, float]]) -> str:
+        """The line through them, as SVG path data in a box of 1000 × 1000."""
+        places = (self.place(*point) for point in points)
+        return "M" + "L".join(f"{SCALE * left / 100:.1f} {SCALE * top / 100:.1f}" for left, top in places)
+
+    @property
+    def x_ticks(self) -> list[Tick]:
+        return self.x.ticks
+
+    @property
+    def y_ticks(self) -> list[Tick]:
+        return self.y.ticks_from_the_top
 
 
 def line_chart(
@@ -154,7 +183,7 @@ def line_chart(
         note=" · ".join(notes),
         lines=lines,
         x_ticks=[Tick(100 * step / x_max, _short_step(step)) for step in _step_ticks(x_max)],
-        y_ticks=[Tick(100 - tick.at, tick.label) for tick in y.ticks],
+        y_ticks=y.ticks_from_the_top,
         log=y.log,
         legend=legend and len(lines) > 1 and not ramp,
         ramp=ramp,

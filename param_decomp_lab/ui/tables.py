@@ -1,4 +1,6 @@
-"""The one style of table that all commands print."""
+"""The one style of table that all commands print, and tables in Markdown."""
+
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.table import Table
@@ -18,3 +20,11 @@ def plain_table(title: str, *columns: tuple[str, str]) -> Table:
             overflow="fold" if wraps else "ellipsis",
         )
     return table
+
+
+def markdown_table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Its lines; that of a row is made when it is asked for. ``columns``: as the page has them, with bars between."""
+    yield f"| {columns} |"
+    yield "|---" * (columns.count("|") + 1) + "|"
+    for cells in rows:
+        yield f"| {' | '.join(map(str, cells))} |"

@@ -16,7 +16,7 @@ from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparis
 from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
-from param_decomp_lab.browse.baselines_page import DEPTH, HEIGHT, WIDTH, plot
+from param_decomp_lab.browse.baselines_page import DEPTH, plot
 from param_decomp_lab.errors import UserError
 from tests.lab.test_browse import LLAMA, MARKUP, base, client
 from tests.lab.tiny_run import STEPS
@@ -139,7 +139,7 @@ def test_points_stand_where_they_should() -> None:
     lowest = max(y for curve in drawn.curves for _, y, _ in curve.dots)
     assert neurons[2][1] == lowest
     assert neurons[0][1] < neurons[1][1] < lowest
-    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for curve in drawn.curves for x, y, _ in curve.dots)
+    assert all(0 <= x <= 100 and 0 <= y <= 100 for curve in drawn.curves for x, y, _ in curve.dots)
     assert by_name["decomposition, λ as masks"].path == ""
     assert len(by_name["decomposition, λ above τ"].dots) == 2  # without the one that leaves nothing on
 

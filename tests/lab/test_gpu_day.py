@@ -16,13 +16,12 @@ import pytest
 from experiments.gpu_day import day as day_module
 from experiments.gpu_day import decomposition
 from experiments.gpu_day.cards import Card, _parse, table_name
-from experiments.gpu_day.day import Asked, Day, run_day, run_plans
-from experiments.gpu_day.decomposition import Source, cadence, check_smollm2, decompose, steps_in
-from experiments.gpu_day.items import ITEMS, PARTS, Decomposition, Links, Step, named
+from experiments.gpu_day.day import Day, run_day, run_plans
+from experiments.gpu_day.decomposition import cadence, check_smollm2, decompose, steps_in
+from experiments.gpu_day.items import ITEMS, PARTS, Asked, Decomposition, Links, Step, named
 from experiments.gpu_day.job import Job
 from experiments.gpu_day.links import KINDS
-from experiments.gpu_day.margin import margin
-from experiments.gpu_day.page import page
+from experiments.gpu_day.page import margin, page
 from experiments.gpu_day.results import Results
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
@@ -67,17 +66,17 @@ def test_the_decomposition_has_the_step_that_is_measured() -> None:
 class FakeJob:
     """A job that answers at once. What is asked of all of them is kept in ``log``."""
 
-    log: list[tuple[str, str, dict[str, str], list[str]]]
+    log: list[tuple[str, dict[str, str], dict[str, Any]]]
+    """The item's name, the variables, and what is given."""
     dies_at: str | None
     """The name of the item in which the day is killed."""
     answers: dict[str, dict[str, Any]]
     """By the item's name, in place of the usual one."""
 
     def __init__(self, words: Sequence[str], log: Path, extra: Mapping[str, str]) -> None:
-        self._words = dict(zip(words[0:6:2], words[1:6:2], strict=True))
-        self._more = [*words[6:]]
-        self._name, self._how = self._words["--one"], self._words["--how"]
-        self.log.append((self._how, self._name, dict(extra), self._more))
+        assert words[0:3:2] == ["--one", "--given"]
+        self._name, self._given = words[1], json.loads(words[3])
+        self.log.append((self._name, dict(extra), self._given))
 
     def end(self) -> None:
         pass
@@ -89,12 +88,11 @@ class FakeJob:
             rates = {"size": 64, "matmul_flops_per_s": 800e12, "copy_bytes_per_s": 3e12}
             here = {"platform": "gpu", "device": H100.name, "rates": rates}
             return {**here, "date": "2026-01-01", "cores": 16, "python": "3.12", "packages": {"jax": "1"}}
-        if self._how == "counted":
-            return {"total": 200e12, "leading": [8, 512], "by_phase": {"losses": 150e12}}
-        if self._how == "planned":
-            return {"plan": {"peak": 60 * GIB}}
-        if "--run" in self._more:
-            run = Path(self._more[1])
+        if "card" in self._given:
+            counted = {"total": 200e12, "leading": [8, 512], "by_phase": {"losses": 150e12}}
+            return {**counted, **({"plan": {"peak": 60 * GIB}} if self._given["card"] else {})}
+        if "run" in self._given:
+            run = Path(self._given["run"])
             run.mkdir(exist_ok=True)
             (run / "config.yaml").touch()
             return {
@@ -122,11 +120,11 @@ class FakeJob:
 
 def measured() -> list[str]:
     """Names of the steps and links that were begun since the last `a_day`."""
-    return [name for how, name, _, more in FakeJob.log if how == "measure" and name != "machine" and not more]
+    return [name for name, _, given in FakeJob.log if name != "machine" and not given]
 
 
-def trained() -> list[list[str]]:
-    return [more for _, _, _, more in FakeJob.log if "--run" in more]
+def trained() -> list[dict[str, Any]]:
+    return [given for _, _, given in FakeJob.log if "run" in given]
 
 
 @pytest.fixture
@@ -154,7 +152,7 @@ def test_a_day(asked: Asked) -> None:
     # What an 80 GB card cannot hold is not begun, one card has no links.
     fit = [item.name for item in ITEMS if isinstance(item, Step) and item.plan_gib < 72]
     assert measured() == [name for name in fit if "32 × 512" not in name]
-    environments = {name: extra for how, name, extra, _ in FakeJob.log if how == "measure"}
+    environments = {name: extra for name, extra, given in FakeJob.log if "card" not in given}
     assert {extra["CUDA_VISIBLE_DEVICES"] for extra in environments.values()} == {"0"}
     assert environments["layer 18, balanced, 8 × 512, traced"]["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
     tight = environments["layer 18, balanced, 8 × 512, 0.5 GiB over its plan"]
@@ -185,7 +183,7 @@ def test_plans_are_added_without_the_card(asked: Asked, monkeypatch: pytest.Monk
         run_plans(asked)
     monkeypatch.setattr(day_module, "installed", lambda package: "1")
     assert run_plans(asked) == 0
-    assert [(how, of) for how, of, _, _ in FakeJob.log] == [("counted", name), ("planned", name)]
+    assert [(of, given) for of, _, given in FakeJob.log] == [(name, {"card": "h100"})]
     assert f"| {name} | 61.000 | 62.000 | +1.000 GiB | 60.000 | +2.000 GiB | 1.000 |" in asked.page.read_text()
     assert "it should be **3 GiB**" in asked.page.read_text()
 
@@ -199,7 +197,7 @@ def test_a_day_goes_on_where_it_was_killed(asked: Asked) -> None:
     assert a_day(asked).run()
     assert measured()[0] == before[-1] == "layer 18, lean, 8 × 512"
     assert not {*measured()[1:]} & {*before}
-    assert "machine" not in [name for _, name, _, _ in FakeJob.log]
+    assert "machine" not in [name for name, _, _ in FakeJob.log]
 
 
 def test_what_does_not_end_in_time_is_left(asked: Asked) -> None:
@@ -210,9 +208,9 @@ def test_what_does_not_end_in_time_is_left(asked: Asked) -> None:
 
 def test_the_decomposition_takes_the_time_that_is_left(asked: Asked) -> None:
     assert a_day(asked, seconds=1000).run()
-    (words,) = trained()
+    (given,) = trained()
     # Of 1,000 s two minutes are kept to stop it and four are its start; half a second a step.
-    (steps,) = (int(word.rpartition("=")[2]) for word in words if word.startswith("--set=pd.steps="))
+    (steps,) = (int(one.rpartition("=")[2]) for one in given["planned"] if one.startswith("pd.steps="))
     assert steps == pytest.approx(0.85 * (1000 - 120 - 240) / 0.5, rel=0.01)
 
 
@@ -252,7 +250,7 @@ def test_another_card_is_refused(asked: Asked) -> None:
 
 def test_several_cards_have_links(asked: Asked) -> None:
     a_day(asked, cards=[H100, H100]).run()
-    (links,) = (extra for _, name, extra, _ in FakeJob.log if name == "links")
+    (links,) = (extra for name, extra, _ in FakeJob.log if name == "links")
     assert links == {}, "it sees all cards"
 
 
@@ -272,14 +270,16 @@ def test_no_card_and_a_taken_card_are_refused(asked: Asked, monkeypatch: pytest.
     assert not asked.json.exists()
 
 
-def test_without_weights_the_decomposition_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_weights_the_decomposition_says_what_helps(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other items go on, and a later call tries again."""
     (item,) = (item for item in ITEMS if isinstance(item, Decomposition))
     monkeypatch.setattr(decomposition, "SMOLLM2", tmp_path / "smollm2")
     monkeypatch.setattr(decomposition, "run", lambda words, extra: 1)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        found = decompose(item, Source(tmp_path, None, None, False), tmp_path / "run", ())
+        found = decompose(item, asked, tmp_path / "run", ())
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "--smollm2 FOLDER, made by `pd demo --smollm2` elsewhere" in found["failed"]
@@ -324,19 +324,17 @@ def test_margin() -> None:
     def of(planned: float = 60, **measured: dict[str, Any]) -> Any:
         return margin({"measured": measured, "planned": {name: {"plan": {"peak": planned * GIB}} for name in measured}})
 
-    assert of(a=item(60.2), b=item(59)).gib == 1.5  # 0.2, and 1 for fragmentation
-    exact = of(a=item(60 + 2**-14))
-    assert exact.gib == 1
-    assert exact.reasons[0].startswith(
-        "In one configuration the live peak differed from the plan of `pd probe` by +64 KiB,"
-    )
-    assert of(a=item(60.2), tight=item(60, asked={"over_plan": 0.5})).gib == 0.5
-    assert of(a=item(62.1), tight=item(60, asked={"over_plan": 0.5})).gib == 2.5
+    assert of(a=item(60.2), b=item(59))[0] == 1.5  # 0.2, and 1 for fragmentation
+    gib, reasons = of(a=item(60 + 2**-14))
+    assert gib == 1
+    assert reasons[0].startswith("In one configuration the live peak differed from the plan of `pd probe` by +64 KiB,")
+    assert of(a=item(60.2), tight=item(60, asked={"over_plan": 0.5}))[0] == 0.5
+    assert of(a=item(62.1), tight=item(60, asked={"over_plan": 0.5}))[0] == 2.5
     out = {"asked": {"over_plan": 0.5}, "failed": "out of memory while it ran"}
-    assert of(a=item(60.2), tight=out).gib == 5
+    assert of(a=item(60.2), tight=out)[0] == 5
     # Where making the state took more than the steps, their own peak is not known.
-    assert of(a=item(66, made=66)).gib is None
-    assert of(a=item(61, driver_used=73.6 * GIB, pool=72.6 * GIB)).reasons[-1].startswith("Libraries took 1.00 GiB")
+    assert of(a=item(66, made=66))[0] is None
+    assert of(a=item(61, driver_used=73.6 * GIB, pool=72.6 * GIB))[1][-1].startswith("Libraries took 1.00 GiB")
 
 
 def test_steps_of_the_decomposition() -> None:

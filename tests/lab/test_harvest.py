@@ -499,7 +499,7 @@ def test_firings_of_another_device_are_the_same(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sites": ("nowhere",)}, "is no site"),
+        ({"sites": ("nowhere",)}, "matches no site"),
         ({"threshold": 1.0}, "--threshold: should be"),
         ({"tokens": 0}, "--tokens: should be"),
         ({"tokens": math.nan}, "--tokens: should be"),
@@ -549,4 +549,4 @@ def test_the_command(runs: dict[str, Path]) -> None:
     shutil.rmtree(folder)
     wrong = pd_here("harvest", finished, "--sites", "layers.9.*")
     assert wrong.status == 2
-    assert "is no site" in wrong.err
+    assert "matches no site" in wrong.err

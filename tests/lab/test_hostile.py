@@ -439,7 +439,16 @@ def test_abbreviated_options_of_sbatch(text: str) -> None:
 
 
 def test_no_picture_beside_a_device(tmp_path: Path) -> None:
-    names = ("ledger", "timeline", "find_peak", "timeline_figure", "write_memory_page", "save_figure", "_summary")
+    names = (
+        "ledger",
+        "timeline",
+        "find_peak",
+        "timeline_figure",
+        "memory_page",
+        "write_whole",
+        "save_figure",
+        "_summary",
+    )
     with mock.patch.multiple(pages, **dict.fromkeys(names, mock.MagicMock())):
         assert pages.write_pages(mock.MagicMock(), Path("/dev/null")) == (Path("/dev/null"), None)
         assert pages.write_pages(mock.MagicMock(), tmp_path / "a.html") == (tmp_path / "a.html", tmp_path / "a.png")

@@ -13,7 +13,7 @@ from PIL import Image
 from param_decomp_aot.buffers import Buffer, Ledger, Span, find_peak, ledger
 from param_decomp_aot.timeline import Timeline, arguments_by_group, bands, timeline
 from param_decomp_lab.metrics.figures import save_figure
-from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page, write_memory_page
+from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page
 from param_decomp_lab.probe.timeline_figure import timeline_figure
 
 DUMP = Path(__file__).parents[1] / "core" / "dump"
@@ -45,12 +45,9 @@ def many(n: int) -> Ledger:
 # ---- the page ----
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_the_page_needs_nothing_from_outside() -> None:
     found = ledger(*TEXTS)
-    path = tmp_path / "new" / "memory.html"
-    write_memory_page(path, "a step", timeline(found), find_peak(found), arguments_by_group(found), {"GPUs": "8"})
-    page = path.read_text()
-    assert [p.name for p in path.parent.iterdir()] == ["memory.html"]
+    page = memory_page("a step", timeline(found), find_peak(found), arguments_by_group(found), {"GPUs": "8"})
     assert not re.search(r"https?://|src=|href=|url\(|@import", page)
     assert "default-src 'none'" in page
     for text in ("a step", "<dd>8</dd>", "layers/layer, forward", "state[&#39;ws&#39;]", "experiment.py:12"):

@@ -38,7 +38,7 @@ def test_rows_of_made_up_runs(tmp_path: Path) -> None:
         20000,
         **{f"identity_ci_error/layers.0.{k}": e for k, e in (("mlp_in", 0), ("mlp_out", 2))},
     )
-    page = table1.table(table1.update_results(tmp_path / "kept.json", tmp_path))
+    page = table1.figures(table1.update_results(tmp_path / "kept.json", tmp_path))
     assert "| yes | 1 min 30 s | 8.5 ms |" in page
     assert (
         "| TMS 5-2 | 2 | 0.998 ± 0.002 | 1.000 ± 0.000 | 0.995 ± 0.000 | 0.993 ± 0.002 | linear1 0, linear2 0 |" in page
@@ -54,7 +54,7 @@ def test_the_device_that_a_run_ran_on_last_is_named(tmp_path: Path) -> None:
     made_up(tmp_path, "resid_mlp2_shared", 0, 25000)
     history = table1.run_folder(tmp_path, "resid_mlp2_shared", 0) / "history.jsonl"
     history.write_text('{"devices": ["cpu"]}\n{"devices": ["NVIDIA H200", "NVIDIA H200"]}\n')
-    assert "| 8.5 ms, NVIDIA H200 |" in table1.table(table1.update_results(tmp_path / "kept.json", tmp_path))
+    assert "| 8.5 ms, NVIDIA H200 |" in table1.figures(table1.update_results(tmp_path / "kept.json", tmp_path))
 
 
 def test_figures_outlive_the_run_folders(tmp_path: Path) -> None:

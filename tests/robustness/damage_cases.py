@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,10 @@ def prints(run: Path) -> Any:
 # ---- the cases ----
 
 
-def _resumed(rig: Rig, part: str) -> Seen:
-    """`--resume` after the damage."""
+def _resumed(rig: Rig, part: str, noise: tuple[str, ...] = ()) -> Seen:
+    """`--resume` after the damage. ``noise``: what no line may have."""
     ended = rig.resume()
+    assert not any(ended.line(word) for word in noise), ended.text
     return Seen("pd train --resume RUN", ended.status, rig.shown(ended.line(part)), rig.left(), rig.outcome(ended))
 
 
@@ -231,16 +232,7 @@ def _zeros(rig: Rig) -> Seen:
     for item in ("learned", "training"):
         file = rig.largest(STEPS, f"{item}/ocdbt.process_0/d")
         file.write_bytes(bytes(file.stat().st_size))
-    ended = rig.resume()
-    noise = [line for line in ended.text.splitlines() if "Traceback" in line or "TensorStore" in line]
-    assert noise == [], noise
-    return Seen(
-        "pd train --resume RUN",
-        ended.status,
-        rig.shown(ended.line("damaged checkpoint")),
-        rig.left(),
-        rig.outcome(ended),
-    )
+    return _resumed(rig, "damaged checkpoint", noise=("Traceback", "TensorStore"))
 
 
 def _other_values(rig: Rig) -> Seen:
@@ -369,13 +361,18 @@ def mounted(what: str, folder: Path, *options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def small_disk(folder: Path, size: int) -> AbstractContextManager[None]:
+    """``size``: bytes."""
+    return mounted("tmpfs", folder, "-t", "tmpfs", "-o", f"size={size}")
+
+
 def _full(rig: Rig) -> Seen:
     """On a disk with room for the run so far, and for half a checkpoint."""
     for step in (STEPS, STEPS - EVERY):
         shutil.rmtree(rig.checkpoint(step))
     (rig.run / "report.html").unlink()
     small = rig.place / "small"
-    with mounted("tmpfs", small, "-t", "tmpfs", "-o", "size=64m"):
+    with small_disk(small, 64 << 20):
         shutil.copytree(rig.run, small / RUN_ID)
         one = _on_disk(rig.checkpoint(EVERY))
         ballast = small / "ballast"
@@ -393,10 +390,7 @@ def _full_rows(rig: Rig) -> Seen:
     small, base = rig.place / "small", rig.whole.parent
     log, run, ballast = rig.place / "log", small / RUN_ID, small / "ballast"
     given = settings(base, small, "pd.steps=1000000", "cadence={train_log_every: 5}")
-    with (
-        mounted("tmpfs", small, "-t", "tmpfs", "-o", "size=64m"),
-        started(base, log, "train", str(CONFIG), *given) as job,
-    ):
+    with small_disk(small, 64 << 20), started(base, log, "train", str(CONFIG), *given) as job:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(rows(run)) > 2, job, "a row")
         with ballast.open("wb", buffering=0) as file, suppress(OSError):
             while True:

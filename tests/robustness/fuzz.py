@@ -39,6 +39,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from param_decomp_lab.ui.tables import markdown_table
 from tests.robustness.forked import BROKEN, Ended, start, warm
 from tests.robustness.fuzz_faults import SECRET, Fault
 from tests.robustness.fuzz_formats import FORMATS, Command, Format, WrongNumbers, choose
@@ -266,20 +267,16 @@ def read(path: Path) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """In Markdown, a row for each format."""
-    rows = [
-        "| format | cases | accepted | refused | seconds, most | MB, most | not as it must be |",
-        "|---|" + "---|" * 6,
-    ]
-    by_format = defaultdict(list)
+    by_format, rows = defaultdict(list), []
     for result in results:
         by_format[result.format].append(result)
     for name, found in by_format.items():
         good = [r for r in found if not r.wrong]
-        rows.append(
-            f"| {name} | {len(found)} | {sum(r.status == 0 for r in good)} | {sum(r.status != 0 for r in good)} | "
-            f"{max(r.seconds for r in found):.1f} | {max(r.megabytes for r in found):.0f} | {len(found) - len(good)} |"
-        )
-    return "\n".join(rows) + "\n"
+        accepted, most = sum(r.status == 0 for r in good), max(r.megabytes for r in found)
+        slowest = f"{max(r.seconds for r in found):.1f}"
+        rows.append((name, len(found), accepted, len(good) - accepted, slowest, f"{most:.0f}", len(found) - len(good)))
+    columns = "format | cases | accepted | refused | seconds, most | MB, most | not as it must be"
+    return "\n".join(markdown_table(columns, rows)) + "\n"
 
 
 def kinds(results: Sequence[Result]) -> list[tuple[str, int, Result]]:

@@ -15,6 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -537,22 +538,23 @@ def _make_parquet(work: Path) -> None:
     (work / "data" / "meta.json").write_text(json.dumps(about))
 
 
+def _damage_footer(length: int, anywhere: float, content: bytes, random: Random) -> tuple[str, bytes]:
+    """A fault in the last ``length`` bytes; in the share ``anywhere`` of the cases not only there."""
+    if random.random() < anywhere:
+        return damage_bytes(content, random)
+    begin = len(content) - length
+    what, tail = damage_bytes(content[begin:], random)
+    return f"{what} of the footer", content[:begin] + tail
+
+
 def _damage_parquet(work: Path, random: Random) -> Fault:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = work / "data" / "train" / f"part-{random.randrange(2):05d}.parquet"
     if random.random() < 0.6:
-        size = file.stat().st_size
         footer = int.from_bytes(file.read_bytes()[-8:-4], "little") + 8
-
-        def damage(content: bytes, random: Random) -> tuple[str, bytes]:
-            if random.random() < 0.3:
-                return damage_bytes(content, random)
-            what, tail = damage_bytes(content[size - footer :], random)
-            return f"{what} of the footer", content[: size - footer] + tail
-
-        return _damage_file(file, random, damage)
+        return _damage_file(file, random, partial(_damage_footer, footer, 0.3))
     ids = _rows((48, 16))
     lists = [row.tolist() for row in ids]
     good, refused = pa.array(lists, pa.list_(pa.int32(), 16)), True
@@ -621,20 +623,11 @@ def _make_arrow(work: Path) -> None:
 
 def _damage_arrow(work: Path, random: Random) -> Fault:
     file = work / "data" / "train" / f"part-0000{random.randrange(2)}-00000.arrow"
-    size = file.stat().st_size
     footer = int.from_bytes(file.read_bytes()[-10:-6], "little", signed=True) + 10
-
-    def damage(content: bytes, random: Random) -> tuple[str, bytes]:
-        if random.random() < 0.5:
-            return damage_bytes(content, random)
-        what, tail = damage_bytes(content[size - footer :], random)
-        return f"{what} of the footer", content[: size - footer] + tail
-
-    return _damage_file(file, random, damage)
+    return _damage_file(file, random, partial(_damage_footer, footer, 0.5))
 
 
-def _checked_rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
-    """Every row has its checksum: what is read is what was written, whatever was damaged. A file less is no fault."""
+def _read_rows() -> np.ndarray:
     from param_decomp_lab.data.token_data import TokenData, count_rows
 
     count_rows("data/train")
@@ -642,7 +635,12 @@ def _checked_rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
     data.check(256, 64)
     if len(data) > 1000:
         raise WrongNumbers(f"{len(data)} rows")
-    found = data.rows(np.arange(len(data)))
+    return data.rows(np.arange(len(data)))
+
+
+def _checked_rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
+    """Every row has its checksum: what is read is what was written, whatever was damaged. A file less is no fault."""
+    found = _read_rows()
     if whole is not None:
         known = {row.tobytes() for row in whole}
         if not all(row.tobytes() in known for row in found):
@@ -670,14 +668,7 @@ def _damage_meta(work: Path, random: Random) -> Fault:
 
 
 def _rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
-    from param_decomp_lab.data.token_data import TokenData, count_rows
-
-    count_rows("data/train")
-    data = TokenData("data/train")
-    data.check(256, 64)
-    if len(data) > 1000:
-        raise WrongNumbers(f"{len(data)} rows")
-    found = data.rows(np.arange(len(data)))
+    found = _read_rows()
     if found.min() < 0 or found.max() >= 256:
         raise WrongNumbers(f"ids {found.min()} to {found.max()} passed the check for a vocabulary of 256")
     with_checksums = fault.file == "part-00000.parquet" and "footer" not in fault.what

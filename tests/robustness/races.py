@@ -33,8 +33,8 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -42,8 +42,9 @@ from typing import Any
 
 import yaml
 
+from param_decomp_lab.ui.tables import markdown_table
 from tests.robustness import forked
-from tests.robustness.damage_cases import rows
+from tests.robustness.damage_cases import mounted, rows, small_disk
 from tests.robustness.forked import BROKEN, Ended, Forked
 from tests.robustness.fuzz import CONTROL, MESSAGE_BYTES
 from tests.robustness.fuzz_formats import FORMATS, OLD_RUN
@@ -130,6 +131,13 @@ class Writer:
     room: float = 1.4
 
 
+TOY = "{base}/configs/toys/tms_5-2.yaml"
+
+
+def _export(run: str) -> tuple[str, ...]:
+    return "export", f"{{base}}/{run}", "--out", "place/out"
+
+
 def _train(seed: int) -> tuple[str, ...]:
     settings = (
         "pd.steps=6", "pd.batch_size=8", "pd.faithfulness_warmup_steps=2", "eval=null", "steps_per_dispatch=2",
@@ -138,13 +146,13 @@ def _train(seed: int) -> tuple[str, ...]:
         "pd.loss_metrics=[{type: ImportanceMinimalityLoss, coeff: 0.003, pnorm: 1.0, beta: 0},"
         " {type: StochasticReconLoss, coeff: 1.0}]",
     )  # fmt: skip
-    return ("train", "{base}/configs/toys/tms_5-2.yaml", *(word for text in settings for word in ("--set", text)))
+    return ("train", TOY, *(word for text in settings for word in ("--set", text)))
 
 
 def _prepare(seed: int) -> tuple[str, ...]:
     settings = ("out_dir=place", f"run_id={RUN_ID}", f"pd.seed={seed}")
     words = (word for text in settings for word in ("--set", text))
-    return ("launch", "{base}/configs/toys/tms_5-2.yaml", *words, "--prepare", "--with-changes")
+    return ("launch", TOY, *words, "--prepare", "--with-changes")
 
 
 def _tokenize(length: int) -> tuple[str, ...]:
@@ -166,43 +174,24 @@ WRITERS = {
     for found in (
         Writer("tokenize", (_tokenize(8), _tokenize(16)), overwrite=True),
         Writer("import", ((*IMPORT, "float32"), (*IMPORT, "bfloat16")), overwrite=True),
-        Writer(
-            "export",
-            (
-                ("export", "{base}/toy/p-00000002", "--out", "place/out"),
-                ("export", "{base}/llama/p-00000001", "--out", "place/out"),
-            ),
-            overwrite=True,
-        ),
+        Writer("export", (_export("toy/p-00000002"), _export("llama/p-00000001")), overwrite=True),
         Writer("configs", (COPY, COPY), overwrite=True, in_parts=True),
         Writer("report", (REPORT, REPORT), out="p-00000002/report.html", needs=("toy/p-00000002",)),
         Writer("eval", (_evaluate(1), _evaluate(2)), out="out.json"),
         Writer(
-            "pretrain",
-            (("pretrain", "{base}/recipe-0.yaml"), ("pretrain", "{base}/recipe-1.yaml")),
-            overwrite=True,
-            result=trained,
+            "pretrain", (("pretrain", "{base}/recipe-0.yaml"), ("pretrain", "{base}/recipe-1.yaml")),
+            overwrite=True, result=trained,
         ),
         Writer(
-            "harvest",
-            (HARVEST, HARVEST),
-            out="p-00000002/harvests",
-            needs=("toy/p-00000002",),
-            result=harvested,
+            "harvest", (HARVEST, HARVEST), out="p-00000002/harvests", needs=("toy/p-00000002",), result=harvested,
             room=3.0,
         ),
         Writer("launch", (_prepare(0), _prepare(1)), out=RUN_ID, result=prepared),
         Writer("probe", (("0",), ("1",)), out="out.json", call=write_answer),
-        Writer(
-            "fit",
-            (("{base}/configs/toys/tms_5-2.yaml", "0"), ("{base}/configs/toys/tms_5-2.yaml", "1")),
-            out="out.yaml",
-            result=fitted,
-            call=write_fitted,
-        ),
+        Writer("fit", ((TOY, "0"), (TOY, "1")), out="out.yaml", result=fitted, call=write_fitted),
         Writer("train", (_train(0), _train(1)), out=RUN_ID, in_parts=True, result=decomposed),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -322,7 +311,7 @@ class Course:
         place, moved = self.lay_out(writer, folder), folder / "moved"
         acts = ("renamed", "removed", "emptied", "replaced", "a file", *(["read-only"] if can_mount() else []))
         act, at = random.choice(acts), self.seconds[writer.name] * random.random()
-        with mounted(place) if act == "read-only" else _nothing():
+        with mounted(str(place), place, "--bind") if act == "read-only" else nullcontext():
             one = self.start(writer, 0, folder, "a")
             time.sleep(at)
             done = _befall(act, place, moved)
@@ -348,7 +337,7 @@ class Course:
 
     def _disk(self, writer: Writer, random: Random, folder: Path) -> tuple[str, list[Ended], str, list[str]]:
         size = random.randrange(0, int(writer.room * self.bytes[writer.name]) + 4 * PAGE)
-        with mounted(folder / "place", size=256 << 20):
+        with small_disk(folder / "place", 256 << 20):
             place = self.lay_out(writer, folder)
             used = max(PAGE, shutil.disk_usage(place).used)  # a size of 0 has no limit
             subprocess.run(["mount", "-o", f"remount,size={used + size // PAGE * PAGE}", str(place)], check=True)
@@ -434,28 +423,11 @@ def _befall(act: str, place: Path, moved: Path) -> bool:
     return True
 
 
-@contextmanager
-def mounted(folder: Path, size: int | None = None) -> Iterator[None]:
-    """A tmpfs of so many bytes; None: the folder itself, as a mount of its own."""
-    folder.mkdir(exist_ok=True)
-    what = ["--bind", str(folder)] if size is None else ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
-    subprocess.run(["mount", *what, str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 @functools.cache
 def can_mount() -> bool:
     with tempfile.TemporaryDirectory() as name:
         try:
-            with mounted(Path(name), size=PAGE):
+            with small_disk(Path(name), PAGE):
                 return True
         except (OSError, subprocess.CalledProcessError):
             return False
@@ -492,18 +464,18 @@ def read(path: Path) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """In Markdown, a row for each command and kind."""
-    rows = ["| command | kind | races | statuses | a whole result | nothing | a part | not as it must be |"]
-    rows.append("|" + "---|" * 8)
     together = defaultdict(list)
     for result in results:
         together[result.command, result.kind].append(result)
+    rows = []
     for (command, kind), found in together.items():
         statuses = sorted({status for result in found for status in result.statuses})
         left = [sum(r.left == what for r in found) for what in ("a whole result", "nothing", "a part")]
-        wrong = sum(bool(r.wrong) for r in found)
-        cells = (command, kind, len(found), ", ".join(map(str, statuses)), *left, wrong)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows) + "\n"
+        rows.append(
+            (command, kind, len(found), ", ".join(map(str, statuses)), *left, sum(bool(r.wrong) for r in found))
+        )
+    columns = "command | kind | races | statuses | a whole result | nothing | a part | not as it must be"
+    return "\n".join(markdown_table(columns, rows)) + "\n"
 
 
 def main() -> None:
