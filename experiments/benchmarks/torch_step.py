@@ -42,7 +42,7 @@ from param_decomp_jax.method.state import init_state
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, is_shape
 from param_decomp_jax.targets.features import SparseFeatures
-from param_decomp_lab.config import RunConfig, load_config
+from param_decomp_lab.config import load_config
 from param_decomp_lab.config.method_schema import ToyFile
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.outline import outline_on
@@ -67,7 +67,7 @@ Turn = Callable[[int], Message]
 class Toy:
     """A configuration's target, and what its features are drawn by."""
 
-    config: RunConfig
+    resolved: ResolvedConfig
     target: KnownTarget
     features: SparseFeatures
 
@@ -80,8 +80,8 @@ def toy(path: Path) -> Toy:
     """UserError for a configuration that the other side does not cover."""
     from experiments.benchmarks.torch_decomposition import unsupported
 
-    config = load_config(path)
-    method, target = config.method, find_target(ResolvedConfig(config))
+    resolved = ResolvedConfig(load_config(path))
+    method, target = resolved.config.method, find_target(resolved)
     if not isinstance(method, ToyFile) or not isinstance(target, KnownTarget):
         raise UserError(f"{path}: is not the configuration of a toy whose sizes are known here")
     missing = ", ".join(unsupported(target.problem))
@@ -90,7 +90,7 @@ def toy(path: Path) -> Toy:
     inputs, data = target.architecture.inputs, method.data
     assert isinstance(inputs, FeatureInputs)
     drawn = SparseFeatures(inputs.n_features, data.feature_probability, inputs.low, data.data_generation_type)
-    return Toy(config, target, drawn)
+    return Toy(resolved, target, drawn)
 
 
 def random_weights(architecture: Architecture) -> Any:
@@ -171,8 +171,8 @@ def _largest_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> f
 def ours(path: Path) -> Turn:
     """The trainer's own program of several steps, on the configuration's mesh."""
     of = toy(path)
-    mesh, at_once = build_mesh(of.config), of.config.wrapper.steps_per_dispatch
-    outline = outline_on(of.config, of.target, mesh)
+    mesh, at_once = build_mesh(of.resolved.mesh), of.resolved.config.wrapper.steps_per_dispatch
+    outline = outline_on(of.resolved, of.target, mesh)
     with jax.set_mesh(mesh):
         state = init_program(outline).function()
         dispatch = steps_program(outline, at_once).lower().compile()
@@ -272,7 +272,7 @@ class Figures:
 def measure(path: Path, rounds: int, steps: int | None) -> Figures:
     """UserError where the sides do not compute the same."""
     of = toy(path)
-    steps = steps or of.config.wrapper.steps_per_dispatch
+    steps = steps or of.resolved.config.wrapper.steps_per_dispatch
     check = start("agreement", path)
     apart = check.turn(1)
     check.end()

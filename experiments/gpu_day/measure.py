@@ -35,9 +35,9 @@ ROOT = Path(__file__).parents[2]
 
 def measure(item: Step) -> dict[str, Any]:
     """Plan, live memory and time of the item's training step, and where the time went if that is asked for."""
-    config = load_config(ROOT / item.config, item.sets)
-    outline = outline_on(config, known_target(ResolvedConfig(config)), build_mesh(config))
-    at_once = config.wrapper.steps_per_dispatch
+    resolved = ResolvedConfig(load_config(ROOT / item.config, item.sets))
+    outline = outline_on(resolved, known_target(resolved), build_mesh(resolved.mesh))
+    at_once = resolved.config.wrapper.steps_per_dispatch
     device = outline.mesh.devices.flat[0]
     found: dict[str, Any] = {
         "device": device.device_kind,

@@ -9,7 +9,6 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.cards import card
 from param_decomp_lab.probe.measure import Where, measure
-from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.probe.subject import STEP, run_subject
 from param_decomp_lab.profile.scopes import classify_scope
 from param_decomp_lab.setup.resolved import ResolvedConfig
@@ -30,13 +29,13 @@ def plan(item: Step, card_name: str) -> dict[str, Any]:
 def count(item: Step) -> dict[str, Any]:
     """The arithmetic of the item's step (`pd probe` counts it so), as a whole and by phase."""
     config = load_config(ROOT / item.config, item.sets)
-    leading, counted = known_target(ResolvedConfig(config)).leading, run_subject(config).flops()
+    counted = run_subject(config).flops()
     by_phase: Counter[str] = Counter()
     for scope, flops in counted.by_scope.items():
         by_phase[classify_scope(scope, ()).phase] += flops
     return {
         "total": counted.total,
-        "leading": [*leading],
+        "leading": [*ResolvedConfig(config).leading],
         "by_phase": dict(by_phase),
         "counted_once": list(counted.unknown),
     }
