@@ -134,8 +134,8 @@ def probe(options: argparse.Namespace) -> None:
     with joined(options.coordinator, options.processes, options.process_id) as processes:
         with processes.sharing_errors():
             sets = list(assignments(options, load_config(options.config), jax.device_count()))
-            config = load_config(options.config, sets)
-            outline = outline_on(config, known_target(ResolvedConfig(config)), build_mesh(config))
+            resolved = ResolvedConfig(load_config(options.config, sets))
+            outline = outline_on(resolved, known_target(resolved), build_mesh(resolved.mesh))
         line = measure(outline, options.steps, processes)
         if processes.first:
             print(as_text(line))

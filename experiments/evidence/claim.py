@@ -20,7 +20,6 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
 from param_decomp_lab.opening.selection import selected
 from param_decomp_lab.runs.prompt import read_output
-from param_decomp_lab.setup.rows import held_out_rows
 
 BATCH = 8
 
@@ -36,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
     token = read_output(run, given.token)
-    data = held_out_rows(run.resolved)
+    data = run.resolved.held_out_rows
     rows = data.rows(np.arange(min(given.rows, len(data))))
     assert run.text is not None
     here = ends_with(rows, run.text.ids(given.after))

@@ -20,7 +20,6 @@ import numpy as np
 from param_decomp_lab import load_run
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.opening import Run
-from param_decomp_lab.setup.rows import held_out_rows
 
 DRAWS = 5
 
@@ -67,7 +66,7 @@ def main() -> None:
 
 def held_out(run: Run, n: int, tokens: int, seed: int) -> list[np.ndarray]:
     """Beginnings of random rows that the run did not train on."""
-    rows = held_out_rows(run.resolved)
+    rows = run.resolved.held_out_rows
     chosen = np.random.default_rng(seed).permutation(len(rows))[:n]
     return [rows.rows(np.asarray([row]))[0, :tokens] for row in chosen]
 

@@ -26,7 +26,6 @@ from param_decomp_jax.analysis.hooks import Hook, activation
 from param_decomp_lab import load_run
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.opening import Run
-from param_decomp_lab.setup.rows import training_rows
 from param_decomp_lab.weights.safetensors_files import save_tensors
 
 LR = 3e-3
@@ -70,7 +69,7 @@ def train(
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(tensors, updates), state, measured
 
-    data, state, last = training_rows(run.resolved), optimizer.init(tensors), []
+    data, state, last = run.resolved.train_rows, optimizer.init(tensors), []
     order = np.concatenate([epoch_order(seed, epoch, len(data)) for epoch in range(1 + steps * rows // len(data))])
     with jax.set_mesh(run.mesh):
         for n in range(steps):

@@ -78,9 +78,9 @@ def measure_rates(size: int = 8192, copied: int = 4 << 30) -> dict[str, Any]:
 
 def measure(item: Step) -> dict[str, Any]:
     """Plan, live memory and time of the item's training step, and where the time went if that is asked for."""
-    config = load_config(ROOT / item.config, item.sets)
-    outline = outline_on(config, known_target(ResolvedConfig(config)), build_mesh(config))
-    at_once = config.wrapper.steps_per_dispatch
+    resolved = ResolvedConfig(load_config(ROOT / item.config, item.sets))
+    outline = outline_on(resolved, known_target(resolved), build_mesh(resolved.mesh))
+    at_once = resolved.config.wrapper.steps_per_dispatch
     device = outline.mesh.devices.flat[0]
     found: dict[str, Any] = {
         "device": device.device_kind,
@@ -229,7 +229,7 @@ def plan(item: Step, card_name: str | None) -> dict[str, Any]:
         by_phase[classify_scope(scope, ()).phase] += flops
     found = {
         "total": counted.total,
-        "leading": [*known_target(ResolvedConfig(config)).leading],
+        "leading": [*ResolvedConfig(config).leading],
         "by_phase": dict(by_phase),
         "counted_once": list(counted.unknown),
     }

@@ -24,7 +24,6 @@ from param_decomp_lab.eval.run_evaluation import evaluation_batches
 from param_decomp_lab.metrics.figures.save import figure_path, save_figure
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.runs.output_file import check_output_file
-from param_decomp_lab.setup.rows import training_rows
 from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.tables import plain_table
 
@@ -88,7 +87,7 @@ def _other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: i
     """Batches that are not measured on, `POSITIONS` together: rows that the run trained on, or a toy's next draws."""
     if not run.is_language_model:
         return [source(n_measured + n) for n in range(min(MOST_DRAWS, math.ceil(POSITIONS / batch_size)))]
-    data = training_rows(run.resolved)
+    data = run.resolved.train_rows
     n = math.ceil(POSITIONS / (batch_size * data.seq_len))
     chosen = epoch_order(0, 0, len(data))[: n * batch_size]
     whole = len(chosen) - len(chosen) % batch_size

@@ -51,14 +51,14 @@ def check(resolved: ResolvedConfig, console: Console) -> None:
     spec, method = resolved.decomposition, config.method
     missing += elsewhere
     if parent is not None and isinstance(target, KnownTarget):
-        state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, target.leading))
+        state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, resolved.leading))
         refuse_mismatch(parent, state.learned)
     console.print(_overview(resolved, target, parent))
     n_sites = None
     if isinstance(target, KnownTarget):
         sites = target.problem.target.sites
         n_sites, missing = len(sites), target.missing + missing
-        state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
+        state = jax.eval_shape(partial(init_state, spec, sites, resolved.leading))
         console.print("", sites_table(sites, state))
         console.print(terms_table(spec.terms, n_sites, spec.steps))
         console.print(state_table(target, state))

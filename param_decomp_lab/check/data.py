@@ -4,10 +4,11 @@ from pathlib import Path
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.data.text import TokenText
-from param_decomp_lab.data.token_data import TokenData, count_rows
+from param_decomp_lab.data.token_data import count_rows
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.setup.bos import data_note, made_here, rows_begin_with, text_of_data
+from param_decomp_lab.setup.bos import data_note, rows_begin_with, text_of_data
 from param_decomp_lab.setup.resolved import ResolvedConfig
+from param_decomp_lab.setup.rows import refuse_one_folder
 from param_decomp_lab.setup.target_source import target_folder
 from param_decomp_lab.ui.descriptions import shown_path
 
@@ -25,8 +26,7 @@ def check_data(resolved: ResolvedConfig) -> tuple[str, ...]:
     if replaced is None:
         assert method.data.data_files is not None
         return _shards(method, method.data.data_files, method.pd.batch_size + wanted, "training and evaluation")
-    if replaced.train.resolve() == replaced.eval.resolve():
-        raise UserError(f"data.train and data.eval are the same folder ({replaced.train}); evaluate on other rows")
+    refuse_one_folder(replaced)
     missing = _shards(method, replaced.train, method.pd.batch_size, "one batch")
     return missing if method.eval is None else missing + _shards(method, replaced.eval, wanted, "an evaluation")
 
@@ -50,13 +50,11 @@ def data_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 def _text(resolved: ResolvedConfig) -> TokenText | None:
     """The tokenizer of text that was or will be tokenized here, with the BOS that rows begin with; None of other data,
     of which one row may take long to read."""
-    named, folders = resolved.text, made_here(resolved)
-    if named is not None and not named.is_made:
-        return named.tokenizer()
-    if folders is None:
-        return None
-    text = text_of_data(folders)
-    text.bos = rows_begin_with(TokenData(folders.train), text)
+    if resolved.text is not None and not resolved.text.is_made:
+        return resolved.text.tokenizer()
+    text = text_of_data(resolved.data)
+    if text is not None:
+        text.bos = rows_begin_with(resolved.train_rows, text)
     return text
 
 

@@ -26,10 +26,12 @@ def fetch(config: Config, overrides: Overrides = None) -> None:
         HF_TOKEN=hf_… pd weights fetch run.yaml --set target.spec.model_name=google/gemma-2-2b
     """
     from param_decomp_lab.config import load_config
-    from param_decomp_lab.setup.target_source import fetch_target, target_source
+    from param_decomp_lab.setup.target_source import PretrainedToy, fetch_target, target_source
 
-    console = PlainConsole()
-    folder = fetch_target(target_source(load_config(config, overrides or ())), console)
+    console, source = PlainConsole(), target_source(load_config(config, overrides or ()))
+    if isinstance(source, PretrainedToy):
+        raise UserError(f"{source.where}: {source.missing()}")
+    folder = fetch_target(source, console)
     if not folder.is_dir():
         raise UserError(f"target.folder: {folder} is not there; nothing of it can be fetched")
     console.print(str(folder), soft_wrap=True, highlight=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import FeatureInputs
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.method_schema import EvalConfig, ToyFile
+from param_decomp_lab.config.method_schema import EvalConfig, LanguageModelFile, ToyFile
 from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
@@ -18,7 +18,7 @@ from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.resolved import ResolvedConfig
-from param_decomp_lab.setup.rows import check_rows, evaluation_source, held_out_rows
+from param_decomp_lab.setup.rows import check_rows, evaluation_source
 from param_decomp_lab.setup.toys import EVAL, feature_source
 
 
@@ -89,10 +89,10 @@ def evaluation_batches(run: Run, config: RunConfig, request: EvaluationRequest) 
         return feature_source(method, inputs, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
     # The rows that the run held out, not those this evaluation would: the run trained on all others.
     others = any(text.startswith("data") for text in request.overrides)
-    resolved = ResolvedConfig(config)
-    rows = held_out_rows(resolved if others else run.resolved)
-    check_rows(resolved, inputs, rows)
-    return evaluation_source(resolved, rows, run.mesh), rows.source
+    rows = (ResolvedConfig(config) if others else run.resolved).held_out_rows
+    assert isinstance(method, LanguageModelFile)
+    check_rows(rows, run.problem, method.data.max_seq_len)
+    return evaluation_source(rows, method.eval, method.pd.seed, run.mesh), rows.source
 
 
 def as_json(found: Evaluated, folder: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _verify_files(folder: Path, slots: Mapping[str, Slot]) -> None:
 
 
 def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str, Any]:
-    config, spec, sites = found.config, found.problem.decomposition, found.problem.target.sites
+    config, spec, sites = found.resolved.config, found.problem.decomposition, found.problem.target.sites
     tied = {second: first for first, second in sites.tied}
     return {
         "format": FORMAT,

@@ -24,9 +24,8 @@ from param_decomp_lab.opening.selection import Selection, selected
 from param_decomp_lab.runs.forward import clean
 from param_decomp_lab.runs.prompt import read_prompt
 from param_decomp_lab.runs.target import weights_folder
-from param_decomp_lab.setup.rows import held_out_rows
 from param_decomp_lab.weights.dtypes import Dtype
-from param_decomp_lab.weights.target_folder import CONFIG_FILE, save_target, stored_dtype
+from param_decomp_lab.weights.target_folder import CONFIG_FILE, TargetFolder, save_target
 
 EDIT_FILE = "edit.json"
 """What was edited, and how far the network has moved; by it a folder of ours is known."""
@@ -78,8 +77,8 @@ def export_edited(
     """
     numbers = _numbers(run, selection)
     weights = edited_weights(run, numbers, scale)
-    source = weights_folder(run.resolved)
-    stored = stored_dtype(source).name
+    source = weights_folder(run.resolved.target)
+    stored = TargetFolder(source).dtype.name
     to: Dtype = dtype if dtype is not None else "bfloat16" if stored == "bfloat16" else "float32"
     moved = jax.tree.map(lambda x: x.astype(to).astype(x.dtype), weights)
     is_text = isinstance(run.architecture.inputs, TokenInputs)
@@ -138,7 +137,7 @@ def edited_weights(run: Run, components: dict[str, list[int]], scale: float) -> 
 
 
 def _kl(run: Run, edited: Weights, rows: int) -> float:
-    data = held_out_rows(run.resolved)
+    data = run.resolved.held_out_rows
     longest = run.longest_row
     chosen = np.sort(np.random.default_rng(0).permutation(len(data))[:rows])
     total, count = 0.0, 0

@@ -20,7 +20,6 @@ from param_decomp_lab.harvest.examples import AROUND
 from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.runs.opened import OpenedRun
-from param_decomp_lab.setup.rows import training_rows
 from param_decomp_lab.setup.toys import HARVEST, feature_source
 
 VALUES_OF_A_BLOCK = 1 << 24
@@ -65,7 +64,7 @@ class Source:
             self.available = self.rows = max(1, math.ceil(request.tokens))
         else:
             assert isinstance(reads, TokenInputs)
-            self._data: TokenRows = TokenData(request.data) if request.data is not None else training_rows(run.resolved)
+            self._data: TokenRows = TokenData(request.data) if request.data is not None else run.resolved.train_rows
             longest = run.longest_row
             self._data.check(reads.vocab_size, longest)
             self.length, self.n_inputs, self.kind = self._data.seq_len, reads.vocab_size, "tokens"

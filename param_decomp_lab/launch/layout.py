@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.command import gpus_per_node_of_mesh
-from param_decomp_lab.probe.outline import mesh_shape
+from param_decomp_lab.setup.resolved import ResolvedConfig
 
 NO_GPU = "none"
 
@@ -70,7 +69,7 @@ def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gp
 
     UserError unless the mesh uses all GPUs of all nodes, or divides evenly over the CPU tasks.
     """
-    mesh: MeshShape = mesh_shape(config)
+    mesh = ResolvedConfig(config).mesh
     if gpus:
         each = gpus_per_node_of_mesh(mesh, nodes, per_node)
         return Layout(mesh.n_devices // each, each, None)

@@ -3,17 +3,16 @@
 import jax
 from jax.sharding import Mesh
 
-from param_decomp_jax.sharding.mesh import MeshShape
+from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.placement import with_shardings
-from param_decomp_jax.targets.architecture import FeatureInputs, is_shape
-from param_decomp_lab.config import RunConfig
+from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.data.sources import BatchShapes, TokenShapes
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.setup.resolved import ResolvedConfig
-from param_decomp_lab.setup.toys import EVAL, TRAIN, feature_source
+from param_decomp_lab.setup.toys import feature_batches
 from param_decomp_lab.weights.target_folder import weight_shardings
 
 
@@ -25,31 +24,22 @@ def known_target(resolved: ResolvedConfig) -> KnownTarget:
     return target
 
 
-def mesh_shape(config: RunConfig) -> MeshShape:
-    m = config.wrapper.mesh
-    return MeshShape(m.replica, m.fsdp, m.tensor, m.nodes)
-
-
-def outline_on(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Outline:
+def outline_on(resolved: ResolvedConfig, target: KnownTarget, mesh: Mesh) -> Outline:
     """What the programs of the run are compiled from, on ``mesh``."""
-    method = config.method
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, target.dtype), target.architecture.weight_shapes(), is_leaf=is_shape
     )
-    held_out = None if method.eval is None else _batches(config, target, method.eval.batch_size, EVAL, mesh)
-    return Outline(
-        problem=target.problem,
-        mesh=mesh,
-        weights=with_shardings(shapes, weight_shardings(mesh, target.problem.target)),
-        leading=target.leading,
-        train=_batches(config, target, method.pd.batch_size, TRAIN, mesh),
-        eval=held_out,
-    )
+    weights = with_shardings(shapes, weight_shardings(mesh, target.problem.target))
+    batches = _batches(resolved.config.method, target.problem, mesh)
+    return Outline(target.problem, mesh, weights, resolved.leading, *batches)
 
 
-def _batches(config: RunConfig, target: KnownTarget, rows: int, purpose: int, mesh: Mesh) -> BatchShapes:
-    if isinstance(config.method, LanguageModelFile):
-        return TokenShapes(rows, config.method.data.max_seq_len, mesh)
-    assert isinstance(config.method, ToyFile)
-    assert isinstance(target.architecture.inputs, FeatureInputs)
-    return feature_source(config.method, target.architecture.inputs, rows, purpose, mesh)
+def _batches(
+    method: LanguageModelFile | ToyFile, problem: Problem, mesh: Mesh
+) -> tuple[BatchShapes, BatchShapes | None]:
+    """Batches for training and for the evaluation, None without one."""
+    if isinstance(method, ToyFile):
+        return feature_batches(method, problem, mesh)
+    length, settings = method.data.max_seq_len, method.eval
+    evaluated = None if settings is None else TokenShapes(settings.batch_size, length, mesh)
+    return TokenShapes(method.pd.batch_size, length, mesh), evaluated

@@ -18,7 +18,7 @@ from param_decomp_jax.method.step import training_step
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.probe.outline import known_target, mesh_shape, outline_on
+from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.runs.checkpoints.fingerprints import fingerprint_program
 from param_decomp_lab.runs.checkpoints.store import copy_program
 from param_decomp_lab.setup.base import Outline
@@ -71,36 +71,36 @@ class Subject:
 
 def run_subject(config: RunConfig) -> Subject:
     """A decomposition. UserError where its target's shapes are not known."""
-    target = known_target(ResolvedConfig(config))
-    spec = target.problem.decomposition
-    phases: dict[str, Callable[[Mesh], Phase]] = {"making the state": partial(_making, config, target)}
+    resolved = ResolvedConfig(config)
+    target = known_target(resolved)
+    outline, spec = partial(outline_on, resolved, target), resolved.decomposition
+    phases: dict[str, Callable[[Outline], Phase]] = {"making the state": _making}
     if config.wrapper.begins_with_singular_vectors:
-        phases["second moments"] = partial(_preparing, config, target, second_moments_program)
-        phases["singular vectors"] = partial(_preparing, config, target, initial_components_program)
+        phases["second moments"] = partial(_preparing, second_moments_program)
+        phases["singular vectors"] = partial(_preparing, initial_components_program)
     if spec.warmup.steps:
-        phases["faithfulness warm-up"] = partial(_preparing, config, target, warmup_program)
+        phases["faithfulness warm-up"] = partial(_preparing, warmup_program)
     if isinstance(spec.ci, ComponentReadout):
-        phases["calibration"] = partial(_calibrating, config, target)
-    phases[STEP] = partial(_stepping, config, target)
+        phases["calibration"] = _calibrating
+    phases[STEP] = partial(_stepping, config.wrapper.steps_per_dispatch)
     if config.method.eval is not None:
-        phases |= {name: partial(_evaluating, config, target, name) for name in EVALUATIONS}
-    phases["save"] = partial(_saving, config, target)
-    phases["restore"] = partial(_restoring, config, target)
+        phases |= {name: partial(_evaluating, config, name) for name in EVALUATIONS}
+    phases |= {"save": _saving, "restore": _restoring}
     return Subject(
         title=config.wrapper.run_name,
-        described=_described(config, target),
+        described=_described(resolved, target),
         identity=_identity(config, target),
-        mesh=mesh_shape(config),
-        tokens=prod(target.leading),
+        mesh=resolved.mesh,
+        tokens=prod(resolved.leading),
         compute_dtype=spec.compute_dtype,
-        phases=phases,
-        flops=partial(_flops, config, target),
+        phases={name: partial(_on_mesh, outline, phase) for name, phase in phases.items()},
+        flops=partial(_flops, outline),
         notes=config.notes,
     )
 
 
-def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
-    wrapper, spec, sites = config.wrapper, target.problem.decomposition, target.problem.target.sites
+def _described(resolved: ResolvedConfig, target: KnownTarget) -> dict[str, str]:
+    wrapper, sites = resolved.config.wrapper, target.problem.target.sites
     Cs = sorted({site.C for site in sites.all})
     C = f"C {Cs[0]:,}" if len(Cs) == 1 else f"C {Cs[0]:,} to {Cs[-1]:,}"
     axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1 and name != "nodes") or "one device"
@@ -109,9 +109,9 @@ def _described(config: RunConfig, target: KnownTarget) -> dict[str, str]:
     return {
         "target": target.architecture.describe(),
         "sites": f"{len(sites)}, {C}",
-        "batch": " × ".join(f"{size:,}" for size in target.leading),
+        "batch": " × ".join(f"{size:,}" for size in resolved.leading),
         "mesh": axes,
-        "memory": describe_memory(wrapper.memory.preset or "", spec.memory),
+        "memory": describe_memory(wrapper.memory.preset or "", resolved.decomposition.memory),
     }
 
 
@@ -146,36 +146,35 @@ def _identity(config: RunConfig, target: KnownTarget) -> str:
 # ---- the parts of a run ----
 
 
-def _making(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
+def _on_mesh(outline: Callable[[Mesh], Outline], phase: Callable[[Outline], Phase], mesh: Mesh) -> Phase:
+    return phase(outline(mesh))
+
+
+def _making(outline: Outline) -> Phase:
     return Phase(init_program(outline), device_bytes(outline.weights), {})
 
 
-def _preparing(config: RunConfig, target: KnownTarget, program: Callable[[Outline], Program], mesh: Mesh) -> Phase:
+def _preparing(program: Callable[[Outline], Program], outline: Outline) -> Phase:
     """Before the components are what training starts from: the rest of the state waits meanwhile."""
-    outline = outline_on(config, target, mesh)
     state = outline.state
     return Phase(program(outline), device_bytes(state) - device_bytes(state.components), {})
 
 
-def _calibrating(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
+def _calibrating(outline: Outline) -> Phase:
     state = outline.state
     return Phase(calibration_program(outline), device_bytes(state) - device_bytes((state.components, state.ci)), {})
 
 
-def _stepping(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
-    program = steps_program(outline, config.wrapper.steps_per_dispatch)
+def _stepping(size: int, outline: Outline) -> Phase:
+    program = steps_program(outline, size)
     state, weights, inputs, _ = program.arguments
     return Phase(program, 0, _groups(state, weights, inputs))
 
 
-def _evaluating(config: RunConfig, target: KnownTarget, which: str, mesh: Mesh) -> Phase:
-    outline = outline_on(config, target, mesh)
+def _evaluating(config: RunConfig, which: str, outline: Outline) -> Phase:
     assert outline.eval is not None
     state = outline.state
-    evaluation = Evaluation(config, outline.problem, _no_data, mesh)
+    evaluation = Evaluation(config, outline.problem, _no_data, outline.mesh)
     program = evaluation.programs(state, outline.weights, outline.eval.batch())[which]
     return Phase(program, device_bytes(state) - device_bytes((state.components, state.ci)), {})
 
@@ -184,18 +183,16 @@ def _no_data(number: int) -> Any:
     raise AssertionError("a probe evaluates nothing")
 
 
-def _saving(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+def _saving(outline: Outline) -> Phase:
     """Fingerprints are made of one array after the other; one that waits in host memory is brought for that."""
-    outline = outline_on(config, target, mesh)
     leaves = jax.tree.leaves(outline.state)
     largest = max([x for x in leaves if on_the_host(x)] or leaves, key=lambda x: prod(x.shape))
     program = Program(fingerprint_program(largest), (largest,))
     return Phase(program, device_bytes((leaves, outline.weights)) - device_bytes(largest), {})
 
 
-def _restoring(config: RunConfig, target: KnownTarget, mesh: Mesh) -> Phase:
+def _restoring(outline: Outline) -> Phase:
     """One array after the other is copied; the largest one counts."""
-    outline = outline_on(config, target, mesh)
     state = outline.state
     largest = max(jax.tree.leaves(state), key=device_bytes)
     program = Program(copy_program(largest), (largest,))
@@ -218,12 +215,12 @@ def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
     return {name: device_bytes(part) for name, part in groups.items() if jax.tree.leaves(part)}
 
 
-def _flops(config: RunConfig, target: KnownTarget) -> Flops:
+def _flops(outline_on_mesh: Callable[[Mesh], Outline]) -> Flops:
     """Traced with no mesh in force: the same arithmetic, as far as it is not in a `shard_map`."""
-    outline = outline_on(config, target, make_mesh(MeshShape()))
-    spec, sites = target.problem.decomposition, target.problem.target.sites
+    outline = outline_on_mesh(make_mesh(MeshShape()))
+    spec, sites = outline.problem.decomposition, outline.problem.target.sites
     # Where the state waits does not matter, and shapes alone cannot say that it is the host.
     spec = replace(spec, memory=replace(spec.memory, offload_state=frozenset()))
-    state = jax.eval_shape(partial(init_state, spec, sites, target.leading))
-    step = partial(training_step, replace(target.problem, decomposition=spec))
+    state = jax.eval_shape(partial(init_state, spec, sites, outline.leading))
+    step = partial(training_step, replace(outline.problem, decomposition=spec))
     return matmul_flops(jax.make_jaxpr(step)(state, outline.weights, outline.train.batch()))

@@ -36,14 +36,14 @@ def open_run(
     """The run in ``folder`` as a ``kind`` of opened run. Arguments and errors: as of `load_run`."""
     found = find_checkpoint(Path(folder), step, None if target is None else Path(target))
     size = _bytes(learned_shapes(found.problem, make_mesh(MeshShape())))
-    mesh = mesh_for(size + count_weight_bytes(found.config, found.architecture), devices)
+    mesh = mesh_for(size + count_weight_bytes(found.resolved, found.architecture), devices)
     checkpoints = Checkpoints(found.folder)
     try:
         learned = checkpoints.restore_learned(found.step, learned_shapes(found.problem, mesh))
     except UserError as error:
         others = ", ".join(str(other) for other in checkpoints.steps() if other != found.step)
         raise UserError(f"{error}{f'; to open another one, give its step ({others})' if others else ''}") from error
-    return kind(found.folder, found.config, found.step, found.architecture, found.problem, mesh, learned)
+    return kind(found.folder, found.resolved, found.step, found.architecture, found.problem, mesh, learned)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FoundCheckpoint:
     """A checkpoint to read, with the run's configuration, architecture and decomposition problem."""
 
     folder: Path
-    config: RunConfig
+    resolved: ResolvedConfig
     step: int
     architecture: Architecture
     problem: Problem
@@ -68,8 +68,9 @@ def find_checkpoint(folder: Path, step: int | None = None, target: Path | None =
     where = f"{folder}: the checkpoint of step {at}"
     made_with = RunConfig.from_mapping(parse_yaml(checkpoints.configuration(at), where), where)
     _refuse_another_method(config, made_with, where)
-    architecture = find_architecture(folder, config)
-    return FoundCheckpoint(folder, config, at, architecture, make_problem(ResolvedConfig(config), architecture, folder))
+    resolved = ResolvedConfig(config)
+    architecture = find_architecture(folder, resolved)
+    return FoundCheckpoint(folder, resolved, at, architecture, make_problem(resolved, architecture, folder))
 
 
 def _chosen_step(folder: Path, steps: Sequence[int], step: int | None) -> int:

@@ -21,7 +21,6 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.placement import batch_sharding, from_host
 from param_decomp_jax.targets.architecture import Architecture, TokenInputs
 from param_decomp_jax.targets.base import Weights
-from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_names import unnamed
@@ -66,22 +65,22 @@ class Component:
 class OpenedRun:
     """A run opened by `open_run`: its components, CI function, target and metrics.
 
-    ``step``: the step of the checkpoint that was read. ``sites``: the sites by name, in canonical order, each with
-    `d_in`, `d_out` and `C`. ``problem``, ``learned``, ``mesh``: for calling functions of `param_decomp_jax` directly
-    (under `jax.set_mesh`).
+    ``resolved``: its configuration, ``config``, with what follows from it. ``step``: the step of the checkpoint that
+    was read. ``sites``: the sites by name, in canonical order, each with `d_in`, `d_out` and `C`. ``problem``,
+    ``learned``, ``mesh``: for calling functions of `param_decomp_jax` directly (under `jax.set_mesh`).
     """
 
     def __init__(
         self,
         folder: Path,
-        config: RunConfig,
+        resolved: ResolvedConfig,
         step: int,
         architecture: Architecture,
         problem: Problem,
         mesh: Mesh,
         learned: Learned,
     ) -> None:
-        self.folder, self.config, self.step = folder, config, step
+        self.folder, self.resolved, self.config, self.step = folder, resolved, resolved.config, step
         self.architecture, self.problem, self.mesh, self.learned = architecture, problem, mesh, learned
         self.sites: dict[str, Site] = {site.name: site for site in problem.target.sites.all}
 
@@ -89,11 +88,6 @@ class OpenedRun:
     def id(self) -> str:
         """The run id, which is also the name of the run folder."""
         return self.config.wrapper.run_id or self.folder.name
-
-    @cached_property
-    def resolved(self) -> ResolvedConfig:
-        """The configuration, with what follows from it."""
-        return ResolvedConfig(self.config)
 
     @property
     def name(self) -> str:
@@ -126,7 +120,8 @@ class OpenedRun:
         BOS if the rows of the run's data do."""
         if not self.is_language_model:
             return None
-        text, recorded = find_tokenizer(self.resolved, weights_folder(self.resolved)), read_data(self.folder)
+        text = find_tokenizer(self.resolved.data, weights_folder(self.resolved.target))
+        recorded = read_data(self.folder)
         if text is not None and recorded is not None:
             text.bos = recorded.bos
         return text

@@ -11,17 +11,16 @@ from jax.sharding import Mesh
 from param_decomp_jax.targets.architecture import Architecture, is_shape
 from param_decomp_jax.targets.base import Target
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
+from param_decomp_lab.pretrain.toys import read_toy_recipe
 from param_decomp_lab.runs.target_file import read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
 from param_decomp_lab.setup.resolved import ResolvedConfig
-from param_decomp_lab.setup.target_source import fetch_target, target_folder
+from param_decomp_lab.setup.target_source import PretrainedToy, Source, fetch_target, target_folder
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.weights.recorded_target import read_as_recorded
-from param_decomp_lab.weights.target_folder import read_weights, weight_shardings
+from param_decomp_lab.weights.target_folder import TargetFolder, read_weights, weight_shardings
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
@@ -30,7 +29,7 @@ def with_target(config: RunConfig, folder: Path) -> RunConfig:
     return replace(config, wrapper=config.wrapper.model_copy(update={"target": source}))
 
 
-def find_architecture(run_folder: Path, config: RunConfig) -> Architecture:
+def find_architecture(run_folder: Path, resolved: ResolvedConfig) -> Architecture:
     """The target's architecture: from `target.json`, or, for runs older than that file, from the target itself.
 
     Raises UserError if neither is available.
@@ -38,7 +37,7 @@ def find_architecture(run_folder: Path, config: RunConfig) -> Architecture:
     known = read_target(run_folder)
     if known is not None:
         return known
-    found = find_target(ResolvedConfig(config))
+    found = find_target(resolved)
     if isinstance(found, UnknownTarget):
         raise UserError(
             f"{run_folder} does not record its target's architecture, and the target was not found: {found.reason}"
@@ -46,27 +45,20 @@ def find_architecture(run_folder: Path, config: RunConfig) -> Architecture:
     return found.architecture
 
 
-def count_weight_bytes(config: RunConfig, architecture: Architecture) -> int:
+def count_weight_bytes(resolved: ResolvedConfig, architecture: Architecture) -> int:
     """Approximate size of the target's weights; a language model without ``weights_dtype`` is taken to be bfloat16."""
-    size = 4
-    if isinstance(config.method, LanguageModelFile) and config.method.target.weights_dtype != "float32":
-        size = 2
+    size = 4 if resolved.weights_dtype == "float32" else 2
     return size * sum(map(prod, jax.tree.leaves(architecture.weight_shapes(), is_leaf=is_shape)))
 
 
-def weights_folder(resolved: ResolvedConfig) -> Path:
+def weights_folder(source: Source) -> Path:
     """The folder of the target's weights. Raises UserError if it is missing; nothing is downloaded or trained."""
-    source = resolved.config.wrapper.target
-    if source is not None and source.pretrain is not None:
-        recipe = read_toy_recipe(source.pretrain)
-        folder = Path(recipe.out)
-        if not is_trained(recipe):
-            raise UserError(
-                f"the target of {source.pretrain} is not in {folder}: train it with `pd pretrain "
-                f"{source.pretrain}`, or give its folder (load_run(…, target=FOLDER))"
-            )
-    else:
-        folder = target_folder(resolved.target)
+    if isinstance(source, PretrainedToy) and source.cached() is None:
+        raise UserError(
+            f"the target of {source.path} is not in {read_toy_recipe(source.path).out}: train it with `pd pretrain "
+            f"{source.path}`, or give its folder (load_run(…, target=FOLDER))"
+        )
+    folder = target_folder(source)
     if not folder.is_dir():
         raise UserError(f"the target's folder {folder} does not exist; give another (load_run(…, target=FOLDER))")
     return folder
@@ -75,10 +67,8 @@ def weights_folder(resolved: ResolvedConfig) -> Path:
 def load_weights(resolved: ResolvedConfig, target: Target, mesh: Mesh) -> Any:
     """The target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or belong to
     another target; CannotFetch."""
-    config = resolved.config
-    if config.wrapper.target is None or config.wrapper.target.pretrain is None:
+    if not isinstance(resolved.target, PretrainedToy):
         fetch_target(resolved.target, PlainConsole(stderr=True))
-    folder = weights_folder(resolved)
-    architecture = read_as_recorded(folder, target.architecture)
-    dtype = config.method.target.weights_dtype if isinstance(config.method, LanguageModelFile) else "float32"
-    return read_weights(folder, architecture, dtype, weight_shardings(mesh, target))
+    folder = weights_folder(resolved.target)
+    architecture = read_as_recorded(TargetFolder(folder), target.architecture)
+    return read_weights(folder, architecture, resolved.weights_dtype, weight_shardings(mesh, target))

@@ -3,12 +3,18 @@
 from rich.console import Console
 
 from param_decomp_jax.targets.architecture import Architecture
-from param_decomp_lab.config.method_schema import LanguageModelFile
+from param_decomp_lab.config.method_schema import ToyFile
+from param_decomp_lab.data.sources import BatchSource
 from param_decomp_lab.processes.group import ALONE, Processes
-from param_decomp_lab.setup.base import Setup
-from param_decomp_lab.setup.language_model import set_up_language_model
+from param_decomp_lab.setup.base import Setup, build_mesh
+from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.resolved import ResolvedConfig
-from param_decomp_lab.setup.toys import set_up_toy
+from param_decomp_lab.setup.target_source import fetch_target
+from param_decomp_lab.setup.token_batches import token_batches
+from param_decomp_lab.setup.toys import feature_batches
+from param_decomp_lab.ui.warnings import print_warnings
+from param_decomp_lab.weights.recorded_target import read_as_recorded
+from param_decomp_lab.weights.target_folder import TargetFolder, read_weights, weight_shardings
 
 __all__ = ["ResolvedConfig", "Setup", "set_up"]
 
@@ -22,6 +28,17 @@ def set_up(
     UserError for whatever does not fit together; CannotFetch. What is missing of a target is fetched, or, of a toy with
     a recipe, trained, by process 0 or once per node; text that the schema file names is tokenized by process 0.
     """
-    if isinstance(resolved.config.method, LanguageModelFile):
-        return set_up_language_model(resolved, console, processes, recorded)
-    return set_up_toy(resolved, console, processes)
+    mesh = build_mesh(resolved.mesh)
+    folder = fetch_target(resolved.target, console, processes)
+    files = TargetFolder(folder)
+    architecture = files.architecture if recorded is None else read_as_recorded(files, recorded)
+    print_warnings(files.head_notes(architecture), console)
+    problem = make_problem(resolved, architecture, folder)
+    train: BatchSource
+    evaluated: BatchSource | None
+    if isinstance(resolved.config.method, ToyFile):
+        (train, evaluated), text = feature_batches(resolved.config.method, problem, mesh), None
+    else:
+        train, evaluated, text = token_batches(resolved, problem, folder, mesh, console, processes)
+    weights = read_weights(folder, architecture, resolved.weights_dtype, weight_shardings(mesh, problem.target))
+    return Setup(problem, weights, mesh, resolved.leading, train, evaluated, text)

@@ -14,7 +14,6 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.sharding.placement import with_shardings
 from param_decomp_jax.targets.base import Weights
-from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import EvalConfig
 from param_decomp_lab.data.sources import BatchShapes, BatchSource
 from param_decomp_lab.data.text import TokenText
@@ -69,14 +68,12 @@ class Setup:
         return Outline(self.problem, self.mesh, shapes, self.leading, self.train, self.eval)
 
 
-def build_mesh(config: RunConfig) -> Mesh:
-    """The configured mesh. UserError when there are too few devices, or a process would have none of them."""
-    m = config.wrapper.mesh
-    shape = MeshShape(m.replica, m.fsdp, m.tensor, m.nodes)
+def build_mesh(shape: MeshShape) -> Mesh:
+    """A mesh of this shape. UserError when there are too few devices, or a process would have none of them."""
     if shape.n_devices > jax.device_count():
         raise UserError(
-            f"mesh: replica {m.replica} x fsdp {m.fsdp} x tensor {m.tensor} needs {shape.n_devices} devices, "
-            f"{_devices_there()}"
+            f"mesh: replica {shape.replica} x fsdp {shape.fsdp} x tensor {shape.tensor} needs {shape.n_devices} "
+            f"devices, {_devices_there()}"
         )
     mesh = make_mesh(shape)
     used = {device.process_index for device in mesh.devices.flat}

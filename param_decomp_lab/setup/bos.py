@@ -12,32 +12,26 @@ from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.tokenizers import chosen_bos
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.setup.resolved import ResolvedConfig
 
 ROWS_READ = 8
 """How many rows are read where the data do not say whether their rows begin with BOS."""
 
 
-def made_here(resolved: ResolvedConfig) -> DataFolders | None:
-    """The folders of the run's data if `pd data tokenize` or a run made them, with `meta.json` beside; else None."""
-    folders = resolved.data
-    return folders if folders is not None and (folders.train.parent / META_FILE).is_file() else None
-
-
-def find_tokenizer(resolved: ResolvedConfig, target: Path) -> TokenText | None:
-    """The tokenizer beside the data if they were tokenized here, else the target's own; its prompts begin with BOS if
-    the data say that rows do."""
-    folders = made_here(resolved)
-    try:
-        return TokenText(target) if folders is None else text_of_data(folders)
-    except UserError:
+def text_of_data(folders: DataFolders | None) -> TokenText | None:
+    """The tokenizer beside data that `pd data tokenize` or a run made, with `meta.json`; None for other data. Its
+    prompts begin with BOS if the data say that rows do. Raises UserError where there is none."""
+    if folders is None or not (folders.train.parent / META_FILE).is_file():
         return None
-
-
-def text_of_data(folders: DataFolders) -> TokenText:
-    """The tokenizer beside data that were tokenized here. Raises UserError where there is none."""
     folder = folders.train.parent
     return TokenText(folder, DataMeta.read(folder).bos)
+
+
+def find_tokenizer(data: DataFolders | None, target: Path) -> TokenText | None:
+    """The tokenizer beside the data if they were tokenized here, else the target's own; None where it is missing."""
+    try:
+        return text_of_data(data) or TokenText(target)
+    except UserError:
+        return None
 
 
 def rows_begin_with(rows: TokenRows, text: TokenText) -> int | None:

@@ -17,11 +17,12 @@ from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.setup.problem import make_problem, misfits
 from param_decomp_lab.setup.resolved import ResolvedConfig
+from param_decomp_lab.setup.target_source import PretrainedToy, Source
 from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.dtypes import DTYPES
-from param_decomp_lab.weights.hub import HubModel, Offline
+from param_decomp_lab.weights.hub import Offline
 from param_decomp_lab.weights.safetensors_files import missing_files
-from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_dtype, stored_head_note
+from param_decomp_lab.weights.target_folder import CONFIG_FILE, TargetFolder, read_architecture
 from param_decomp_lab.weights.torch_run import TorchRun
 
 
@@ -32,7 +33,6 @@ class KnownTarget:
 
     architecture: Architecture
     problem: Problem
-    leading: tuple[int, ...]
     origin: str
     dtype: np.dtype[Any]
     missing: tuple[str, ...] = ()
@@ -50,17 +50,12 @@ class UnknownTarget:
 
 def find_target(resolved: ResolvedConfig) -> KnownTarget | UnknownTarget:
     """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
-    found, method = _architecture(resolved), resolved.config.method
+    found, wanted = _architecture(resolved), resolved.weights_dtype
     if isinstance(found, UnknownTarget):
         return found
-    leading: tuple[int, ...] = (method.pd.batch_size,)
-    dtype = found.stored
-    if isinstance(method, LanguageModelFile):
-        leading = (*leading, method.data.max_seq_len)
-        wanted = method.target.weights_dtype
-        dtype = dtype if wanted is None else DTYPES[wanted]
+    dtype = found.stored if wanted is None else DTYPES[wanted]
     problem = make_problem(resolved, found.architecture, found.origin)
-    return KnownTarget(found.architecture, problem, leading, found.origin, dtype, found.missing, found.notes)
+    return KnownTarget(found.architecture, problem, found.origin, dtype, found.missing, found.notes)
 
 
 def target_mistakes(config: RunConfig) -> list[str]:
@@ -77,8 +72,8 @@ def target_mistakes(config: RunConfig) -> list[str]:
 
 def _architecture(resolved: ResolvedConfig) -> "Found | UnknownTarget":
     if isinstance(resolved.config.method, LanguageModelFile):
-        return _language_architecture(resolved, resolved.config.method)
-    return _toy_architecture(resolved)
+        return _language_architecture(resolved.target, resolved.config.method)
+    return _toy_architecture(resolved.target)
 
 
 class Found(NamedTuple):
@@ -92,8 +87,7 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _language_architecture(resolved: ResolvedConfig, method: LanguageModelFile) -> Found | UnknownTarget:
-    source = resolved.target
+def _language_architecture(source: Source, method: LanguageModelFile) -> Found | UnknownTarget:
     if isinstance(source, Path):
         if source.is_dir():
             lacks = missing_files(source)
@@ -104,6 +98,8 @@ def _language_architecture(resolved: ResolvedConfig, method: LanguageModelFile) 
     if isinstance(source, TorchRun):
         _refuse_unknown_class(method)
         return _torch_run(source)
+    if isinstance(source, PretrainedToy):  # in a file with mistakes, of which this is one
+        return UnknownTarget(f"{source.where}: {source.missing()}")
     folder = source.cached_config()
     if folder is None:
         _refuse_unknown_class(method)
@@ -127,10 +123,10 @@ def _refuse_unknown_class(method: LanguageModelFile) -> None:
 
 
 def _in_folder(folder: Path, missing: tuple[str, ...]) -> Found:
-    architecture = read_architecture(folder)
-    note = stored_head_note(folder, architecture)
-    notes = () if note is None else (note,)
-    return Found(architecture, stored_dtype(folder), shown_path(folder / CONFIG_FILE), missing, notes)
+    files = TargetFolder(folder)
+    architecture = files.architecture
+    notes = files.head_notes(architecture)
+    return Found(architecture, files.dtype, shown_path(folder / CONFIG_FILE), missing, notes)
 
 
 def _published(method: LanguageModelFile, where: str) -> Found | None:
@@ -143,19 +139,18 @@ def _published(method: LanguageModelFile, where: str) -> Found | None:
     return Found(published, np.dtype(published.published_dtype), "its published configuration", (missing,))
 
 
-def _toy_architecture(resolved: ResolvedConfig) -> Found | UnknownTarget:
-    given, dtype = resolved.config.wrapper.target, DTYPES["float32"]
-    if given is not None and given.pretrain is not None:
-        recipe = read_toy_recipe(given.pretrain)
+def _toy_architecture(source: Source) -> Found | UnknownTarget:
+    dtype = DTYPES["float32"]
+    if isinstance(source, PretrainedToy):
+        recipe = read_toy_recipe(source.path)
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
-        return Found(recipe.model.config(), dtype, f"{shown_path(given.pretrain)}, {made}", ())
-    source = resolved.target
-    assert not isinstance(source, HubModel)
+        return Found(recipe.model.config(), dtype, f"{shown_path(source.path)}, {made}", ())
     if isinstance(source, TorchRun):
         found = _torch_run(source)
         return found if isinstance(found, UnknownTarget) else found._replace(stored=dtype, notes=())
+    assert isinstance(source, Path)
     if source.is_dir():
         return Found(read_architecture(source), dtype, shown_path(source / CONFIG_FILE), ())
     return UnknownTarget(f"target.folder: {source} is not there; give the folder of a toy, or target: {{pretrain: …}}")

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -50,7 +51,7 @@ class NamedText:
     stand_in: Path | None
     bos: bool = False
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """Where its rows are, or will be. UserError for files that are not there."""
         name = re.sub(r"[^0-9A-Za-z]+", "-", self.data.dataset_name).strip("-")[:40]

@@ -4,12 +4,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from param_decomp_jax.method.state import Decomposition
+from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import DataFolders
-from param_decomp_lab.setup.named_text import NamedText, named_text
+from param_decomp_lab.data.row_range import TokenRows
+from param_decomp_lab.data.token_data import TokenData
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.setup.named_text import NamedText, named_text, not_made
+from param_decomp_lab.setup.rows import split_rows
 from param_decomp_lab.setup.target_source import Source, target_source
+from param_decomp_lab.weights.dtypes import Dtype
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,32 @@ class ResolvedConfig:
         return decomposition(self.config)
 
     @cached_property
+    def target(self) -> Source:
+        """Where the target comes from. Raises UserError as `target_source`."""
+        return target_source(self.config)
+
+    @property
+    def weights_dtype(self) -> Dtype | None:
+        """The dtype of the frozen weights on the devices; None keeps what is stored."""
+        method = self.config.method
+        return method.target.weights_dtype if isinstance(method, LanguageModelFile) else "float32"
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The mesh that the wrapper asks for."""
+        m = self.config.wrapper.mesh
+        return MeshShape(m.replica, m.fsdp, m.tensor, m.nodes)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading axes of a training batch: rows, and of a language model their tokens."""
+        method = self.config.method
+        rows = method.pd.batch_size
+        return (rows, method.data.max_seq_len) if isinstance(method, LanguageModelFile) else (rows,)
+
+    # ---- the data of a language model ----
+
+    @cached_property
     def text(self) -> NamedText | None:
         """What a run is to tokenize first; None where it reads rows of tokens that are there, and for a toy."""
         return named_text(self.config) if isinstance(self.config.method, LanguageModelFile) else None
@@ -34,6 +66,32 @@ class ResolvedConfig:
         return self.config.wrapper.data if self.text is None else self.text.folders
 
     @cached_property
-    def target(self) -> Source:
-        """Where the target comes from. Raises UserError as `target_source`."""
-        return target_source(self.config)
+    def train_rows(self) -> TokenRows:
+        """What the run is trained on. UserError for text that is not tokenized yet, and as `TokenData`."""
+        folders = self._made_data()
+        return self._split[0] if folders is None else TokenData(folders.train)
+
+    @cached_property
+    def held_out_rows(self) -> TokenRows:
+        """What the run keeps for its evaluation. UserError where it keeps nothing apart, and as `train_rows`."""
+        folders = self._made_data()
+        if self.config.method.eval is None and self.config.wrapper.data is None:
+            raise UserError(
+                "the run had no eval, so it trained on all of its data; give others: --set 'data={train: FOLDER, eval: "
+                "FOLDER}'"
+            )
+        return self._split[1] if folders is None else TokenData(folders.eval)
+
+    def _made_data(self) -> DataFolders | None:
+        if self.text is not None and not self.text.is_made:
+            raise not_made(self.text)
+        return self.data
+
+    @cached_property
+    def _split(self) -> tuple[TokenRows, TokenRows]:
+        """Rows of plain files: those to train on, and the last ones, which an evaluation reads."""
+        method = self.config.method
+        assert isinstance(method, LanguageModelFile)
+        assert method.data.data_files is not None
+        held = 0 if method.eval is None else method.eval.batch_size * method.eval.n_steps
+        return split_rows(TokenData(method.data.data_files), held, method.pd.batch_size)

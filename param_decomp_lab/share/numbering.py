@@ -86,6 +86,6 @@ def run_numbering(folder: Path) -> Numbering:
     from param_decomp_lab.setup.problem import make_problem
     from param_decomp_lab.setup.resolved import ResolvedConfig
 
-    config = saved_config(folder)
-    sites = make_problem(ResolvedConfig(config), find_architecture(folder, config), folder).target.sites.all
+    resolved = ResolvedConfig(saved_config(folder))
+    sites = make_problem(resolved, find_architecture(folder, resolved), folder).target.sites.all
     return Numbering([(site.name, site.C) for site in sites])

@@ -8,8 +8,9 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,58 +39,94 @@ CONFIG_FILE = "config.json"
 Weights = dict[str, Any]
 
 
-def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture in ``folder``: that of its ``config.json``, with a head of its own where that says that the head
-    is the embedding, but the files hold both and they differ. So transformers 5 reads them.
+@dataclass(frozen=True)
+class TargetFolder:
+    """The folder of a target in ``path``. Each property reads what it takes from the files when it is first asked for.
 
-    Raises UserError: no such file, not JSON, an architecture that is not in the registry, or a variant of one that is
-    not supported, by name. Weights may be missing or damaged; then ``config.json`` alone decides.
+    Raises UserError: no ``config.json``, not JSON, an architecture that is not in the registry, or a variant of one
+    that is not supported, by name.
     """
-    folder = Path(folder)
-    architecture = _configured(folder)
-    return architecture.untied() if _holds_another_head(folder, architecture) else architecture
 
+    path: Path
 
-def stored_head_note(folder: Path, used: Architecture) -> str | None:
-    """What a user should know of a head that ``config.json`` does not tell of; None where there is none. ``used``: the
-    architecture with which the weights are read."""
-    configured = _configured(folder)
-    if not _holds_another_head(folder, configured):
-        return None
-    assert configured.tied_tensors is not None
-    found = (
-        f"{folder / CONFIG_FILE} says that the unembedding is the embedding, but the files hold another matrix, "
-        f"{configured.tied_tensors[1]}"
-    )
-    if used.tied_tensors is not None:
-        return f"{found}; the run was made when this was not looked at, and keeps the embedding"
-    return f"{found}, which is used, as transformers 5 does"
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture of ``config.json``, with a head of its own where that says that the head is the embedding,
+        but the files hold both and they differ. So transformers 5 reads them. Weights may be missing or damaged; then
+        ``config.json`` alone decides."""
+        return self._configured.untied() if self._holds_another_head else self._configured
 
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """What the weights are stored in; what ``config.json`` says where the weights are not there."""
+        try:
+            with SafetensorsFolder(self.path) as files:
+                leaves = jax.tree.leaves(_as_stored(self.architecture, files.names), is_leaf=_is_leaf)
+                return files.dtype(leaves[0].names[0])
+        except (UserError, KeyError):
+            name = self._config.get("dtype") or self._config.get("torch_dtype") or "float32"
+            try:
+                return np.dtype(name)
+            except TypeError as error:
+                raise UserError(
+                    f"{self.path / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, no kind of number"
+                ) from error
 
-def _configured(folder: Path) -> Architecture:
-    """The architecture in ``config.json``."""
-    file = folder / CONFIG_FILE
-    try:
-        return read_config(_read_json(file))
-    except UnsupportedConfig as error:
-        raise UserError(f"{file}: {error}") from error
+    def head_notes(self, used: Architecture) -> tuple[str, ...]:
+        """What a user should know of a head that ``config.json`` does not tell of. ``used``: the architecture with
+        which the weights are read."""
+        if not self._holds_another_head:
+            return ()
+        assert self._configured.tied_tensors is not None
+        found = (
+            f"{self.path / CONFIG_FILE} says that the unembedding is the embedding, but the files hold another matrix, "
+            f"{self._configured.tied_tensors[1]}"
+        )
+        if used.tied_tensors is not None:
+            return (f"{found}; the run was made when this was not looked at, and keeps the embedding",)
+        return (f"{found}, which is used, as transformers 5 does",)
 
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        file = self.path / CONFIG_FILE
+        if not file.is_file():
+            raise UserError(
+                f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
+                "`pd pretrain` made"
+            )
+        return read_json(file, "the target's configuration", dict)
 
-def _holds_another_head(folder: Path, architecture: Architecture) -> bool:
-    """Whether the files hold two matrices that differ where the architecture has one."""
-    if architecture.tied_tensors is None:
-        return False
-    try:
-        if missing_files(folder):
+    @cached_property
+    def _configured(self) -> Architecture:
+        """The architecture in ``config.json``."""
+        try:
+            return read_config(self._config)
+        except UnsupportedConfig as error:
+            raise UserError(f"{self.path / CONFIG_FILE}: {error}") from error
+
+    @cached_property
+    def _holds_another_head(self) -> bool:
+        """Whether the files hold two matrices that differ where the architecture has one."""
+        tied = self._configured.tied_tensors
+        if tied is None:
             return False
-        with SafetensorsFolder(folder) as files:
-            first, second = (stored_name(architecture, name, files.names) for name in architecture.tied_tensors)
-            if first not in files.names or second not in files.names:
+        try:
+            if missing_files(self.path):
                 return False
-            stamp = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file in files.paths for stat in [file.stat()])
-            return not _are_same(folder, first, second, stamp)
-    except (UserError, OSError):
-        return False  # for `load_target` to say
+            with SafetensorsFolder(self.path) as files:
+                first, second = (stored_name(self._configured, name, files.names) for name in tied)
+                if first not in files.names or second not in files.names:
+                    return False
+                stats = [(file, file.stat()) for file in files.paths]
+                stamp = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+                return not _are_same(self.path, first, second, stamp)
+        except (UserError, OSError):
+            return False  # for `read_weights` to say
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """The architecture in ``folder``, with the errors of `TargetFolder`."""
+    return TargetFolder(Path(folder)).architecture
 
 
 @functools.lru_cache(maxsize=32)
@@ -97,15 +134,6 @@ def _are_same(folder: Path, first: str, second: str, stamp: tuple[tuple[str, int
     """`SafetensorsFolder.same`, once for files that have not changed: a command asks for the architecture often."""
     with SafetensorsFolder(folder) as files:
         return files.same(first, second)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(
-            f"no {file.name} in {file.parent}: give a local folder in the Hugging Face layout, or one that "
-            "`pd pretrain` made"
-        )
-    return read_json(file, "the target's configuration", dict)
 
 
 def weight_shardings(mesh: Mesh, target: Target) -> Any:
@@ -157,23 +185,6 @@ def read_weights(
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, tensors, is_leaf=_is_leaf)
         return jax.tree.map(load, tensors, shapes, shardings, is_leaf=_is_leaf)
-
-
-def stored_dtype(folder: Path) -> np.dtype[Any]:
-    """What the weights in ``folder`` are stored in; what their config.json says where the weights are not there."""
-    try:
-        with SafetensorsFolder(folder) as files:
-            leaves = jax.tree.leaves(_as_stored(read_architecture(folder), files.names), is_leaf=_is_leaf)
-            return files.dtype(leaves[0].names[0])
-    except (UserError, KeyError):
-        raw = _read_json(folder / CONFIG_FILE)
-        name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-        try:
-            return np.dtype(name)
-        except TypeError as error:
-            raise UserError(
-                f"{folder / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, no kind of number"
-            ) from error
 
 
 def save_target(

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, 
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.opening import load_run
-from param_decomp_lab.setup.rows import evaluation_source, held_out_rows
+from param_decomp_lab.setup.rows import evaluation_source
 from param_decomp_lab.ui.numbers import number
 from tests.lab.sae_folders import identity, save
 from tests.lab.tiny_run import BATCH, STEPS, Outcome, pd_here
@@ -61,10 +62,16 @@ def found(run: Path, outcome: Outcome) -> Comparison:
     return kept.comparison
 
 
+def held_out_batch(run: Any) -> Any:
+    """The first batch of an opened run's evaluation."""
+    method = run.config.method
+    return evaluation_source(run.resolved.held_out_rows, method.eval, method.pd.seed, run.mesh)(0)
+
+
 def test_the_run_s_own_point_is_its_evaluation(run: Path, found: Comparison) -> None:
     """KL and cross-entropy of `run.logits` with λ as masks, and L0, on the same batch."""
     opened = load_run(run)
-    batch = np.asarray(evaluation_source(opened.resolved, held_out_rows(opened.resolved), opened.mesh)(0))
+    batch = np.asarray(held_out_batch(opened))
     assert batch.shape[0] == BATCH
     plain, masked = (jax.nn.log_softmax(opened.logits(batch, masks)) for masks in (None, "ci"))
     kl = float((np.exp(plain) * (plain - masked)).sum(axis=-1).mean())
@@ -203,7 +210,7 @@ def test_saes_and_transcoders(run: Path, found: Comparison) -> None:
     assert abs(exact.active.cross_entropy) < 1e-5
     assert exact.sites == last.sites == ()
     opened = load_run(run)
-    batch = evaluation_source(opened.resolved, held_out_rows(opened.resolved), opened.mesh)(0)
+    batch = held_out_batch(opened)
     for k in (1, 2, 8):
         point = last.ladder[k]
         assert (point.l0, point.number) == (k, k)

@@ -33,8 +33,7 @@ EXAMPLE = ROOT / "configs" / "llama8b_l18_example.yaml"
 @pytest.fixture(autouse=True)
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights, no rows, no training of a target."""
-    readers = ("setup.language_model.read_weights", "setup.rows.TokenData", "setup.toys.read_weights")
-    for name in (*readers, "pretrain.toys.make_toy"):
+    for name in ("setup.read_weights", "data.token_data.TokenData.rows", "pretrain.toys.make_toy"):
         monkeypatch.setattr(f"param_decomp_lab.{name}", mock.Mock(side_effect=AssertionError))
 
 

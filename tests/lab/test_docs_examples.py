@@ -102,11 +102,12 @@ def test_members_of_a_run_exist(page: str, run: Run) -> None:
 def test_the_printed_run_is_the_demos() -> None:
     """From the demo's configuration and the recipe of its target; nothing is trained."""
     [printed] = re.findall(r"^print\(run\)\n```\n\n```\n(.*?)```", PAGES["opening_a_run.md"], re.DOTALL | re.MULTILINE)
-    config, recipe = load_config(DEMO / "decompose.yaml"), read_recipe(DEMO / "pretrain.yaml")
+    resolved, recipe = ResolvedConfig(load_config(DEMO / "decompose.yaml")), read_recipe(DEMO / "pretrain.yaml")
     assert isinstance(recipe, PretrainRecipe)
     architecture: Any = recipe.model.config(256)
-    problem: Any = make_problem(ResolvedConfig(config), architecture, DEMO)
-    shown: Any = Run(Path(RUN), config, config.method.pd.steps, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
+    problem: Any = make_problem(resolved, architecture, DEMO)
+    step = resolved.config.method.pd.steps
+    shown: Any = Run(Path(RUN), resolved, step, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]
     assert printed.rstrip("\n") == repr(shown)
 
 

@@ -28,7 +28,7 @@ from param_decomp_lab.harvest.state import SiteState
 from param_decomp_lab.weights import gguf_file
 from param_decomp_lab.weights.gguf_file import open_gguf
 from param_decomp_lab.weights.safetensors_files import open_safetensors
-from param_decomp_lab.weights.target_folder import load_target, read_architecture, stored_dtype
+from param_decomp_lab.weights.target_folder import TargetFolder, load_target, read_architecture
 from param_decomp_lab.weights.torch_checkpoint import read_checkpoint
 from tests.lab.in_time import in_time
 
@@ -111,7 +111,7 @@ def test_a_dtype_that_is_none(golden: Path) -> None:
     raw = json.loads((golden / "config.json").read_text())
     (golden / "config.json").write_text(json.dumps(raw | {"dtype": ["x"], "torch_dtype": None}))
     with pytest.raises(UserError, match=r"config\.json: dtype is"):
-        stored_dtype(golden)
+        _ = TargetFolder(golden).dtype
 
 
 def wheel(folder: Path, content: bytes) -> Path:

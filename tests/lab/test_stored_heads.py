@@ -21,11 +21,11 @@ from param_decomp_lab.weights.import_torch import checked_tensors, refuse_missin
 from param_decomp_lab.weights.recorded_target import as_recorded
 from param_decomp_lab.weights.safetensors_files import SafetensorsFolder
 from param_decomp_lab.weights.target_folder import (
+    TargetFolder,
     load_target,
     read_architecture,
     read_weights,
     save_target,
-    stored_head_note,
 )
 from tests.lab.tiny_run import LIGHT, Tiny, pd_here
 
@@ -82,15 +82,14 @@ def test_another_head_is_used(name: str, shards: bool, tmp_path: Path) -> None:
     assert isinstance(architecture, TransformerConfig)
     assert not architecture.tied
     check(folder, name, roll=1)
-    note = stored_head_note(folder, architecture)
-    assert note is not None
+    (note,) = TargetFolder(folder).head_notes(architecture)
     assert "the files hold another matrix, lm_head.weight, which is used" in note
 
     # What is written of it is read to the same model, without a note.
     save_target(folder / "again", *load_target(folder))
     assert json.loads((folder / "again" / "config.json").read_text())["tie_word_embeddings"] is False
     check(folder / "again", name, roll=1)
-    assert stored_head_note(folder / "again", architecture) is None
+    assert not TargetFolder(folder / "again").head_notes(architecture)
 
 
 @named
@@ -101,7 +100,7 @@ def test_the_same_head_is_the_embedding(name: str, tmp_path: Path) -> None:
         architecture, weights = load_target(folder)
         assert architecture == read_architecture(FAMILIES / name)
         assert "head" not in weights
-        assert stored_head_note(folder, architecture) is None
+        assert not TargetFolder(folder).head_notes(architecture)
     check(folder, name, roll=0)
 
 
