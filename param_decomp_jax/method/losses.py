@@ -13,7 +13,7 @@ from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_jax.sharding.memory import MemoryPolicy
-from param_decomp_jax.sharding.mesh import at_rest, pin
+from param_decomp_jax.sharding.mesh import pin
 from param_decomp_jax.sharding.remat import named, over_layers
 from param_decomp_jax.targets.plain_linears import frozen_axes
 
@@ -104,7 +104,6 @@ def faithfulness(
         return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())
-    components = at_rest(components)
     # Stacks of as many layers go through one scan, so that what the sites of a layer send can be sent together.
     for n_layers in sorted({W.shape[0] for W in weights.values()}):
         alike = {name: (W, components[name]) for name, W in weights.items() if W.shape[0] == n_layers}

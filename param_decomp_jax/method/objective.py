@@ -1,7 +1,7 @@
 """The objective (section 8, point 4): every term of a decomposition on one batch, and their weighted sum."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -23,6 +23,7 @@ from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.recon import Reconstruction, TermDraws, errors, streams
 from param_decomp_jax.method.state import Decomposition
 from param_decomp_jax.nn.grouped import OverPositions
+from param_decomp_jax.sharding.mesh import at_rest
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -60,10 +61,11 @@ class Objective:
         summarise = penalties if minimised else None
         reconstructions, sums = self.reconstructions(batch, raw, summarise)
         total, metrics = jnp.zeros(()), {}
+        whole = replace(batch, components=at_rest(batch.components))
         for term in spec.terms:
             match term:
                 case DirectTerm():
-                    value = term.value(batch, self.step)
+                    value = term.value(whole, self.step)
                 case ImportanceMinimality():
                     term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
                     value, frequency = importance_minimality(term, term_sums, batch.clean_pass.at.size)

@@ -121,7 +121,7 @@ class ConfigJson:
         """Refuses every other value; a missing key is one of them."""
         value = self.raw.get(key, values[0])
         if value not in values:
-            raise UnsupportedConfig(f"{key} is {value!r:.60}; only {' or '.join(map(repr, values))} can be loaded")
+            raise UnsupportedConfig(f"{key} is {shown(value)}; only {' or '.join(map(shown, values))} can be loaded")
 
     def layers(self, key: str) -> tuple[int, ...]:
         """A list of layers' numbers, empty where the key is missing or null."""

@@ -37,8 +37,8 @@ class Rope:
 
 def read_rope(c: ConfigJson, longest: int, theta_key: str = "rope_theta", share: float | None = None) -> Rope:
     """The rotary embedding. ``longest``: the model's longest sequence. ``theta_key``: where transformers reads the base
-    if it is in no object. ``share``: what the family takes for a missing share of the dimensions; None: all turn, and
-    another share is refused.
+    if it is in no object. ``share``: what the family takes for a missing share of the dimensions, which is read under
+    GPT-NeoX's key where it lies beside the object; None: all turn, and another share is refused.
 
     Raises UnsupportedConfig, with the keys: two spellings that disagree, parameters for each kind of layer, a scaling
     that is not computed, numbers that are missing or null.

@@ -50,7 +50,8 @@ class TransformerConfig(Architecture):
     """Sizes and kinds of a decoder.
 
     ``norm``: RMSNorm, RMSNorm whose scale is its weight + 1, or LayerNorm with a bias. ``norms``: before each block,
-    after it (on what it adds), or both. ``parallel``: attention and MLP read the same residual stream.
+    after it (on what it adds), or both. ``parallel``: attention and MLP read the same residual stream, each through a
+    norm of its own.
     ``rope_theta``: None has a table of ``learned_positions`` instead. ``rotary_dim``: of a head's dimensions, the first
     that turn (None: all). ``qk_norm``: of queries and keys, of each head or over all of them. ``biases``: kinds of
     matrices that have one. ``fused``: the file keeps q, k and v in one matrix, one after the other or head by head.
