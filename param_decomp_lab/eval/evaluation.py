@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
+from matplotlib.figure import Figure
 
 from param_decomp_jax.analysis.importances import read_batch
 from param_decomp_jax.method.adversary import PersistentAttack
@@ -40,6 +41,13 @@ class EvaluationStopped(Exception):
     """The run was asked to stop during an evaluation."""
 
 
+class Measured(NamedTuple):
+    """An evaluation's numbers by key, and the means over its batches of what each metric measured."""
+
+    row: dict[str, float]
+    means: list[Any]
+
+
 class Evaluation:
     """Evaluates states of a run on the same held-out batches every time.
 
@@ -67,7 +75,9 @@ class Evaluation:
         self._probe = Probe(problem, target, mesh) if isinstance(target, FeatureTarget) else None
         self._sampling = Stochastic(pd.sampling)
         self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
-        threshold = next((m.density_threshold for m in self._metrics if m.density_threshold is not None), 0.0)
+        thresholds = {m.density_threshold for m in self._metrics} - {None}
+        assert len(thresholds) <= 1, f"there are densities of one threshold, not of {thresholds}"
+        threshold = next(iter(thresholds), None) or 0.0
 
         def statistics(learned: Learned, weights: Weights, inputs: Array) -> Any:
             learned = hold_for_reading(problem, learned)
@@ -122,7 +132,7 @@ class Evaluation:
             return self._settings.slow_on_first_step
         return step % self._settings.slow_every == 0 or step == total
 
-    def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+    def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> Measured:
         """`eval/*` metrics of the state after ``step`` steps, as means over the batches.
 
         Raises EvaluationStopped if ``stop`` returns True.
@@ -141,10 +151,10 @@ class Evaluation:
         means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
         row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
         snapshot = self._snapshot(partial_state, weights, stop)
-        for alike, own in zip(self._kinds, means["kinds"], strict=True):
-            for metric, mean in zip(alike, own, strict=True):
-                row |= metric.row(mean, snapshot)
-        return row if self._probe is None else row | snapshot.probed.tms_numbers
+        of_metrics = [mean for own in means["kinds"] for mean in own]
+        for metric, mean in zip(self._metrics, of_metrics, strict=True):
+            row |= metric.row(mean, snapshot)
+        return Measured(row if self._probe is None else row | snapshot.probed.tms_numbers, of_metrics)
 
     def _snapshot(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Snapshot:
         def site_notes(snapshot: Snapshot) -> dict[str, str]:
@@ -175,15 +185,24 @@ class Evaluation:
         return Statistics.over(self._problem.target.sites, batches, limit)
 
     def figures(
-        self, state: State, weights: Weights, step: int, folder: Path | None, stop: Callable[[], bool]
+        self,
+        state: State,
+        weights: Weights,
+        step: int,
+        measured: Measured,
+        folder: Path | None,
+        stop: Callable[[], bool],
     ) -> dict[str, Path]:
         """Draws the configured figures into ``folder``; returns their paths by `slow_eval/figures/<name>`.
 
-        ``folder``: None if another process writes the figures and this one only takes part in the computation. A figure
-        that cannot be written is reported and skipped, so that the run does not fail.
+        ``measured``: what `fast` found of this state. ``folder``: None if another process writes the figures and this
+        one only takes part in the computation. A figure that cannot be written is reported and skipped, so that the run
+        does not fail.
         """
         snapshot = self._snapshot(state, weights, stop)
-        drawn = {name: figure for metric in self._metrics for name, figure in metric.figures(snapshot).items()}
+        drawn: dict[str, Figure] = {}
+        for metric, means in zip(self._metrics, measured.means, strict=True):
+            drawn |= metric.figures(means, snapshot)
         paths: dict[str, Path] = {}
         if folder is None:
             return paths

@@ -65,10 +65,10 @@ def evaluate_run(
     drawn: dict[str, Path] = {}
     with jax.set_mesh(run.mesh):
         evaluation = Evaluation(config, problem, batches, run.mesh)
-        row = evaluation.fast(state, weights, run.step, lambda: False)
+        measured = evaluation.fast(state, weights, run.step, lambda: False)
         if figures is not None:
-            drawn = evaluation.figures(state, weights, run.step, figures, lambda: False)
-    return Evaluated(run.step, row, drawn, settings, data)
+            drawn = evaluation.figures(state, weights, run.step, measured, figures, lambda: False)
+    return Evaluated(run.step, measured.row, drawn, settings, data)
 
 
 def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:

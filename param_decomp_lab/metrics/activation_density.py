@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from param_decomp_lab.metrics.base import METRICS, Metric
 from param_decomp_lab.schema.kinds import registered
@@ -29,7 +29,7 @@ class ComponentActivationDensity(Metric):
     def density_threshold(self) -> float:
         return self.ci_alive_threshold
 
-    def figures(self, snapshot: Snapshot) -> dict[str, Figure]:
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, Figure]:
         from param_decomp_lab.metrics.figures import activation_density
 
         return {"activation_density": activation_density(snapshot.statistics.densities)}

@@ -86,8 +86,8 @@ class Metric(Strict):
         """What figures of other metrics say of single sites, by site."""
         return {}
 
-    def figures(self, snapshot: Snapshot) -> dict[str, "Figure"]:
-        """Its figures by name. Every process calls it."""
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, "Figure"]:
+        """Its figures by name. ``means``: as of `row`. Every process calls it."""
         return {}
 
 

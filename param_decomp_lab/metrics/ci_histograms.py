@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from param_decomp_lab.metrics.base import METRICS, Metric
 from param_decomp_lab.schema.kinds import registered
@@ -30,7 +30,7 @@ class CIHistograms(Metric):
     def histogram_batches(self) -> int | None:
         return self.n_batches_accum
 
-    def figures(self, snapshot: Snapshot) -> dict[str, Figure]:
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, Figure]:
         import numpy as np
 
         from param_decomp_lab.metrics.figures import ci_histograms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from param_decomp_lab.metrics.base import METRICS, Metric
 from param_decomp_lab.schema.kinds import registered
@@ -22,7 +22,7 @@ class CIMeanPerComponent(Metric):
     def describe(self) -> str:
         return "figure"
 
-    def figures(self, snapshot: Snapshot) -> dict[str, Figure]:
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, Figure]:
         from param_decomp_lab.metrics.figures import mean_ci_per_component
 
         return {"mean_ci_per_component": mean_ci_per_component(snapshot.statistics.means)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from param_decomp_lab.metrics.base import METRICS
 from param_decomp_lab.metrics.sorted_components import SortedComponents
@@ -20,7 +20,7 @@ class UVPlots(SortedComponents):
 
     titles: ClassVar = {"uv_matrices": "Vectors of the components"} | SortedComponents.titles
 
-    def figures(self, snapshot: Snapshot) -> dict[str, Figure]:
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, Figure]:
         from param_decomp_lab.metrics.figures import n_shown, uv_matrices
 
         probed = snapshot.probed

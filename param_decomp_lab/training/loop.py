@@ -108,16 +108,16 @@ class Loop:
             return
         self._recorder.flush()
         try:
-            row = evaluation.fast(state, job.setup.weights, step, job.stop)
+            measured = evaluation.fast(state, job.setup.weights, step, job.stop)
             figures = {}
             if evaluation.slow_due(step, job.spec.steps):
                 job.check_folder()
                 folder = job.folder / "figures" if job.processes.first else None
-                figures = evaluation.figures(state, job.setup.weights, step, folder, job.stop)
+                figures = evaluation.figures(state, job.setup.weights, step, measured, folder, job.stop)
         except EvaluationStopped:
             self._save(step, state)
             raise job.preempted(f"while evaluating and saved at step {step}") from None
-        self._recorder.evaluated(step, row, figures)
+        self._recorder.evaluated(step, measured.row, figures)
 
     def _write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
         self._sinks.write(row, figures)

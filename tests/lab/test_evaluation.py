@@ -46,7 +46,7 @@ class Evaluated:
     state: State
 
     def row(self, step: int = STEP, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        return self.evaluation.fast(self.state, self.setup.weights, step, stop)
+        return self.evaluation.fast(self.state, self.setup.weights, step, stop).row
 
 
 @pytest.fixture(scope="module")

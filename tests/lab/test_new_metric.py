@@ -29,7 +29,7 @@ class NoiseError(Metric):
 
     usual: ClassVar = {"n_inputs": 4}
     meanings: ClassVar = {"eval/noise_error/": "mean squared error of V U on normal inputs"}
-    titles: ClassVar = {"ci_by_rank": "Mean causal importances, sorted"}
+    titles: ClassVar = {"noise_error": "Error of V U on random inputs"}
 
     def describe(self) -> str:
         return f"error of V U on {self.n_inputs} random inputs"
@@ -48,14 +48,13 @@ class NoiseError(Metric):
     def row(self, means: Any, snapshot: Snapshot) -> dict[str, float]:
         return {f"eval/noise_error/{site}": float(x) for site, x in snapshot.sites.unstack(means).items()}
 
-    def figures(self, snapshot: Snapshot) -> dict[str, Figure]:
+    def figures(self, means: Any, snapshot: Snapshot) -> dict[str, Figure]:
         from matplotlib.figure import Figure
 
         figure = Figure()
-        axes = figure.subplots()
-        for means in snapshot.statistics.means.values():
-            axes.plot(sorted(means))
-        return {"ci_by_rank": figure}
+        by_site = snapshot.sites.unstack(means)
+        figure.subplots().barh(list(by_site), [float(x) for x in by_site.values()])
+        return {"noise_error": figure}
 
 
 # --8<-- the end
@@ -79,15 +78,15 @@ def test_a_new_metric_goes_the_whole_way(tmp_path: Path) -> None:
     run, key = tmp_path / "p-00000001", "eval/noise_error/linear1"
     first, last = (row[key] for row in rows(run) if key in row)
     assert first != last
-    assert (run / "figures" / "ci_by_rank_4.png").is_file()
+    assert (run / "figures" / "noise_error_4.png").is_file()
     page = (run / "report.html").read_text()
-    for text in (key, "mean squared error of V U on normal inputs", "Mean causal importances, sorted"):
+    for text in (key, "mean squared error of V U on normal inputs", "Error of V U on random inputs"):
         assert text in page
     out = tmp_path / "found.json"
     assert pd_here("eval", run, "--metric", "NoiseError", "--out", out).status == 0
     found = json.loads(out.read_text())
     assert found["row"][key] == last
-    assert Path(found["figures"]["slow_eval/figures/ci_by_rank"]).is_file()
+    assert Path(found["figures"]["slow_eval/figures/noise_error"]).is_file()
 
 
 def test_usual_keys() -> None:
