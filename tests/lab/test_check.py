@@ -207,7 +207,7 @@ def test_passes_are_those_that_are_made() -> None:
         mock.patch.object(jax.lax, "fori_loop", written_out),
     ):
         jax.eval_shape(lambda: training_step(problem, state, toys.weights(toys.SPARSE), inputs))
-    passes = sum(len(call.args[3]) for call in made.call_args_list)
+    passes = sum(len(call.args[1]) for call in made.call_args_list)
     assert passes == sum(n_forwards(t, 2) + n_attack_passes(t, 2) for t in terms) == 4 + (2 + 4) + (1 + 3)
 
 
