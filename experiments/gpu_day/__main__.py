@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, asked: Asked) -> int:
     if "machine" not in found:
         raise UserError(f"{asked.json}: holds no results; measure first")
     if options.plans_only and (asked.toy or found["machine"].get("toy")):
-        raise UserError("--plans-only: --toy measures on a CPU, for which there are no plans")
+        raise UserError("--plans-only: plans are for GPUs, and --toy measures on a CPU")
     try:
         text = page(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -105,8 +105,11 @@ def _run(options: argparse.Namespace, asked: Asked) -> int:
 
 
 def _one(name: str, given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """What is found of one item, or of the "machine". ``given``: `run` and `planned`, the folder of a decomposition and
-    what its configuration is set to; or `card`, to tell of a step what can be told without the card."""
+    """Measures one item, or describes the "machine".
+
+    ``given``: for a decomposition its folder, `run`, and the settings of its configuration, `planned`; for a step that
+    is to be planned without the card, the card's name, `card`.
+    """
     if name == "machine":
         from experiments.gpu_day.measure import machine
 

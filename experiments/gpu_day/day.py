@@ -171,7 +171,7 @@ class Day:
         self._say(f"    {line(self.results.of(item))}")
 
     def _variables(self, item: Item, needed: Mapping[str, Any]) -> dict[str, str]:
-        """Of the item's process."""
+        """The environment variables of the item's process."""
         match item:
             case Links(simulated=devices):
                 return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices else {}

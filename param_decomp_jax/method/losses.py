@@ -45,7 +45,7 @@ class Faithfulness(DirectTerm):
     """L1: mean squared entry of the deltas W − V U over all sites."""
 
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
-        target, weights = batch.clean_pass.target, batch.clean_pass.weights
+        target, weights = batch.target, batch.clean_pass.weights
         with jax.named_scope("faithfulness"):
             return faithfulness(batch.components, target.site_weights(weights), target.memory)
 

@@ -68,7 +68,7 @@ class Objective:
                     value = term.value(whole, self.step)
                 case ImportanceMinimality():
                     term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
-                    value, frequency = importance_minimality(term, term_sums, batch.clean_pass.at.size)
+                    value, frequency = importance_minimality(term, term_sums, batch.n_positions)
                     if term.frequency is not None and frequency is not None:
                         metrics[f"loss/{term.name}_frequency"] = frequency
                         total += term.frequency.coeff * frequency
@@ -89,7 +89,7 @@ class Objective:
 
         Also the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
         """
-        spec, target = self.spec, batch.clean_pass.target
+        spec, target = self.spec, batch.target
         terms = [term for term in spec.terms if isinstance(term, Reconstruction)]
         attacks = {name: attack for name, (_, attack) in spec.persistent.items()}
         first_steps = {term.name: attacks[term.name].first_step(spec.steps) for term in terms if term.name in attacks}

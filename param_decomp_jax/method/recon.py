@@ -137,7 +137,7 @@ def run_masked(
     """
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
-    clean_pass, target = batch.clean_pass, batch.clean_pass.target
+    clean_pass, target = batch.clean_pass, batch.target
     residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
     linears = MaskedLinears(
         target.sites, ordered, residuals, batch.components, batch.reader, clean_pass.at, clean_pass.forward.records,
@@ -193,7 +193,7 @@ def errors(
         ]
         return jnp.stack(found), summaries
 
-    n = batch.clean_pass.target.memory.micro_batches
+    n = batch.target.memory.micro_batches
     if n == 1:
         return batch_errors(batch.clean_pass, batch.reader, streams)
     total, summaries = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
@@ -288,7 +288,7 @@ def streams(
     bundle: Bundle | None = None,
 ) -> list[Stream]:
     """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
-    n_sites = len(batch.clean_pass.target.sites)
+    n_sites = len(batch.target.sites)
     if isinstance(draws, Sequence):
         wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
         has = f"{term.name} has {wanted} forwards" + f" and {ascents} ascents" * (ascents > 0)
@@ -365,7 +365,7 @@ def warm_up_error(
 ) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
     """The error that warm-up ascents maximise (A3), from the sources and the ascent's number: all sites live, routed as
     the term is, components and λ constant."""
-    n_sites = len(batch.clean_pass.target.sites)
+    n_sites = len(batch.target.sites)
     live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
     given: Array | None = None
     if isinstance(draws, Sequence) and n_ascents:

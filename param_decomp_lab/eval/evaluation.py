@@ -1,10 +1,10 @@
 """Evaluation of a run: metrics often, figures less often, always on the same held-out batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +35,8 @@ from param_decomp_lab.metrics.toy_probe import Probe, Probed
 from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings
+
+Setting = TypeVar("Setting", int, float)
 
 
 class EvaluationStopped(Exception):
@@ -75,9 +77,7 @@ class Evaluation:
         self._probe = Probe(problem, target, mesh) if isinstance(target, FeatureTarget) else None
         self._sampling = Stochastic(pd.sampling)
         self._fast = jax.jit(self._fast_batch, out_shardings=(None, whole))
-        thresholds = {m.density_threshold for m in self._metrics} - {None}
-        assert len(thresholds) <= 1, f"there are densities of one threshold, not of {thresholds}"
-        threshold = next(iter(thresholds), None) or 0.0
+        threshold = _shared(m.density_threshold for m in self._metrics) or 0.0
 
         def statistics(learned: Learned, weights: Weights, inputs: Array) -> Any:
             learned = hold_for_reading(problem, learned)
@@ -180,7 +180,7 @@ class Evaluation:
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
         """Histograms, means and densities of λ per site over the evaluation's batches."""
-        limit = next((m.histogram_batches for m in self._metrics if m.histogram_batches is not None), None)
+        limit = _shared(m.histogram_batches for m in self._metrics)
         batches = [jax.device_get(self._statistics(state.learned, weights, inputs)) for inputs in self.batches(stop)]
         return Statistics.over(self._problem.target.sites, batches, limit)
 
@@ -215,6 +215,13 @@ class Evaluation:
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths
+
+
+def _shared(settings: Iterable[Setting | None]) -> Setting | None:
+    """A setting of the statistics, which are computed once for all metrics; None if no metric gives it."""
+    given = {setting for setting in settings if setting is not None}
+    assert len(given) <= 1, f"metrics give different settings for the same statistics: {given}"
+    return next(iter(given), None)
 
 
 def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:

@@ -31,7 +31,7 @@ MASKINGS = {
 """The maskings in the order of the table, in words."""
 
 MEASURES = ("kl", "ce_difference", "ce_unrecovered")
-"""What is logged of each masking."""
+"""The numbers that are logged for each masking."""
 
 
 @registered(METRICS)
@@ -115,8 +115,8 @@ def ce_and_kl(
 def kl_and_ce(
     target: Decoder, clean_pass: CleanPass, hidden: "Float[Array, 'B T d']"
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Of what is predicted from ``hidden``, in nats: mean KL from the clean prediction, over all positions; mean
-    cross-entropy of the next token, over positions 0 … T − 2.
+    """The mean KL from the clean prediction over all positions, and the mean cross-entropy of the next token over
+    positions 0 … T − 2, both in nats, for the prediction from ``hidden``.
 
     Logits of as many tokens at a time as in a training step, both passes'.
     """

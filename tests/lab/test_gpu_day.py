@@ -394,7 +394,7 @@ def until(condition: Any, limit_s: float = 20.0) -> None:
         (["--json", "found.md", "--toy"], "is where the page would be written"),
         (["--page-only", "--json", "nothing.json"], "holds no results; measure first"),
         (["--plans-only", "--json", "nothing.json"], "holds no results; measure first"),
-        (["--plans-only", "--toy", "--json", str(MEASURED)], "--toy measures on a CPU, for which there are no plans"),
+        (["--plans-only", "--toy", "--json", str(MEASURED)], "plans are for GPUs, and --toy measures on a CPU"),
         (["--toy", "--smollm2", "x"], "--toy decomposes a target of its own"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_new_metric_goes_the_whole_way(tmp_path: Path) -> None:
 
 
 def test_usual_keys() -> None:
-    """Of a run that does not configure the metric."""
+    """They fill in a metric that the run does not configure."""
     config = evaluation_config(load_config(CONFIG), EvaluationRequest(["NoiseError"]), "here")
     assert config.method.eval is not None
     assert config.method.eval.metrics == (NoiseError(type="NoiseError", n_inputs=4),)

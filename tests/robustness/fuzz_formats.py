@@ -639,7 +639,7 @@ def _read_rows() -> np.ndarray:
 
 
 def _checked_rows_are_the_saved(fault: Fault, whole: Any) -> np.ndarray:
-    """Every row has its checksum: what is read is what was written, whatever was damaged. A file less is no fault."""
+    """Every row has its checksum: whatever was damaged, only what was written is read. A missing file is allowed."""
     found = _read_rows()
     if whole is not None:
         known = {row.tobytes() for row in whole}
