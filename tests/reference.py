@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, and N4, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -814,10 +814,63 @@ def reconstruction_term(
 # ---- Section 6: the other two losses ----
 
 
-def faithfulness(components: dict, weights: dict[str, Array]) -> Num:
-    """L1."""
-    deltas = [delta_component(W, components[s]["V"], components[s]["U"]) for s, W in weights.items()]
-    return sum((d * d).sum() for d in deltas) / sum(W.size for W in weights.values())
+def delta_squares(W: Array, V: Num, U: Num) -> Num:
+    """L1: the sum of squares of a site's delta."""
+    d = delta_component(W, V, U)
+    return (d * d).sum()
+
+
+def faithfulness(components: dict, weights: dict[str, Array], squares: Callable[..., Num] = delta_squares) -> Num:
+    """L1. `squares` of (W, V, U): `split_squares` for the products of N4."""
+    total = sum(squares(W, components[s]["V"], components[s]["U"]) for s, W in weights.items())
+    return total / sum(W.size for W in weights.values())
+
+
+def significant(x: Array, bits: int, whole: Callable[[Array], Array] = np.rint) -> Array:
+    """x with `bits` significant binary digits, rounded to nearest, ties to even; `np.trunc` rounds towards zero. The
+    exponent has no bounds."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(whole(np.ldexp(fraction, bits)), exponent - bits)
+
+
+def bfloat16(x: Array) -> Array:
+    """x rounded to bfloat16, in float64."""
+    return significant(x, 8)
+
+
+Product = Callable[[Array, Array], Array]
+
+
+def split_product(V: Array, U: Array, chunk: int = 2048, product: Product = np.matmul) -> Array:
+    """N4: V1 U1 + (V1 U2 + V2 U1), `[d_in, d_out]`. `product` multiplies two bf16 matrices, exactly by default. If it
+    accumulates as a device does and returns float32, its results are added up in float32."""
+    V1, U1 = bfloat16(V), bfloat16(U)
+    V2, U2 = bfloat16(V - V1), bfloat16(U - U1)
+    chunks = range(0, V.shape[1], chunk)
+    large = sum(product(V1[:, i : i + chunk], U1[i : i + chunk]) for i in chunks)
+    return large + (product(V1, U2) + product(V2, U1))
+
+
+def squares_by(
+    VU: Array,
+    W: Array,
+    V: Num,
+    U: Num,
+    narrow: Callable[[Array], Array] = bfloat16,
+    product: Product = np.matmul,
+) -> Num:
+    """`delta_squares` with VU in place of V U. The gradient multiplies delta, V and U, each through `narrow`."""
+    d = value(W.astype(VU.dtype) - VU)
+    return custom(
+        (d * d).sum(),
+        (V, lambda g: -2.0 * g * value(product(narrow(d), narrow(value(U)).T))),
+        (U, lambda g: -2.0 * g * value(product(narrow(value(V)).T, narrow(d)))),
+    )
+
+
+def split_squares(W: Array, V: Num, U: Num, chunk: int = 2048, product: Product = np.matmul) -> Num:
+    """N4: `delta_squares` by products of bf16 matrices; `chunk` and `product` as in `split_product`."""
+    return squares_by(split_product(value(V), value(U), chunk, product), W, V, U, product=product)
 
 
 def lp_penalty(u: Num, p: float, eps: float) -> Num:

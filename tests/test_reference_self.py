@@ -479,6 +479,75 @@ def test_faithfulness() -> None:
     check(lambda t: ref.faithfulness(t, weights), components)
 
 
+@pytest.mark.parametrize(
+    ("x", "nearest", "cut"),
+    [
+        (1 + 2.0**-8, 1.0, 1.0),
+        (1 + 3 * 2.0**-8, 1 + 2.0**-6, 1 + 2.0**-7),
+        (-0.1, -0.10009765625, -0.099609375),
+    ],
+)
+def test_bfloat16_rounds_to_nearest_and_ties_to_even(x: float, nearest: float, cut: float) -> None:
+    for scale in (1.0, 2.0**100, 2.0**-100):
+        np.testing.assert_array_equal(ref.bfloat16(scale * np.array([x, 0.0])), scale * np.array([nearest, 0.0]))
+        assert ref.significant(np.float64(scale * x), 8, np.trunc) == scale * cut
+
+
+def in_two_parts(x: np.ndarray) -> np.ndarray:
+    """x as the sum of the two bf16 numbers that N4 makes of it."""
+    large = ref.bfloat16(x)
+    return large + ref.bfloat16(x - large)
+
+
+def test_split_product_leaves_out_the_product_of_the_second_parts() -> None:
+    """N4."""
+    V, U = in_two_parts(normal(5, 7)), in_two_parts(normal(7, 4))
+    left_out = (V - ref.bfloat16(V)) @ (U - ref.bfloat16(U))
+    for chunk in (1, 3, 7, 1024):
+        np.testing.assert_allclose(ref.split_product(V, U, chunk), V @ U - left_out, rtol=0, atol=1e-14)
+    assert np.all(np.abs(left_out) <= 2.0**-16 * (np.abs(V) @ np.abs(U)))
+
+
+def test_only_the_large_product_is_in_chunks_and_sums_are_in_the_dtype_of_its_parts() -> None:
+    """N4."""
+    V, U = normal(5, 7), normal(7, 4)
+    seen = []
+
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        assert all(np.array_equal(x, ref.bfloat16(x)) for x in (a, b))
+        seen.append(a.shape[1])
+        return (a @ b).astype(np.float32)
+
+    found = ref.split_product(V, U, chunk=3, product=product)
+    assert seen == [3, 3, 1, 7, 7]
+    assert found.dtype == np.float32
+    V1, U1 = ref.bfloat16(V), ref.bfloat16(U)
+    parts = [np.float32(V1[:, i : i + 3] @ U1[i : i + 3]) for i in (0, 3, 6)]
+    small = np.float32(V1 @ ref.bfloat16(U - U1)) + np.float32(ref.bfloat16(V - V1) @ U1)
+    np.testing.assert_array_equal(found, (parts[0] + parts[1] + parts[2]) + small)
+
+
+def test_split_faithfulness() -> None:
+    """N4: the value is that of the split products; the gradient multiplies delta, V and U in bf16."""
+    x = site(4, 3, 5)
+    W, components = x["W"], {"a": {"V": x["V"], "U": x["U"]}}
+    d = W - ref.split_product(x["V"], x["U"])
+    squares = partial(ref.split_squares, chunk=2)
+    moving = tree_map(Var, components)
+    loss = 3.0 * ref.faithfulness(moving, {"a": W}, squares)
+    np.testing.assert_allclose(value(loss), 3 * np.mean(d * d))
+    np.testing.assert_allclose(ref.faithfulness(components, {"a": W}, squares), np.mean(d * d))
+    narrow, V1, U1 = (ref.bfloat16(y) for y in (d, x["V"], x["U"]))
+    found = gradients(loss, moving)["a"]
+    np.testing.assert_allclose(found["V"], -6 / d.size * narrow @ U1.T)
+    np.testing.assert_allclose(found["U"], -6 / d.size * V1.T @ narrow)
+    # Where nothing is rounded, it is L1.
+    whole = tree_map(lambda y: np.round(4 * y), {"W": W, **components["a"]})
+    exact = tree_map(Var, {"a": {name: whole[name] for name in "VU"}})
+    grads = [gradients(ref.faithfulness(exact, {"a": whole["W"]}, s), exact) for s in (ref.delta_squares, squares)]
+    tree_map(partial(np.testing.assert_allclose, rtol=1e-14), *grads)
+
+
 def test_importance_minimality() -> None:
     ups = {"a": uniform(2, 3, 4), "b": uniform(2, 3, 2)}
     beta, p, eps, N = 0.7, 0.9, 1e-3, 6
