@@ -3,22 +3,31 @@
 XLA's own cost analysis counts the body of a loop once, so it says nothing of a scanned step. The jaxpr of a step has
 its backward pass in it, recomputation included (`jax.checkpoint`), and the lengths of its scans. What no output needs
 is left out first, as XLA would.
+
+Each product is counted in the precision in which an NVIDIA GPU since Ampere multiplies it, which follows from the
+operands' dtype and the ``precision`` that the program asks for. XLA takes TF32 for float32 at default precision and at
+`HIGH`, and has no tensor cores for it at `HIGHEST`.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.lax import DotAlgorithm, DotAlgorithmPreset
+from jax.lax import Precision as JaxPrecision
 
+from param_decomp_aot.roofline import Precision
 from param_decomp_aot.trip_count import Known, constants, known_after, passed, trip_count
 
 _RUN_ONCE = {
     "jit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_partitioning", "run_state", "mesh_cast",
+    "custom_vjp_call_jaxpr", "custom_partitioning", "run_state", "mesh_cast", "eval_jaxpr",
 }  # fmt: skip
 """Primitives that run each jaxpr in their parameters once. Others that have one are reported as unknown."""
 
@@ -28,27 +37,30 @@ class Flops:
     """Floating-point operations of the matrix products of a whole program, summed over all devices.
 
     ``by_scope``: the same by `jax.named_scope` (and transformation: ``transpose(jvp(…))`` is the backward).
+    ``by_precision``: the same by what a GPU multiplies in; precisions that do not occur are left out.
     ``unknown``: loops whose number of rounds the jaxpr does not say, and primitives that run a jaxpr in a way not known
     here; their bodies are counted once, so that ``total`` is a lower bound unless this is empty.
     """
 
     total: int
     by_scope: Mapping[str, int]
+    by_precision: Mapping[Precision, int]
     unknown: tuple[str, ...]
 
 
 @dataclass
 class _Count:
-    by_scope: Counter[str] = field(default_factory=Counter)
+    products: Counter[tuple[str, Precision]] = field(default_factory=Counter)
+    """By scope and precision."""
     unknown: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        return sum(self.by_scope.values())
+        return self.products.total()
 
     def add(self, other: "_Count", times: int = 1) -> None:
-        for scope, flops in other.by_scope.items():
-            self.by_scope[scope] += times * flops
+        for key, flops in other.products.items():
+            self.products[key] += times * flops
         self.unknown.extend(other.unknown)
 
 
@@ -56,12 +68,18 @@ def matmul_flops(program: ClosedJaxpr) -> Flops:
     """2 · batch · M · N · K of every matrix product and convolution of ``program`` (from `jax.make_jaxpr`), as often as
     it is run, over all devices.
 
-    A scan's body counts once a round, a `shard_map`'s once on every device it splits over, and of the branches of a
-    conditional (`jax.lax.platform_dependent` too) the largest. cuDNN's attention counts as the products it stands for,
-    with nothing off for a causal mask: 2 forward, 5 backward. What feeds only the dead part of a `while` is counted.
+    What counts is what runs: a product that is emulated by three of a narrower dtype (`BF16_BF16_F32_X3`) counts three
+    times. A scan's body counts once a round, a `shard_map`'s once on every device it splits over, of the branches of
+    `jax.lax.platform_dependent` the one for CUDA, and of those of another conditional the largest. cuDNN's attention
+    counts as the products it stands for, with nothing off for a causal mask: 2 forward, 5 backward. What feeds only the
+    dead part of a `while` is counted.
     """
     count = _count_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), "", constants(program))
-    return Flops(count.total, dict(count.by_scope), tuple(dict.fromkeys(count.unknown)))
+    by_scope, by_precision = Counter[str](), Counter[Precision]()
+    for (scope, precision), flops in count.products.items():
+        by_scope[scope] += flops
+        by_precision[precision] += flops
+    return Flops(count.total, dict(by_scope), dict(by_precision), tuple(dict.fromkeys(count.unknown)))
 
 
 def _count_jaxpr(jaxpr: Jaxpr, used: Sequence[bool], scope: str, known: Known) -> _Count:
@@ -86,13 +104,15 @@ def _count_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -
     count = _Count()
     match eqn.primitive.name:
         case "dot_general":
-            count.by_scope[scope] += _dot_general(eqn)
+            precision, times = _multiplied_in(eqn)
+            count.products[scope, precision] += times * _dot_general(eqn)
         case "conv_general_dilated":
-            count.by_scope[scope] += _convolution(eqn)
+            precision, times = _multiplied_in(eqn)
+            count.products[scope, precision] += times * _convolution(eqn)
         case "dot_product_attention_fwd_wrapper" | "dot_product_attention_fwd":
-            count.by_scope[scope] += 2 * _attention_product(eqn)
+            count.products[scope, _precision_of(_operands(eqn))] += 2 * _attention_product(eqn)
         case "dot_product_attention_bwd_wrapper" | "dot_product_attention_bwd":
-            count.by_scope[scope] += 5 * _attention_product(eqn)
+            count.products[scope, _precision_of(_operands(eqn))] += 5 * _attention_product(eqn)
         case "scan":
             body = eqn.params["jaxpr"]
             inside = _inside(body, eqn.invars[: _scan_constants(eqn)], known)
@@ -102,7 +122,7 @@ def _count_equation(eqn: JaxprEqn, used: list[bool], outer: str, known: Known) -
         case "cond":
             branches = [
                 _count_jaxpr(b.jaxpr, [True] * len(b.jaxpr.outvars), scope, _inside(b, eqn.invars[1:], known))
-                for b in eqn.params["branches"]
+                for b in _branches(eqn)
             ]
             count = max(branches, key=lambda branch: branch.total)
         case "shard_map":
@@ -171,6 +191,47 @@ def _while(eqn: JaxprEqn, used: list[bool], scope: str, known: Known) -> _Count:
     repeated = _Count()
     repeated.add(count, rounds)
     return repeated
+
+
+def _branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
+    """Those of a conditional that a GPU may run: of `jax.lax.platform_dependent` the one for CUDA, else the default."""
+    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
+    if platforms is None:
+        return branches
+    by_platform = {name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or (None,)}
+    branch = by_platform.get("cuda", by_platform.get(None))
+    return branches if branch is None else (branch,)
+
+
+def _multiplied_in(eqn: JaxprEqn) -> tuple[Precision, int]:
+    """In which precision a GPU multiplies, and how many products it makes of this one."""
+    match eqn.params["precision"]:
+        case DotAlgorithmPreset(name=name) if name != "DEFAULT":
+            emulated = re.search(r"_X(\d)$", name)
+            return _PRESETS.get(name.partition("_")[0], "bf16"), int(emulated[1]) if emulated else 1
+        case DotAlgorithm() as asked:
+            dtypes = jnp.dtype(asked.lhs_precision_type), jnp.dtype(asked.rhs_precision_type)
+            return _precision_of(dtypes, of_float32="fp32"), asked.num_primitive_operations
+        case (left, right) if JaxPrecision.HIGHEST in (left, right):
+            return _precision_of(_operands(eqn), of_float32="fp32"), 1
+        case _:
+            return _precision_of(_operands(eqn)), 1
+
+
+_PRESETS: Mapping[str, Precision] = {"TF32": "tf32", "F32": "fp32", "F64": "fp32"}
+"""By the first word of a preset's name, the dtype of the operands; with others they are narrower."""
+
+
+def _operands(eqn: JaxprEqn) -> Sequence[Any]:
+    """The dtypes of the first two."""
+    atoms: Sequence[Any] = eqn.invars[:2]
+    return [atom.aval.dtype for atom in atoms]
+
+
+def _precision_of(dtypes: Sequence[Any], of_float32: Precision = "tf32") -> Precision:
+    """The wider operand decides. What has 16 bits or fewer counts as bf16, what is wider than float32 as fp32."""
+    size = max(dtype.itemsize for dtype in dtypes)
+    return "bf16" if size <= 2 else of_float32 if size == 4 else "fp32"
 
 
 def _dot_general(eqn: JaxprEqn) -> int:

@@ -54,6 +54,20 @@ def bytes_moved(module: Module, inside: Computation, instruction: Instruction) -
     return sum((_array_bytes(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(inside, i, i))
 
 
+def multiplies(module: Module, i: Instruction) -> bool:
+    """Whether an operation is a kernel of a matrix product, a convolution or an attention."""
+    match i.opcode:
+        case "dot" | "convolution":
+            return True
+        case "custom-call":
+            return any(f'"{library}' in i.attributes for library in ("__cublas", "__cudnn"))
+        case "fusion":
+            fused = module.computations[i.called("calls")[0]]
+            return any(multiplies(module, inner) for inner in fused.instructions.values())
+        case _:
+            return False
+
+
 def _sources(inside: Computation, instruction: Instruction) -> Sequence[Instruction]:
     return [inside.instructions[name] for name in instruction.operands]
 

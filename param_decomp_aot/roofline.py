@@ -1,8 +1,15 @@
-"""Roofline estimate of a step on a given card: its time at full rates, and the limiting resource.
+"""A step's time on a given card, from what it computes and moves, and the resource that limits it.
 
-The cards' rates are figures of the vendor's data sheets: products of dense matrices (without sparsity) at boost clock,
-NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR) beside
-B200, H200 and H100, of 200 Gb/s beside the others. No program reaches these rates.
+A card has two sets of rates. Those of the vendor's data sheet are for products of dense matrices (without sparsity) at
+boost clock; no program reaches them. Those that a card *reaches* are an H200's, measured on 2026-11-26
+(docs/measurements/gpu.md): bf16 by a product of two large matrices, the memory by a copy, fp32 by solving for it in
+three measured steps, which agree on it to 1 %. TF32 is taken as half the rate of bf16. Other cards are taken to reach
+the same shares of their data sheets; the column ``reached`` says which is which. Links have the data sheet's rate in
+both sets, NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR)
+beside B200, H200 and H100, of 200 Gb/s beside the others.
+
+A step's time is the sum of its parts, one done after the other, with one exception: a matrix product reads and writes
+while it multiplies, so all products together take their arithmetic or their memory traffic, whichever is longer.
 
 A collective operation takes its latency and its bytes at the link's rate, so small messages are slow. Hops are those of
 NCCL's own cost model for a ring under its `Simple` protocol (3.4 µs over NVLink, 14 µs over the network; NCCL 2.2x,
@@ -14,11 +21,12 @@ several cards; nobody has yet.
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Precision = Literal["bf16", "tf32", "fp32"]
-"""In which matrices are multiplied: ``tf32`` of float32 arrays at JAX's default precision, ``fp32`` at the highest."""
+"""In which matrices are multiplied: ``tf32`` of float32 arrays at JAX's default precision, ``fp32`` at the highest.
+``bf16`` stands for float16 and what is narrower, too, ``fp32`` for float64."""
 
 Bound = Literal["arithmetic", "memory", "node links", "network"]
 
@@ -27,7 +35,7 @@ Bound = Literal["arithmetic", "memory", "node links", "network"]
 class Rates:
     """Of one GPU. ``…_flops``: FLOP/s of matrix products; ``memory``: bytes/s; ``node_link``: bytes/s to the other GPUs
     of its node, in one direction (NVLink, or the PCIe bus where there is none); ``network``: bytes/s to other nodes, in
-    one direction."""
+    one direction. ``source``: where they come from, in words."""
 
     bf16_flops: float
     tf32_flops: float
@@ -35,6 +43,7 @@ class Rates:
     memory: float
     node_link: float
     network: float
+    source: str = "data sheet"
 
     def flops(self, precision: Precision) -> float:
         """FLOP/s of matrix products."""
@@ -44,14 +53,15 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """What one GPU does in a step. ``flops``: of its matrix products, by precision. The rest in bytes: ``memory`` read
-    and written, ``within`` sent to GPUs of its node, ``across`` sent to other nodes (see `traffic.py`).
-    ``latency``: seconds that its collective operations take beside their bytes."""
+    and written, of which ``products`` by matrix products, ``within`` sent to GPUs of its node, ``across`` sent to other
+    nodes (see `traffic.py`). ``latency``: seconds that its collective operations take beside their bytes."""
 
     flops: Mapping[Precision, float | int]
     memory: float | int
     within: float | int
     across: float | int
     latency: float = 0.0
+    products: float | int = 0
 
 
 @dataclass(frozen=True)
@@ -70,53 +80,70 @@ class Latency:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds that each resource is busy. ``latency``: of all collective operations together."""
+    """Seconds that each resource is busy. ``multiplying``: by the precision of the products; ``memory``: with all that
+    is read and written, of which ``products`` by matrix products; ``latency``: of all collectives together."""
 
-    arithmetic: float
+    multiplying: Mapping[Precision, float]
     memory: float
     node_links: float
     network: float
     latency: float = 0.0
+    products: float = 0.0
+
+    @property
+    def arithmetic(self) -> float:
+        """Seconds of all matrix products."""
+        return sum(self.multiplying.values(), 0.0)
+
+    @property
+    def waiting_for_memory(self) -> float:
+        """By how many seconds the memory traffic of all matrix products is longer than their arithmetic, if at all."""
+        return max(0.0, self.products - self.arithmetic)
 
     @property
     def terms(self) -> Mapping[Bound, float]:
-        """By name."""
+        """What each resource adds to `one_by_one`. Matrix products read and write while they multiply."""
         return {
             "arithmetic": self.arithmetic,
-            "memory": self.memory,
+            "memory": self.memory - self.products + self.waiting_for_memory,
             "node links": self.node_links,
             "network": self.network,
         }
 
     @property
-    def least(self) -> float:
-        """Seconds if all resources are busy at the same time."""
-        return max(self.terms.values())
+    def one_by_one(self) -> float:
+        """Seconds if nothing else overlaps: what a step is predicted to take."""
+        return sum(self.terms.values()) + self.latency
 
     @property
-    def one_by_one(self) -> float:
-        """Seconds if nothing overlaps: a guess from above, for resources used at their full rates."""
-        return sum(self.terms.values()) + self.latency
+    def least(self) -> float:
+        """Seconds if all resources are busy at the same time."""
+        return max(self._busy.values())
 
     @property
     def bound_by(self) -> Bound:
         """The resource that is busy longest."""
-        return max(self.terms, key=lambda name: self.terms[name])
+        return max(self._busy, key=lambda name: self._busy[name])
+
+    @property
+    def _busy(self) -> Mapping[Bound, float]:
+        return {**self.terms, "memory": self.memory}
 
 
 def roofline(work: Work, rates: Rates) -> Roofline:
     """The times of one GPU's work."""
     return Roofline(
-        arithmetic=sum((flops / rates.flops(precision) for precision, flops in work.flops.items()), 0.0),
+        multiplying={precision: flops / rates.flops(precision) for precision, flops in work.flops.items()},
         memory=work.memory / rates.memory,
         node_links=work.within / rates.node_link,
         network=work.across / rates.network,
         latency=work.latency,
+        products=work.products / rates.memory,
     )
 
 
 def card_rates(table: str) -> Mapping[str, Rates]:
-    """The rates of every card of a table like ``gpus/cards.csv``, by name."""
+    """The data sheet's rates of every card of a table like ``gpus/cards.csv``, by name."""
     return {
         card["name"]: Rates(
             bf16_flops=float(card["bf16_flops"]),
@@ -125,6 +152,22 @@ def card_rates(table: str) -> Mapping[str, Rates]:
             memory=float(card["memory_bandwidth_Bps"]),
             node_link=float(card["node_link_Bps"]),
             network=float(card["network_Bps"]),
+        )
+        for card in csv.DictReader(table.splitlines())
+    }
+
+
+def reached_rates(table: str) -> Mapping[str, Rates]:
+    """The rates that every card of such a table reaches in products and in its memory, by name."""
+    promised = card_rates(table)
+    return {
+        card["name"]: replace(
+            promised[card["name"]],
+            bf16_flops=float(card["reached_bf16_flops"]),
+            tf32_flops=float(card["reached_tf32_flops"]),
+            fp32_flops=float(card["reached_fp32_flops"]),
+            memory=float(card["reached_memory_Bps"]),
+            source=card["reached"],
         )
         for card in csv.DictReader(table.splitlines())
     }

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from param_decomp_aot.fused_bytes import bytes_moved
+from param_decomp_aot.fused_bytes import bytes_moved, multiplies
 from param_decomp_aot.hlo import Computation, Instruction, Module, module
 from param_decomp_aot.instructions import Instructions
 from param_decomp_aot.loops import trips
@@ -95,12 +95,14 @@ class Sum:
 class Traffic:
     """Of one run of a program, per device, in bytes.
 
-    ``memory``: read and written in its memory, by scope (`Instructions.origin`). ``host``: in the host's.
+    ``memory``: read and written in its memory, by scope (`Instructions.origin`); ``products``: what kernels of matrix
+    products have of that, all together. ``host``: in the host's.
     ``collectives``: each with how often it is run. ``unknown``: what could not be told and is counted as if it were run
     once, or among all devices.
     """
 
     memory: Mapping[str, int]
+    products: int
     host: int
     collectives: Mapping[Collective, int]
     unknown: tuple[str, ...]
@@ -139,6 +141,7 @@ class Traffic:
 @dataclass
 class _Count:
     memory: Counter[str] = field(default_factory=Counter)
+    products: int = 0
     host: int = 0
     collectives: Counter[Collective] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
@@ -152,6 +155,7 @@ class _Count:
             self.memory[scope] += times * n
         for collective, n in other.collectives.items():
             self.collectives[collective] += times * n
+        self.products += times * other.products
         self.host += times * other.host
         self.unknown.extend(u for u in other.unknown if u not in self.unknown)
 
@@ -167,7 +171,8 @@ def traffic(program: str, gpus_per_node: int = 8) -> Traffic:
     count, loops = counting.count_computation(counting.module.entry, outermost=True)
     steps = max(loops, key=lambda loop: loop[1], default=("", 0))
     unknown = count.unknown + [name for name, total in loops if name != steps[0] or 2 * total <= count.total]
-    return Traffic(dict(count.memory.most_common()), count.host, dict(count.collectives.most_common()), tuple(unknown))
+    memory, collectives = dict(count.memory.most_common()), dict(count.collectives.most_common())
+    return Traffic(memory, count.products, count.host, collectives, tuple(unknown))
 
 
 class _Counting:
@@ -206,6 +211,8 @@ class _Counting:
             elif moved := bytes_moved(self.module, computation, i):
                 count.memory[self.instructions.origin(started_by or i.name)[0]] += moved.device
                 count.host += moved.host
+                if multiplies(self.module, i):
+                    count.products += moved.device
         if outermost:
             return count, loops
         count.unknown += [loop for loop, _ in loops]

@@ -37,8 +37,8 @@ def fit(
     """Find the fastest or the largest run of a configuration that fits on given GPUs, and write the configuration to
     start it with.
 
-    `--for speed` (the default): of the configuration's batch, the layout with the shortest step by the roofline if
-    nothing overlaps. Chosen are the mesh, what is held, what is saved, blocks and micro-batches (docs/probe.md).
+    `--for speed` (the default): of the configuration's batch, the layout with the shortest predicted step. Chosen are
+    the mesh, what is held, what is saved, blocks and micro-batches (docs/probe.md).
     `--vary` restricts or extends that: `mesh=1x64x1,8x8x1` (replica x fsdp x tensor), `memory=balanced,lean` (presets
     as they are), or any key of the configuration. What `--set` gives is not changed.
 

@@ -38,6 +38,8 @@ def probe(
     saving and restoring a checkpoint. Nothing is allocated. It needs no GPU and no weights, but some minutes, 5 GiB of
     RAM, and JAX's CUDA compiler: `pip install 'param-decomp[probe]'`.
 
+    How long a step takes is predicted from what it computes and moves, at rates that such GPUs reach (docs/probe.md).
+
     The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when nobody can say.
 
     Examples:

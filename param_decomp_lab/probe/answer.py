@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
-from param_decomp_aot.roofline import Latency, Precision, Rates, Roofline, Work, card_rates, latencies, roofline
+from param_decomp_aot.roofline import Latency, Precision, Rates, Roofline, Work, latencies, reached_rates, roofline
 from param_decomp_aot.scopes import from_package
 from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
@@ -28,9 +28,9 @@ class Step:
     """Properties of the training step besides its size.
 
     ``buffers``: alive at its peak, largest first, ``smaller`` bytes more in lesser ones and ``unused`` between them.
-    ``matmul_flops``: of all devices; ``unknown``: what was counted once, not knowing how often it is run. ``hbm``,
-    ``within``, ``across``: bytes that one device moves in its memory, sends within its node, and to other nodes;
-    ``collectives``: as executed, by kind.
+    ``flops``: of the matrix products of all devices, by precision; ``unknown``: what was counted once, not knowing how
+    often it is run. ``hbm``, ``within``, ``across``: bytes that one device moves in its memory, sends within its node,
+    and to other nodes; ``products``: what matrix products have of ``hbm``. ``collectives``: as executed, by kind.
     """
 
     buffers: tuple[Buffer, ...]
@@ -38,12 +38,18 @@ class Step:
     unused: int
     explained: float
     planned: int
-    matmul_flops: int
+    flops: Mapping[Precision, int]
     hbm: int
+    products: int
     within: int
     across: int
     collectives: Mapping[str, Sum]
     unknown: tuple[str, ...]
+
+    @property
+    def matmul_flops(self) -> int:
+        """Of all devices, in all precisions."""
+        return sum(self.flops.values())
 
 
 @dataclass(frozen=True)
@@ -79,32 +85,28 @@ class Answer:
         return "fits" if self.peak <= self.pool.usable else "does_not_fit"
 
     @cached_property
-    def rates(self) -> Rates | None:
-        """Of the card; None where they are not in the table."""
-        return card_rates(TABLE.read_text()).get(self.gpu)
+    def rates(self) -> Rates:
+        """Those that the card reaches."""
+        return reached_rates(TABLE.read_text())[self.gpu]
 
     @property
-    def roofline(self) -> Roofline | None:
-        """Roofline times; None for a card whose rates are not in the table."""
-        if self.rates is None:
-            return None
-        precision: Precision = "bf16" if self.subject.compute_dtype == "bfloat16" else "tf32"
-        each = self.step.matmul_flops / self.subject.mesh.n_devices
-        waiting = sum(_latency(kind, total) for kind, total in self.step.collectives.items())
-        work = Work({precision: each}, self.step.hbm, self.step.within, self.step.across, waiting)
-        return roofline(work, self.rates)
+    def roofline(self) -> Roofline:
+        """Times of the step's parts, and of the whole."""
+        step, n = self.step, self.subject.mesh.n_devices
+        each = {precision: flops / n for precision, flops in step.flops.items()}
+        waiting = sum(_latency(kind, total) for kind, total in step.collectives.items())
+        return roofline(Work(each, step.hbm, step.within, step.across, waiting, step.products), self.rates)
 
-    def collective_seconds(self, kind: str, total: Sum) -> float | None:
-        """How long collectives of a kind take one after the other; None for a card whose rates are not in the table."""
-        if self.rates is None:
-            return None
+    def collective_seconds(self, kind: str, total: Sum) -> float:
+        """How long collectives of a kind take one after the other."""
         work = Work({}, 0, total.within, total.across, _latency(kind, total))
         return roofline(work, self.rates).one_by_one
 
     def as_json(self) -> dict[str, Any]:
-        """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step."""
+        """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step. ``step_s``: how long
+        the step is predicted to take."""
         step, unlimited = self.parts[STEP], self.unlimited
-        fastest = self.roofline
+        times = self.roofline
         return {
             "verdict": self.verdict,
             "peak_gib": self.peak / GIB,
@@ -115,7 +117,9 @@ class Answer:
             "arguments_gib": step.memory.arguments / GIB,
             "host_gib": step.memory.host / GIB,
             "compile_s": step.compile_s,
+            "step_s": times.one_by_one,
             "matmul_flops": self.step.matmul_flops,
+            "flops": dict(self.step.flops),
             "pool_gib": self.pool.usable / GIB,
             "gpu": self.gpu,
             "n_gpus": self.subject.mesh.n_devices,
@@ -132,6 +136,7 @@ class Answer:
             "ledger_gib": self.step.planned / GIB,
             "bytes_moved": {
                 "memory": self.step.hbm,
+                "memory_by_products": self.step.products,
                 "within_node": self.step.within,
                 "between_nodes": self.step.across,
             },
@@ -139,9 +144,8 @@ class Answer:
                 kind: {**asdict(total), "seconds": self.collective_seconds(kind, total)}
                 for kind, total in self.step.collectives.items()
             },
-            "roofline_s": None
-            if fastest is None
-            else {**fastest.terms, "latency": fastest.latency, "overlapping": fastest.least},
+            "roofline_s": {**times.terms, "latency": times.latency, "overlapping": times.least},
+            "rates": self.rates.source,
             "counted_once": list(self.step.unknown),
         }
 
@@ -212,8 +216,9 @@ def read_step(subject: Subject, step: Measured, where: Where) -> Step:
             "unused": peak.unused,
             "explained": peak.explained,
             "planned": kept.planned,
-            "matmul_flops": counted.total,
+            "flops": dict(counted.by_precision),
             "hbm": moved.hbm,
+            "products": moved.products,
             "within": moved.within,
             "across": moved.across,
             "collectives": {

@@ -110,7 +110,7 @@ def _search_for_speed(
     count, end = workers(os.cpu_count() or 1), time.monotonic() + 60 * request.minutes
     n_layouts = sum(prod(len(choice.levels) for choice in space.choices) for space in every)
     console.print(
-        f"{n_layouts:,} layouts in all, {count} compiled at a time; times are a step's, if nothing overlaps",
+        f"{n_layouts:,} layouts in all, {count} compiled at a time; times are predicted of a step",
         highlight=False,
         soft_wrap=True,
     )

@@ -19,7 +19,7 @@ COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
     """Every run that was asked about; `*` marks those that no other beats, `→` the one chosen."""
     columns = ("batch", "tokens", "peak GiB", "", "PFLOP", "own GiB", "node GiB", "net GiB", "ms", "tokens/s")
-    title = "Runs (arithmetic of all GPUs; GiB moved, and the roofline's ms if nothing overlaps, of one)"
+    title = "Runs (arithmetic of all GPUs; GiB moved of one; ms: predicted of a step)"
     table = plain_table(title, ("", "left"), ("", "left"), *((column, "right") for column in columns))
     unbeaten = frontier(points)
     for point in points:
@@ -50,7 +50,7 @@ def times_table(points: Sequence[Point], chosen: Point | None) -> Table:
     known = [point for point in points if point.answer is not None]
     size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing could be told"
     columns = ("peak GiB", "", "node GiB", "net GiB", "collectives", "ms", "overlapping")
-    title = f"Layouts ({size}; GiB of one GPU; ms if nothing overlaps, and if everything does)"
+    title = f"Layouts ({size}; GiB of one GPU; ms predicted of a step, and if everything overlapped)"
     table = plain_table(title, ("", "left"), ("", "wrap"), *((column, "right") for column in columns))
     for point in sorted(points, key=lambda point: point.step_s):
         mark = "→" if point is chosen else ""
@@ -74,8 +74,8 @@ def times_table(points: Sequence[Point], chosen: Point | None) -> Table:
 
 
 def draw_times(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
-    """Peak against a step's time, from everything overlapping to nothing overlapping; a colour for each mesh, filled
-    what fits."""
+    """Peak against a step's predicted time, with a line to the bound where everything overlaps; a colour for each mesh,
+    filled what fits."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     answered = [point for point in points if point.answer is not None]
@@ -98,7 +98,7 @@ def draw_times(points: Sequence[Point], chosen: Point | None, title: str, file: 
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     style_axes(axes, 8)
-    axes.set_xlabel("ms a step if nothing overlaps; the line goes to where everything does", fontsize=8, color=QUIET)
+    axes.set_xlabel("predicted ms a step; the line goes to where everything overlaps", fontsize=8, color=QUIET)
     axes.set_ylabel("GiB of each GPU, filled where it fits", fontsize=8, color=QUIET)
     axes.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold")
     if meshes:

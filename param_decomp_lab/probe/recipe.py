@@ -50,7 +50,6 @@ def recipe_subject(path: Path, batch: int | None = None, seq: int | None = None)
         identity=f"{decides} {length} {data and data.vocab_size}",
         mesh=MeshShape(),
         tokens=recipe.batch_size * length,
-        compute_dtype=recipe.dtype,
         phases={STEP: partial(_stepping, program)},
         flops=partial(_flops, program),
     )

@@ -49,20 +49,19 @@ class Point:
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """Seconds of a step by resource, by the roofline."""
-        times = {} if self.answer is None else self.answer["roofline_s"] or {}
+        """What each resource adds to a step's seconds."""
+        times = {} if self.answer is None else self.answer["roofline_s"]
         return {name: float(seconds) for name, seconds in times.items() if name != "overlapping"}
 
     @property
     def step_s(self) -> float:
-        """A step's time by the roofline, in seconds: nothing overlaps."""
-        return sum(self.terms.values()) or float("inf")
+        """A step's predicted time, in seconds; infinite where that could not be told."""
+        return float("inf") if self.answer is None else float(self.answer["step_s"])
 
     @property
     def overlapping_s(self) -> float:
-        """The same where everything overlaps."""
-        times = {} if self.answer is None else self.answer["roofline_s"] or {}
-        return float(times.get("overlapping", "inf"))
+        """Its seconds if everything overlapped: a bound."""
+        return float("inf") if self.answer is None else float(self.answer["roofline_s"]["overlapping"])
 
     @property
     def collectives(self) -> int:
@@ -105,7 +104,7 @@ def largest_that_fits(kind: Kind, ask: Ask) -> list[Point]:
 
 
 def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
-    """Of those that fit, for ``batch`` the one with most tokens in a step, of such the fastest by the roofline; for
+    """Of those that fit, for ``batch`` the one with most tokens in a step, of such the fastest as predicted; for
     ``speed`` the fastest. Of equals the smallest."""
     fitting = [point for point in points if point.verdict == "fits"]
     tokens = (lambda p: p.tokens) if goal == "batch" else (lambda p: 0)

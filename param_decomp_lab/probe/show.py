@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterable
+from typing import get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from param_decomp_aot.buffers import Buffer
+from param_decomp_aot.roofline import Precision
 from param_decomp_aot.scopes import stage
 from param_decomp_lab.probe.answer import GIB, Answer
 from param_decomp_lab.probe.measure import Measured
@@ -16,6 +18,7 @@ from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.numbers import duration
 from param_decomp_lab.ui.tables import plain_table
 
+PRECISIONS = get_args(Precision)
 WIDTH = 112
 VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}
 
@@ -124,32 +127,35 @@ def _alike(buffers: Iterable[Buffer]) -> list[list[Buffer]]:
 
 
 def _work(answer: Answer) -> RenderableType:
-    step, fastest = answer.step, answer.roofline
+    step, times = answer.step, answer.roofline
     n = answer.subject.mesh.n_devices
-    table = plain_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at full rate", "right"))
-    terms = dict(fastest.terms) if fastest is not None else {}
+    table = plain_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at rates it reaches", "right"))
 
-    def seconds(name: str) -> str:
-        return f"{1000 * terms[name]:,.1f} ms" if name in terms else ""
+    def row(name: str, amount: str, seconds: float) -> None:
+        table.add_row(name, amount, f"{1000 * seconds:,.1f} ms")
 
-    table.add_row("matrix products", f"{step.matmul_flops / n / 1e12:,.1f} TFLOP", seconds("arithmetic"))
-    table.add_row("own memory, read and written", f"{step.hbm / GIB:,.1f} GiB", seconds("memory"))
-    table.add_row("sent within the node", f"{step.within / GIB:,.2f} GiB", seconds("node links"))
-    table.add_row("sent between nodes", f"{step.across / GIB:,.2f} GiB", seconds("network"))
-    if fastest is not None and fastest.latency:
-        table.add_row("collectives, latency", f"{sum(c.count for c in step.collectives.values()):,}",
-                      f"{1000 * fastest.latency:,.1f} ms")  # fmt: skip
+    for precision in sorted(step.flops, key=PRECISIONS.index):
+        flops = f"{step.flops[precision] / n / 1e12:,.1f} TFLOP"
+        row(f"matrix products, {precision}", flops, times.multiplying[precision])
+    row("own memory, by products meanwhile", f"{step.products / GIB:,.1f} GiB", times.waiting_for_memory)
+    row("own memory, by all else", f"{(step.hbm - step.products) / GIB:,.1f} GiB", times.memory - times.products)
+    row("sent within the node", f"{step.within / GIB:,.2f} GiB", times.node_links)
+    row("sent between nodes", f"{step.across / GIB:,.2f} GiB", times.network)
+    if times.latency:
+        row("collectives, latency", f"{sum(c.count for c in step.collectives.values()):,}", times.latency)
     lines: list[RenderableType] = [table]
     if step.collectives:
         lines.append(_collectives(answer))
-    if fastest is not None:
-        speed = answer.subject.tokens / fastest.least / n
-        lines.append(
-            Text(
-                f"{1000 * fastest.least:,.0f} ms a step if all of it overlaps, bound by {fastest.bound_by} "
-                f"({speed:,.0f} tokens/s on each GPU); {1000 * fastest.one_by_one:,.0f} ms if nothing does"
-            )
-        )
+    tokens = answer.subject.tokens / times.one_by_one
+    each = f" ({tokens / n:,.0f} on each GPU)" if n > 1 else ""
+    lines += [
+        Text(f"predicted step {1000 * times.one_by_one:,.0f} ms, {tokens:,.0f} tokens/s{each}"),
+        Text(
+            f"at least {1000 * times.least:,.0f} ms, if all of it overlapped, bound by {times.bound_by}; "
+            f"rates reached: {answer.rates.source}",
+            style="dim",
+        ),
+    ]
     if answer.subject.mesh.tensor > 1:
         lines.append(Text("products that all GPUs along tensor make alike are counted as if they shared them", "dim"))
     lines += [Text(f"counted once, not knowing how often: {line}", style="dim") for line in step.unknown]
@@ -160,14 +166,13 @@ def _collectives(answer: Answer) -> RenderableType:
     columns = ("times", "MiB each", "GiB in the node", "GiB between", "one by one")
     table = plain_table("Collectives as executed, sent by one GPU", ("", "left"), *((c, "right") for c in columns))
     for kind, total in answer.step.collectives.items():
-        seconds = answer.collective_seconds(kind, total)
         table.add_row(
             kind,
             f"{total.count:,}",
             f"{total.payload / total.count / 2**20:,.1f}",
             _gib(total.within),
             _gib(total.across),
-            "" if seconds is None else f"{1000 * seconds:,.1f} ms",
+            f"{1000 * answer.collective_seconds(kind, total):,.1f} ms",
         )
     return table
 

@@ -63,7 +63,6 @@ class Subject:
     identity: str
     mesh: MeshShape
     tokens: int
-    compute_dtype: str
     phases: Mapping[str, Callable[[Mesh], Phase]]
     flops: Callable[[], Flops]
     notes: tuple[str, ...] = ()
@@ -92,7 +91,6 @@ def run_subject(config: RunConfig) -> Subject:
         identity=_identity(config, target),
         mesh=resolved.mesh,
         tokens=prod(resolved.leading),
-        compute_dtype=spec.compute_dtype,
         phases={name: partial(_on_mesh, outline, phase) for name, phase in phases.items()},
         flops=partial(_flops, outline),
         notes=config.notes,

@@ -277,3 +277,4 @@ def test_flash_attention_counts_as_the_products_it_stands_for() -> None:
     loss = lambda q: jnp.sum(attend(q, q, q, True, "flash"), dtype=jnp.float32)  # noqa: E731
     count = matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(q))
     assert (count.total, count.unknown) == (7 * 2 * B * heads * T * T * d, ())
+    assert count.by_precision == {"bf16": count.total}

@@ -28,7 +28,7 @@ def flops(function: Any, *args: Any) -> Flops:
 def exactly(function: Any, *args: Any) -> int:
     count = flops(function, *args)
     assert count.unknown == ()
-    assert sum(count.by_scope.values()) == count.total
+    assert sum(count.by_scope.values()) == sum(count.by_precision.values()) == count.total
     return count.total
 
 
@@ -191,8 +191,79 @@ def test_the_largest_branch_counts() -> None:
         return lax.switch(n, [lambda y: y, lambda y: y @ y @ y, lambda y: y @ y], x)
 
     assert exactly(choose, A, jax.ShapeDtypeStruct((), jnp.int32)) == 2 * ONE
-    by_platform = lambda x: lax.platform_dependent(x, cuda=lambda y: y, default=product)  # noqa: E731
-    assert exactly(by_platform, A) == ONE
+
+
+def test_of_platforms_cuda_counts() -> None:
+    """Also in the gradient, and where the branch of another platform multiplies more."""
+
+    def by_platform(**branches: Any) -> Any:
+        return lambda x: lax.platform_dependent(x, **branches)
+
+    largest = lambda y: y @ y @ y  # noqa: E731
+    assert exactly(by_platform(cuda=product, default=largest), A) == ONE
+    assert exactly(by_platform(cpu=largest, cuda=lambda y: y, default=product), A) == 0
+    assert exactly(by_platform(cpu=largest, default=product), A) == ONE
+    assert exactly(by_platform(cpu=product), A) == ONE  # none is for CUDA
+    split = by_platform(cuda=lambda y: jnp.matmul(y, y, precision="BF16_BF16_F32_X3"), default=exact)
+    both = flops(jax.value_and_grad(lambda x: jnp.sin(jax.checkpoint(split)(x)).sum()), A)
+    assert both.by_precision == {"bf16": 3 * (1 + 2) * ONE}
+
+
+def exact(x: jax.Array) -> jax.Array:
+    return jnp.matmul(x, x, precision="highest")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "expected"),
+    [
+        (("bfloat16", "bfloat16"), None, ("bf16", 1)),
+        (("float16", "float16"), "highest", ("bf16", 1)),
+        (("float8_e4m3fn", "float8_e4m3fn"), None, ("bf16", 1)),
+        (("float32", "bfloat16"), None, ("tf32", 1)),
+        (("float32", "float32"), None, ("tf32", 1)),
+        (("float32", "float32"), "high", ("tf32", 1)),
+        (("float32", "float32"), ("default", "highest"), ("fp32", 1)),
+        (("float32", "float32"), "highest", ("fp32", 1)),
+        (("float32", "float32"), lax.DotAlgorithmPreset.DEFAULT, ("tf32", 1)),
+        (("float32", "float32"), "BF16_BF16_F32", ("bf16", 1)),
+        (("float32", "float32"), "BF16_BF16_F32_X3", ("bf16", 3)),
+        (("float32", "float32"), "BF16_BF16_F32_X6", ("bf16", 6)),
+        (("float32", "float32"), "BF16_BF16_F32_X9", ("bf16", 9)),
+        (("float32", "float32"), "TF32_TF32_F32", ("tf32", 1)),
+        (("float32", "float32"), "TF32_TF32_F32_X3", ("tf32", 3)),
+        (("float32", "float32"), "F32_F32_F32", ("fp32", 1)),
+        (("float16", "float16"), "F16_F16_F32", ("bf16", 1)),
+        (("float32", "float32"), lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32), ("fp32", 1)),
+        (("float32", "float32"), lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, 2, 2, 3), ("bf16", 3)),
+    ],
+)  # fmt: skip
+def test_by_precision(dtypes: tuple[str, str], precision: Any, expected: tuple[str, int]) -> None:
+    """Of what is emulated, the products that run."""
+    left, right = (jax.ShapeDtypeStruct((N, N), dtype) for dtype in dtypes)
+    dimensions = (((1,), (0,)), ((), ()))
+    count = flops(lambda x, y: lax.dot_general(x, y, dimensions, precision=precision), left, right)
+    where, times = expected
+    assert count.by_precision == {where: times * ONE}
+    assert count.total == times * ONE
+
+
+def test_precision_of_doubles_and_of_convolutions() -> None:
+    with jax.enable_x64(True):
+        assert flops(product, jax.ShapeDtypeStruct((N, N), jnp.float64)).by_precision == {"fp32": ONE}
+    image, kernel = jax.ShapeDtypeStruct((2, 6, 9), jnp.bfloat16), jax.ShapeDtypeStruct((8, 6, 3), jnp.bfloat16)
+    convolve = lambda x, k: lax.conv(x, k, (1,), "VALID", precision="highest")  # noqa: E731
+    assert set(flops(convolve, image, kernel).by_precision) == {"bf16"}
+
+
+def test_several_precisions_of_one_program() -> None:
+    def mixed(x: jax.Array) -> jax.Array:
+        x = lax.scan(lambda x, _: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), None), x, length=5)[0]
+        return exact(x.astype(jnp.float32)) + product(x.astype(jnp.float32))
+
+    count = flops(mixed, jax.ShapeDtypeStruct((N, N), jnp.bfloat16))
+    assert count.by_precision == {"bf16": 5 * ONE, "fp32": ONE, "tf32": ONE}
+    with jax.default_matmul_precision("highest"):
+        assert flops(product, A).by_precision == {"fp32": ONE}
 
 
 def test_custom_derivatives() -> None:

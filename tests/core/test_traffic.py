@@ -388,6 +388,38 @@ def test_what_is_started_and_awaited_counts_once_and_has_its_origin() -> None:
     assert found.memory == {"jit(f)/gradient/neg": 640 + 360}
 
 
+def test_what_products_move() -> None:
+    """By a library's kernel or a fusion of ours, in every round of a loop; cub's are none."""
+    fused = """\
+    %inner (a: f32[10,10]) -> f32[10,10]
+    %a = f32[10,10] parameter(0)
+    ROOT %d = f32[10,10] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    """
+    nested = """\
+    %outer (b: f32[10,10]) -> f32[10,10]
+    %b = f32[10,10] parameter(0)
+    ROOT %f = f32[10,10] fusion(%b), kind=kCustom, calls=%inner
+    """
+    condition = "%cond (c: f32[10,10]) -> pred[]\n%c = f32[10,10] parameter(0)\nROOT %ever = pred[] constant(true)"
+    body = """\
+    %body (e: f32[10,10]) -> f32[10,10]
+    %e = f32[10,10] parameter(0)
+    %x = f32[10,10] fusion(%e), kind=kCustom, calls=%outer
+    ROOT %y = f32[10,10] negate(%x)
+    """
+    entry = """\
+    %main (p: f32[10,10]) -> f32[10,10]
+    %p = f32[10,10] parameter(0)
+    %w = f32[10,10] while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+    %m = (f32[10,10], s8[99]) custom-call(%w, %p), custom_call_target="__cublas$lt$matmul"
+    %part = f32[10,10] get-tuple-element(%m), index=0
+    ROOT %s = f32[10,10] custom-call(%part), custom_call_target="__cub$DeviceRadixSort"
+    """
+    found = traffic(program(entry, *(dedent(text) for text in (fused, nested, condition, body))))
+    assert found.products == 5 * 800 + 1200
+    assert found.hbm == found.products + 5 * 800 + 800
+
+
 def test_loops_and_branches() -> None:
     """The largest branch; a loop inside a loop; one of unknown length counts once and is named."""
     small = "%small (a: f32[10]) -> f32[10]\n%a = f32[10] parameter(0)\nROOT %y = f32[10] negate(%a)"

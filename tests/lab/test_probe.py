@@ -307,7 +307,16 @@ def test_a_whole_answer(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("faithfulness warm-up", STEP, "evaluation", "figures", "restore"):
         assert there[name] >= there["save"] * (1 - 1e-6)
     assert answer["collectives"]
-    assert answer["matmul_flops"] > 0
+    assert answer["matmul_flops"] == sum(answer["flops"].values())
+    assert set(answer["flops"]) == {"tf32", "fp32"}  # the tiny run is not in bf16; Δ is in true fp32
+    terms = {name: seconds for name, seconds in answer["roofline_s"].items() if name != "overlapping"}
+    assert answer["step_s"] == pytest.approx(sum(terms.values()))
+    assert answer["roofline_s"]["overlapping"] < answer["step_s"]
+    assert 0 < answer["bytes_moved"]["memory_by_products"] < answer["bytes_moved"]["memory"]
+    assert answer["rates"] == "an H200's shares of the data sheet"
+    assert f"\npredicted step {1000 * answer['step_s']:,.0f} ms, " in outcome.out
+    assert "rates reached: an H200's shares of the data sheet" in " ".join(outcome.out.split())
+    assert all(f"matrix products, {precision} " in outcome.out for precision in answer["flops"])
     assert page.stat().st_size > 10_000
     assert page.with_suffix(".png").stat().st_size > 10_000
     monkeypatch.setattr("param_decomp_lab.probe.measure.compile_for", None)
@@ -378,7 +387,7 @@ def made_up(kind: Kind, batch: int, peak: float, limit: float, step_s: float = 1
     moved = {"memory": 0, "within_node": 0, "between_nodes": 0}
     answer = {"verdict": "fits" if peak <= limit else "does_not_fit", "peak_gib": peak, "tokens_per_step": batch * 8}
     times = {"arithmetic": step_s, "overlapping": step_s}
-    rest = {"pool_gib": limit, "capacity_gib": 2 * limit, "gpu": "b200", "matmul_flops": 10**15}
+    rest = {"pool_gib": limit, "capacity_gib": 2 * limit, "gpu": "b200", "matmul_flops": 10**15, "step_s": step_s}
     return Point(kind, batch, {**answer, **rest, "roofline_s": times, "bytes_moved": moved, "largest_part": STEP})
 
 
