@@ -18,7 +18,7 @@ PYTHON_NEWEST ?= python3.14 python3.13 python3.12 python3
 PIP_NEWEST := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade
 # What a new JAX breaks first: what the core imports, the jaxprs that FLOPs are counted from, the step against the
 # reference in float64 (an adversary, a CI transformer, routing), one device against eight, how XLA names devices.
-NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_policies.py::test_the_leanest_step_is_the_reference \
+NEWEST_TESTS := tests/core/test_imports.py tests/core/test_flops.py tests/core/test_policies.py::test_a_step_is_the_reference \
 	tests/core/test_devices.py::test_one_device_is_eight_on_a_toy tests/core/test_traffic.py::test_groups_as_xla_writes_them
 
 .PHONY: help install python demo demo-smollm2 test test-slow test-full test-machines test-probe test-slurm test-newest test-in-newest check-jax docs format constraints clean

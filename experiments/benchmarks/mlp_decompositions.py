@@ -65,7 +65,7 @@ def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
     }  # fmt: skip
     attack = PersistentAttack(AdamAscent(Schedule(0.01), 0.5, 0.99), BroadcastAcrossBatch(), n_warmup_steps=2)
     terms = (
-        Faithfulness("FaithfulnessLoss", 1e5),
+        Faithfulness("FaithfulnessLoss", 1e5, "split"),
         ImportanceMinimality("ImportanceMinimalityLoss", 5e-6, Lp(Anneal(2.0, 2.0), 1e-12), beta=0.2),
         Reconstruction(
             "ChunkwiseSubsetReconLoss", 1.5, Chunks(of.sites_per_chunk), UniformKSubset(), Stochastic()

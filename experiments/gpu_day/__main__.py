@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import experiments.gpu_day
-from experiments.gpu_day.items import PARTS, Asked, Decomposition, Links, Step
+from experiments.gpu_day.items import PARTS, Asked, Decomposition, Links, Products, Step
 from experiments.gpu_day.job import ROOT
 from param_decomp_lab.errors import CannotTell, CannotWrite, UserError
 
@@ -120,6 +120,10 @@ def _one(name: str, given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
             from experiments.gpu_day.links import measure_links
 
             return measure_links(item)
+        case Products() as item:
+            from experiments.gpu_day.products import measure_products
+
+            return measure_products(item)
         case Step() as item:
             from experiments.gpu_day.measure import measure, plan
 
@@ -128,7 +132,8 @@ def _one(name: str, given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
             from experiments.gpu_day.decomposition import decompose
 
             return decompose(item, asked, Path(given["run"]), given["planned"])
-    raise UserError(f"--one {name}: should be machine, {', '.join(n for n, i in items.items() if isinstance(i, Step))}")
+    known = ", ".join(n for n, i in items.items() if not isinstance(i, Decomposition))
+    raise UserError(f"--one {name}: should be machine, {known}")
 
 
 if __name__ == "__main__":

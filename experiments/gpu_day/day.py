@@ -159,7 +159,8 @@ class Day:
                 break
             time.sleep(2)
         before, given, limits = self.results.of(item), {}, (min(self.left_s, max(150.0, 3 * item.expected_s)), 0.0)
-        noted: dict[str, Any] = {"parts": [*item.parts]}
+        noted: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": commit_of_the_code()}
+        noted["parts"] = [*item.parts]
         if isinstance(item, Decomposition):
             given, limits = self._run(item, before, needed), (self.left_s - RESERVE_S, PATIENCE_S)
             noted |= given
@@ -205,6 +206,8 @@ def line(result: Mapping[str, Any]) -> str:
     shown = {key: result[key] for key in ("step_s", "compile_s", "reached", "report", "stopped") if key in result}
     if "plan" in result:
         shown["plan"] = f"{result['plan']['peak'] / GIB:.3f} GiB"
+    for way, product in result.get("products", {}).items():
+        shown[way] = product.get("failed") or f"{product['flops_per_s'] / 1e12:.4g} TFLOP/s"
     words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()]
     return ", ".join([*words, *([f"FAILED: {result['failed'][:500]}"] if "failed" in result else [])])
 

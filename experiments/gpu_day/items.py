@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-PARTS = ("toys", "plan", "step", "links", "phases", "decompose")
+PARTS = ("products", "plan", "step", "phases", "toys", "links", "decompose")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,15 @@ class Step(Item):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Products(Item):
+    """V U of Δ, by every way in which it could be computed. ``shape``: d_in, C, d_out. ``checked``: rows and columns of
+    V U, at most, that are compared with float64."""
+
+    shape: tuple[int, int, int]
+    checked: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
 class Links(Item):
     """Collectives between this machine's cards. ``sizes``: of messages, in bytes. ``few``: how many of these, from the
     smallest on, also in groups of fewer devices. ``simulated``: CPU devices in place of cards; ``nodes``: among which
@@ -79,15 +88,17 @@ class Decomposition(Item):
 ONE_DEVICE = ("mesh={replica: 1, fsdp: 1}", "eval=null")
 
 
-def _layer_18(policy: str, batch: int, plan_gib: float, and_more: str = "", **more: Any) -> Step:
+def _layer_18(policy: str, delta: str, batch: int, plan_gib: float, and_more: str = "", **more: Any) -> Step:
+    """``delta``: `numerics.delta`. Results of names without it, in docs/measurements, are those of an older program."""
     sets = (
         *ONE_DEVICE,
         "data.max_seq_len=512",
         f"pd.batch_size={batch}",
         f"memory={{preset: {policy}}}",
-        f"remat_recon_forwards={'false' if policy == 'plain' else 'true'}",
+        f"remat_recon_forwards={'false' if policy in ('plain', 'one_card') else 'true'}",
+        f"numerics={{delta: {delta}}}",
     )
-    name = f"layer 18, {policy}, {batch} × 512{and_more}"
+    name = f"layer 18, {policy}, Δ {delta}, {batch} × 512{and_more}"
     more = {"parts": ("plan", "step"), "config": "configs/llama8b_l18.yaml", "expected_s": 110.0, **more}
     return Step(name=name, sets=sets, policy=policy, plan_gib=plan_gib, **more)
 
@@ -116,35 +127,36 @@ _SMOLLM2_STEP = Step(
     name="SmolLM2-135M, balanced, 64 × 256", parts=("plan", "step"), expected_s=60.0,
     config="configs/demo-smollm2-transformer.yaml", sets=("eval=null", *_SMOLLM2), rounds=20,
 )  # fmt: skip
-_BALANCED_8, _BALANCED_32 = _layer_18("balanced", 8, 65.5), _layer_18("balanced", 32, 103.3)
+_ONE_CARD = _layer_18("one_card", "split", 8, 83.1, expected_s=130.0)
+_BALANCED = _layer_18("balanced", "split", 8, 65.1)
 
-# Plans are those of `pd probe`, for an H100 what fits there, else for an H200. 0.92 of a card of 80 GB are 72.8 GiB;
-# the target and the state of layer 18 alone take 44.
+# Plans are those of `pd probe`. 0.92 of a card of 80 GB are 73.3 GiB; the target and the state of layer 18 take 44.
+# The first seven are meant for a quarter of an hour.
 ITEMS: tuple[Item, ...] = (
+    Products(name="V U in Δ", parts=("products",), expected_s=60.0, shape=(4096, 24576, 14336)),
+    _ONE_CARD,
+    _BALANCED,
+    _layer_18("plain", "fp32", 8, 109.7),
+    _traced(_ONE_CARD, 140.0),
+    _layer_18(
+        "balanced", "split", 8, 65.1, ", 0.5 GiB over its plan", parts=("plan",), rounds=2, over_plan=0.5,
+        needs=_BALANCED.name,
+    ),
+    _traced(_BALANCED),
+    _layer_18("balanced", "fp32", 8, 61.1),
+    _layer_18("plain", "split", 8, 109.7),
+    _layer_18("one_card", "split", 5, 69.6, expected_s=130.0),
     _toy("tms_5-2", 100),
     _toy("resid_mlp1", 50),
-    _BALANCED_8,
-    _layer_18("lean", 8, 64.7),
-    _layer_18("plain", 8, 109.9),
-    _layer_18("fast", 8, 66.3),
-    _layer_18("plain", 2, 64.5),
-    _layer_18("lean", 12, 67.8),
     _SMOLLM2_STEP,
     Links(name="links", parts=("links",), expected_s=200.0, sizes=tuple(4**n << 16 for n in range(7))),
-    _traced(_BALANCED_8),
-    _layer_18(
-        "balanced", 8, 65.5, ", 0.5 GiB over its plan", parts=("plan",), rounds=2, over_plan=0.5, needs=_BALANCED_8.name
-    ),
     Decomposition(
         name="SmolLM2-135M decomposed", parts=("decompose",), expected_s=300.0, needs=_SMOLLM2_STEP.name,
         config=_SMOLLM2_STEP.config, sets=_SMOLLM2, seq_len=256,
     ),
-    _BALANCED_32,
-    _layer_18("fast", 32, 111.2),
-    _layer_18("lean", 32, 98.1),
-    _traced(_BALANCED_32),
-    _toy("tms_5-2", 1000),
-    _toy("resid_mlp1", 1000),
+    _layer_18("lean", "split", 8, 65.9),
+    _layer_18("fast", "split", 8, 65.5),
+    _layer_18("balanced", "split", 32, 106.6),
 )  # fmt: skip
 
 
@@ -172,14 +184,16 @@ def toy_items(work: Path) -> tuple[Item, ...]:
         "pd.loss_metrics=[{type: FaithfulnessLoss, coeff: 100}, {type: CIMaskedReconLoss, coeff: 1}]",
         "data.max_seq_len=8",
     )
-    steps = [_layer_18(policy, 2, 0.0, expected_s=0, rounds=2) for policy in ("balanced", "fast", "plain", "lean")]
-    steps = [replace(step, name=f"tiny, {step.policy}", sets=(*step.sets, *tiny)) for step in steps]
+    asked = (("one_card", "split"), ("balanced", "split"), ("balanced", "fp32"), ("lean", "split"))
+    steps = [_layer_18(*one, 2, 0.0, expected_s=0, rounds=2) for one in asked]
+    steps = [replace(s, name=s.name.replace("layer 18", "tiny"), sets=(*s.sets, *tiny)) for s in steps]
     toy = replace(_toy("tms_5-2", 2), expected_s=0, rounds=2)
     demo = ("pd.batch_size=4", "data.max_seq_len=32", "pd.faithfulness_warmup_steps=2", "eval.batch_size=4")
     return (
-        replace(toy, sets=(*toy.sets, "pd.batch_size=8")),
+        Products(name="V U in Δ", parts=("products",), expected_s=0, shape=(64, 4096, 48)),
         *steps,
-        _traced(steps[-1], expected_s=0),
+        _traced(steps[0], expected_s=0),
+        replace(toy, sets=(*toy.sets, "pd.batch_size=8")),
         Links(
             name="links", parts=("links",), expected_s=0, sizes=(1 << 16, 1 << 18, 1 << 20), few=1, simulated=8, nodes=2
         ),

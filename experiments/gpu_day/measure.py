@@ -27,10 +27,10 @@ from experiments.gpu_day.job import ROOT
 from param_decomp_aot.compile import memory_plan
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import CannotTell, UserError
-from param_decomp_lab.probe.cards import card
+from param_decomp_lab.probe.answer import compile_parts
+from param_decomp_lab.probe.cards import Pool, card
 from param_decomp_lab.probe.compiler import installed
 from param_decomp_lab.probe.measure import Where
-from param_decomp_lab.probe.measure import measure as plan_for
 from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.probe.subject import STEP, run_subject
 from param_decomp_lab.profile import fresh_state, traced
@@ -56,17 +56,19 @@ def machine(toy: bool) -> dict[str, Any]:
     }
 
 
+def median_s(work: Callable[[], Any], times: int) -> float:
+    """Seconds of one of ``times`` that begin one right after the other; the first three are not counted."""
+    jax.block_until_ready([work() for _ in range(3)])
+    found = []
+    for _ in range(7):
+        started = time.perf_counter()
+        jax.block_until_ready([work() for _ in range(times)][-1])
+        found.append((time.perf_counter() - started) / times)
+    return statistics.median(found)
+
+
 def measure_rates(size: int = 8192, copied: int = 4 << 30) -> dict[str, Any]:
     """FLOP/s of bf16 products of two square matrices of normal numbers; bytes/s, read and written, of a copy."""
-
-    def median_s(work: Callable[[], Any], times: int) -> float:
-        jax.block_until_ready([work() for _ in range(3)])
-        found = []
-        for _ in range(7):
-            started = time.perf_counter()
-            jax.block_until_ready([work() for _ in range(times)][-1])
-            found.append((time.perf_counter() - started) / times)
-        return statistics.median(found)
 
     a, b = (jax.random.normal(jax.random.key(n), (size, size), jnp.bfloat16) for n in range(2))
     long = jax.random.normal(jax.random.key(2), (copied // 4,), jnp.float32)
@@ -212,15 +214,16 @@ def _phases(runner: Runner, number: int, untraced_s: float) -> dict[str, Any]:
         kinds = {site.kind for site in outline.problem.target.sites.all}
         times = read_times(file, runner.step.as_text(), kinds, 1)
     profile = Profile(steps, number, prod(outline.leading), seconds / steps, untraced_s, times)
-    return {**profile.as_json(), "phases": {name: profile.ms(ns) for name, ns in profile.phases()}}
+    phases = {name: profile.ms(ns) for name, ns in profile.phases()}
+    return {**profile.as_json(), "phases": phases, "kernels": profile.kernels(10)}
 
 
 # ---- without the card ----
 
 
 def plan(item: Step, card_name: str | None) -> dict[str, Any]:
-    """The arithmetic of the item's step, as a whole and by phase, and what `pd probe` says of the step for a card that
-    need not be there."""
+    """The arithmetic of the item's step, as a whole, by phase and by precision, and what `pd probe` says of the step
+    for a card that need not be there: its plan, and how long it should take."""
     config = load_config(ROOT / item.config, item.sets)
     subject = run_subject(config)
     counted = subject.flops()
@@ -231,12 +234,20 @@ def plan(item: Step, card_name: str | None) -> dict[str, Any]:
         "total": counted.total,
         "leading": [*ResolvedConfig(config).leading],
         "by_phase": dict(by_phase),
+        "by_precision": dict(counted.by_precision),
         "counted_once": list(counted.unknown),
     }
     if card_name is None:
         return found
     try:
-        step = plan_for(subject, STEP, Where(card(card_name), 1, None))
+        where = Where(card(card_name), 1, None)
+        answer = compile_parts(subject, card_name, where, Pool.from_card(where.card), lambda _: None, quick=True)
     except (UserError, CannotTell) as error:
         return {**found, "failed": str(error)}
-    return {**found, "plan": {**vars(step.memory), "peak": step.peak}, "compile_s": step.compile_s}
+    step = answer.parts[STEP]
+    return {
+        **found,
+        "plan": {**vars(step.memory), "peak": step.peak},
+        "compile_s": step.compile_s,
+        "predicted_s": answer.roofline.one_by_one,
+    }

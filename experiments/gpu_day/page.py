@@ -14,12 +14,14 @@ GIB = 2**30
 STEP_GIB = 0.5
 UNTESTED_GIB = 1.0
 """For fragmentation, which no plan and no live peak shows, where no step ran in memory of little more than its plan."""
+GOAL = 4900.0
+"""Tokens/s, of layer 18 at 8 × 512 on one H200."""
 Tree = Mapping[str, Any]
 
 
 def page(found: Tree) -> str:
     """Markdown; sections of which nothing was measured are left out."""
-    sections = (_head, _plan, _margin, _step, _phases, _links, _toys, _decomposition, _failed)
+    sections = (_head, _plan, _margin, _step, _clock, _phases, _links, _toys, _decomposition, _failed)
     return "\n".join(line for section in sections for line in section(found)) + "\n"
 
 
@@ -55,6 +57,35 @@ Of steps, weights and tokens are random, drawn on the card; the state is fresh, 
 The card's own rates: a bf16 product of two {rates["size"]:,} × {rates["size"]:,} matrices of normal numbers \
 {product:,.1f} TFLOP/s, a copy {copy:.3f} TB/s, read and written.
 """
+    origin = (here["date"], here["commit"])
+    later: dict[tuple[str, str | None], list[str]] = {}
+    for name, x in found["measured"].items():
+        if (when := (x.get("date", origin[0]), x.get("commit", origin[1]))) != origin:
+            later.setdefault(when, []).append(name)
+    for (date, of), names in later.items():
+        yield f"Measured on {date}, commit {of or 'unknown'}: {'; '.join(names)}.\n"
+    yield from _products(found)
+
+
+def _products(found: Tree) -> Iterator[str]:
+    for x in (x for x in found["measured"].values() if "products" in x):
+        (d_in, C, d_out), (n, m) = x["shape"], x["checked"]
+        x3 = " A CPU computes `BF16_BF16_F32_X3` in float32." if x["device"] == "cpu" else ""
+        yield f"""## V U of Δ
+
+{d_in:,} × {C:,} × {d_out:,}, normal numbers in float32; times with the casts and splits. *TFLOP/s*: of one product,
+however many are made. *Error*: ‖error‖ / ‖V U‖ against float64, of {n:,} × {m:,} entries;
+*smaller by*: the part of it that makes V U as a whole smaller.{x3}
+"""
+        rows = (_product(way, product) for way, product in x["products"].items())
+        yield from (*markdown_table("V U | time | TFLOP/s | error | smaller by", rows), "")
+
+
+def _product(way: str, x: Tree) -> Sequence[str]:
+    if "failed" in x:
+        return way, x["failed"].replace("|", "/"), "–", "–", "–"
+    times = (f"{1e3 * x['s']:,.2f} ms", f"{x['flops_per_s'] / 1e12:,.1f}")
+    return way, *times, f"{x['error']:.1e}", f"{x['smaller_by']:.0e}"
 
 
 def _plan(found: Tree) -> Iterator[str]:
@@ -143,9 +174,33 @@ def _up(gib: float) -> float:
     return max(STEP_GIB, math.ceil(round(gib / STEP_GIB, 2)) * STEP_GIB)
 
 
+def _before_and_after(found: Tree) -> Iterator[str]:
+    """Steps alike but for how Δ is computed, of which one at least was told how."""
+    alike: dict[tuple[str, ...], dict[str, float]] = {}
+    for x in _steps(found, "step").values():
+        batch, sets = " × ".join(f"{n:,}" for n in x["leading"]), x["asked"]["sets"]
+        delta = next((d for d in ("fp32", "split") if f"numerics={{delta: {d}}}" in sets), "")
+        alike.setdefault((x["asked"]["config"], x["asked"]["policy"], batch), {})[delta] = x["step_s"]
+    rows: list[Sequence[str]] = []
+    for (_, policy, batch), times in alike.items():
+        if {*times} != {""}:
+            shown = (f"{1e3 * times[delta]:,.1f} ms" if delta in times else "–" for delta in ("", "fp32", "split"))
+            rate = prod(map(int, batch.split(" × "))) / min(times.values())
+            of_goal = f"{rate / GOAL:.0%}" if batch == "8 × 512" else "–"
+            rows.append((policy, batch, *shown, f"{rate:,.0f}", of_goal))
+    if rows:
+        yield f"""## Before and after
+
+The step of layer 18 by how V U of Δ is computed. *Older program*: in fp32, before this was a choice.
+*Tokens/s*: of the fastest of the three. The goal is {GOAL:,.0f} tokens/s with 8 × 512 on an H200.
+"""
+        columns = "policy | batch | older program | Δ fp32 | Δ split | tokens/s | of the goal"
+        yield from (*markdown_table(columns, rows), "")
+
+
 def _step(found: Tree) -> Iterator[str]:
-    rate, promised = found["machine"]["rates"]["matmul_flops_per_s"], rates_of(found["machine"]["device"])
-    dense = None if promised is None else promised.bf16_flops
+    yield from _before_and_after(found)
+    rate, dense = found["machine"]["rates"]["matmul_flops_per_s"], _dense(found)
     of = "the card is not in `gpus/cards.csv`" if dense is None else f"{dense / 1e12:.0f} TFLOP/s, the data sheet's"
     head = f"""## Steps, by memory policy
 
@@ -166,6 +221,19 @@ arithmetic of the plain policy, which makes nothing twice, in place of the polic
     yield from _section(found, "step", head, columns, cells)
 
 
+def _clock(found: Tree) -> Iterator[str]:
+    """Every step that was measured and has been planned since `pd probe` predicts times."""
+    rows: list[Sequence[str]] = []
+    for name, x in found["measured"].items():
+        predicted_s = found["planned"].get(name, {}).get("predicted_s")
+        if predicted_s is not None and "step_s" in x:
+            times = (f"{1e3 * seconds:,.1f} ms" for seconds in (x["step_s"], predicted_s))
+            rows.append((name, *times, f"{predicted_s / x['step_s'] - 1:+.1%}"))
+    if rows:
+        head = "## Times: measured, and predicted by `pd probe`"
+        yield from (head, "", *markdown_table("configuration | step | predicted | difference", rows), "")
+
+
 def _plain_flops_per_token(found: Tree, item: Tree) -> float | None:
     """Of the plain policy, for the same configuration and rows as long; None where that was not counted."""
     for counted in found["planned"].values():
@@ -177,6 +245,7 @@ def _plain_flops_per_token(found: Tree, item: Tree) -> float | None:
 
 
 def _phases(found: Tree) -> Iterator[str]:
+    dense = _dense(found)
     for name, x in _steps(found, "phases").items():
         profile = x["phases"]
         total = sum(profile["phases"].values())
@@ -192,13 +261,21 @@ traced, {untraced:,.1f} not; operations under way in {profile["busy"]:.1%} of th
         for phase, ms in profile["phases"].items():
             flops = counted.get(phase)
             done = ("–", "–") if not flops else (f"{flops / 1e12:,.2f}", f"{flops / ms / 1e9:,.0f}")
-            rows.append((phase, f"{ms:,.2f}", f"{ms / total:.1%}", *done))
-        yield from (*markdown_table("phase | ms | share | TFLOP | TFLOP/s", rows), "")
-        rows = []
-        for scope in profile["scopes"][:12]:
-            words = ", ".join(filter(None, (scope["phase"], scope["way"], " · ".join(scope["inner"]))))
-            rows.append((words, f"{scope['ms_per_step']:,.2f}", f"{scope['share']:.1%}"))
+            rows.append((phase, f"{ms:,.2f}", f"{ms / total:.1%}", *done, _share(flops or None, ms / 1e3, dense)))
+        yield from (*markdown_table("phase | ms | share | TFLOP | TFLOP/s | MFU", rows), "")
+        rows = [(_scope(scope), *_time(scope)) for scope in profile["scopes"][:12]]
         yield from (*markdown_table("largest parts | ms | share", rows), "")
+        # Of a kernel that was generated the name may be long.
+        rows = [(f"`{x['kernel'][:80]}`", _scope(x), *_time(x)) for x in profile.get("kernels", ())]
+        yield from (*markdown_table("largest kernels | part | ms | share", rows), "")
+
+
+def _scope(x: Tree) -> str:
+    return ", ".join(filter(None, (x["phase"], x["way"], " · ".join(x["inner"]))))
+
+
+def _time(x: Tree) -> Sequence[str]:
+    return f"{x['ms_per_step']:,.2f}", f"{x['share']:.1%}"
 
 
 def _links(found: Tree) -> Iterator[str]:
@@ -288,6 +365,12 @@ def _difference(one: int | None, other: int | None = 0) -> str:
 
 def _share(flops: float | None, seconds: float, rate: float | None) -> str:
     return "–" if flops is None or rate is None else f"{flops / seconds / rate:.1%}"
+
+
+def _dense(found: Tree) -> float | None:
+    """The data sheet's rate of the card, in FLOP/s of bf16."""
+    promised = rates_of(found["machine"]["device"])
+    return None if promised is None else promised.bf16_flops
 
 
 def _us(seconds: float | None) -> str:

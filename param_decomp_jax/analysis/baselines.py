@@ -117,7 +117,7 @@ def by_gradient(
     """B2: values from which `largest` makes the choice by gradient, of any number of parts up to ``most``: the sooner a
     part is on, the larger; 0 for those that stay off."""
     target = problem.target
-    error = partial(_error, problem, parts, weights, inputs, _clean_output(problem, weights, inputs))
+    error = partial(_error, problem, parts, weights, inputs, _reference(problem, weights, inputs))
     axes = target.activation_axes(inputs.shape)
     none = {s.name: jnp.zeros((s.n_layers, *axes, parts[s.name].U.shape[1])) for s in target.sites.stacks}
 
@@ -179,8 +179,8 @@ def masked_errors(
     step_size: float,
 ) -> MaskedErrors:
     """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
-    clean = _clean_output(problem, weights, inputs)
-    error = partial(_error, problem, parts, weights, inputs, clean)
+    reference = _reference(problem, weights, inputs)
+    error = partial(_error, problem, parts, weights, inputs, reference)
 
     def with_sources(sources: Masks) -> Masks:
         return {name: m + (1 - m) * sources[name] for name, m in masks.items()}
@@ -202,17 +202,18 @@ def masked_errors(
         attacked.append(error(with_sources(sources)))
         done = length
     return MaskedErrors(
-        problem.target.errors(weights, clean, [plain])[0],
+        problem.target.errors(weights, reference, [plain])[0],
         cross_entropy_of(problem, weights, inputs, plain),
         error(with_sources(draw(for_random))),
         jnp.stack(attacked) if attacked else jnp.zeros(0),
     )
 
 
-def _clean_output(problem: Problem, weights: Weights, inputs: Array) -> Array:
+def _reference(problem: Problem, weights: Weights, inputs: Array) -> Array:
     target = problem.target
     linears = PlainLinears(target.sites, memory=target.memory)
-    return jax.lax.stop_gradient(target.forward(weights, inputs, linears).output)
+    clean = target.forward(weights, inputs, linears).output
+    return jax.lax.stop_gradient(target.reference(weights, clean))
 
 
 def _output(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
@@ -221,10 +222,10 @@ def _output(problem: Problem, parts: Components, weights: Weights, inputs: Array
 
 
 def _error(
-    problem: Problem, parts: Components, weights: Weights, inputs: Array, clean: Array, masks: Masks
+    problem: Problem, parts: Components, weights: Weights, inputs: Array, reference: Array, masks: Masks
 ) -> Float[Array, ""]:
     """R1, of the masks as they are."""
-    return problem.target.errors(weights, clean, [_output(problem, parts, weights, inputs, masks)])[0]
+    return problem.target.errors(weights, reference, [_output(problem, parts, weights, inputs, masks)])[0]
 
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:

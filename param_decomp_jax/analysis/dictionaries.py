@@ -136,11 +136,11 @@ def replaced_errors(
 ) -> ReplacedErrors:
     """With what a dictionary gives for the latents ``f`` of ``x`` in place of the activation that it writes."""
     target: Any = problem.target
-    clean = target.forward(weights, inputs, UNTOUCHED).output
+    reference = target.reference(weights, target.forward(weights, inputs, UNTOUCHED).output)
     y = dictionary.output(tensors, x, f)
     output = output_with(target, weights, inputs, dictionary.writes, y)
     return ReplacedErrors(
         jnp.mean(wide(active(f).astype(x.dtype))),
-        target.errors(weights, clean, [output])[0],
+        target.errors(weights, reference, [output])[0],
         cross_entropy_of(problem, weights, inputs, output),
     )

@@ -207,7 +207,8 @@ class PromptErrors:
         forwards, _ = run_masked(self._batch, streams)
         clean, *masked = (self._at_row(f.output) for f in (self.clean_pass.forward, *forwards))
         if self._measure.outputs is None:
-            found: Array = self._problem.target.errors(self._weights, clean, masked)
+            target = self._problem.target
+            found: Array = target.errors(self._weights, target.reference(self._weights, clean), masked)
             return found
         wanted = self._kept(clean)
         return jnp.stack([jnp.mean((self._kept(x) - wanted) ** 2) for x in masked])

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Segment, Sites
 from param_decomp_jax.nn.grouped import Groups, group
+from param_decomp_jax.sharding.by_layer import stacked
 from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer, frozen_axes
 
@@ -149,7 +150,7 @@ class RecomputedInputs:
         alike = [(segment, layers_of_segment(groups, segment)) for segment, _, _ in layers]
         arrays = [
             (self.records[segment.first][RESIDUAL][first - segment.first : stop - segment.first],
-             of_segment.slice_weights(first, stop))
+             stacked(of_segment.slice_weights(first, stop)))
             for (segment, first, stop), (_, of_segment) in zip(layers, alike, strict=True)
         ]  # fmt: skip
         return arrays, lambda arrays: _RecomputedLayers(self, alike, arrays)

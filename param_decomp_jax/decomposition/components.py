@@ -11,7 +11,8 @@ from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.nn.grouped import Groups, product_wide
 from param_decomp_jax.nn.numerics import wide
-from param_decomp_jax.sharding.mesh import Axes, constrain, gather, replace_fields, scatter
+from param_decomp_jax.nn.split_product import DeltaProduct, product_in_bf16, rounded_to_bf16, split_product
+from param_decomp_jax.sharding.mesh import Axes, constrain, gather, gather_scattered, replace_fields, scatter
 
 
 class Factors(eqx.Module):
@@ -53,10 +54,46 @@ def with_views(trained: Components, sites: Sites) -> Components:
     return {stack.name: factors(stack.name) for stack in sites.stacks}
 
 
-def delta(W: Float[Array, "*n d_in d_out"], factors: Factors) -> Float[Array, "*n d_in d_out"]:
-    """Δ = W − V U: what the components do not yet explain, in true fp32 (GPUs would take TF32 by themselves)."""
-    product = jnp.matmul(factors.V, factors.U, precision="highest")
-    return wide(W) - scatter(product, Axes((*(None,) * (product.ndim - 1), "split")))
+def delta(
+    W: Float[Array, "*n d_in d_out"], factors: Factors, product: DeltaProduct = "fp32"
+) -> Float[Array, "*n d_in d_out"]:
+    """Δ = W − V U: what the components do not yet explain. ``product``: how V U is computed (N4)."""
+    V, U = factors.V, factors.U
+    split = product == "split" and V.dtype == jnp.float32
+    return wide(W) - (_split_on_nvidia(V, U) if split else scatter(_in_fp32(V, U), _by_column(W)))
+
+
+def _in_fp32(V: Float[Array, "*n d_in C"], U: Float[Array, "*n C d_out"]) -> Float[Array, "*n d_in d_out"]:
+    return jnp.matmul(V, U, precision="highest")  # GPUs would take TF32 by themselves
+
+
+def _by_column(product: Float[Array, "*n d_in d_out"]) -> Axes:
+    """How Δ and V U are split over the devices."""
+    return Axes((*(None,) * (product.ndim - 1), "split"))
+
+
+@jax.custom_vjp
+def _split_on_nvidia(V: Float[Array, "*n d_in C"], U: Float[Array, "*n C d_out"]) -> Float[Array, "*n d_in d_out"]:
+    """V U, split by column; ``split`` of N4 on NVIDIA GPUs, ``fp32`` elsewhere."""
+    product = jax.lax.platform_dependent(V, U, cuda=split_product, default=_in_fp32)
+    return constrain(product, *_by_column(product).names)
+
+
+def _split_on_nvidia_backward(factors: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    def in_bf16(V: Array, U: Array, g: Array) -> tuple[Array, Array]:
+        # Rounded before devices send it to each other.
+        g = gather_scattered(rounded_to_bf16(g), _by_column(g))
+        return product_in_bf16(g, rounded_to_bf16(U).mT), product_in_bf16(rounded_to_bf16(V).mT, g)
+
+    def in_fp32(V: Array, U: Array, g: Array) -> tuple[Array, Array]:
+        _, pullback = jax.vjp(_in_fp32, V, U)
+        return pullback(gather_scattered(g, _by_column(g)))
+
+    found: tuple[Array, Array] = jax.lax.platform_dependent(*factors, g, cuda=in_bf16, default=in_fp32)
+    return found
+
+
+_split_on_nvidia.defvjp(lambda V, U: (_split_on_nvidia(V, U), (V, U)), _split_on_nvidia_backward)
 
 
 def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"], axes: Axes) -> Float[Array, "*n d"]:
@@ -94,9 +131,13 @@ def through_components(
 ) -> Float[Array, "*n d_out"]:
     """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider: a sum over components, so of any of them.
 
-    ``g``: of `component_gate`; it is cast for the product (N1). ``groups``: of the matrices of experts.
+    ``g``: of `component_gate`; it is cast for the product (N1), and may have several rows one after the other for each
+    of ``x``. ``groups``: of the matrices of experts.
     """
-    inner = row_or_product(x, V, groups) * g
+    inner = row_or_product(x, V, groups)
+    if x.shape[0] != g.shape[0] and groups is None:
+        inner = jnp.repeat(inner, g.shape[0] // x.shape[0], axis=0)
+    inner = inner * g
     return product_wide(inner.astype(V.dtype if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype), U, groups)
 
 

@@ -220,11 +220,19 @@ def warm_up(
     error: Callable[[Bundle, Int[Array, ""]], Float[Array, ""]],
     step: Int[Array, ""],
     total: int,
+    written_out: bool = False,
 ) -> Adversary:
-    """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number."""
+    """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number.
+
+    ``written_out``: one after the other, without a loop.
+    """
 
     def one(number: Int[Array, ""], adversary: Adversary) -> Adversary:
         gradient = jax.grad(lambda raw: error(effective(spec, raw), number))(adversary.raw)
         return ascend(spec, adversary, gradient, step, total)
 
+    if written_out:
+        for number in range(spec.n_warmup_steps):
+            adversary = one(jnp.asarray(number, jnp.int32), adversary)
+        return adversary
     return jax.lax.fori_loop(0, spec.n_warmup_steps, one, adversary)

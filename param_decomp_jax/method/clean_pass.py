@@ -1,6 +1,7 @@
 """The clean pass of a batch (F4): what all masked forwards of the batch share."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int, UInt32
@@ -24,14 +25,16 @@ from param_decomp_jax.targets.plain_linears import RESIDUAL
 class CleanPass:
     """A batch and the results of its forward pass with no live site.
 
-    ``forward``: the output and the records. ``site_inputs``: clean inputs of the sites by stack, empty where they are
-    recomputed. ``at``: global numbers of the positions (M4). ``batch``: rows of the global batch.
+    ``forward``: the output and the records. ``reference``: what errors compare masked outputs with, where that is made
+    beforehand. ``site_inputs``: clean inputs of the sites by stack, empty where they are recomputed. ``at``: global
+    numbers of the positions (M4). ``batch``: rows of the global batch.
     """
 
     target: Target
     weights: Weights
     inputs: Array
     forward: Forward
+    reference: Any
     site_inputs: SiteInputs
     at: UInt32[Array, "*leading"]
     batch: int

@@ -12,6 +12,7 @@ from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.nn.grouped import OverPositions
+from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import pin
 from param_decomp_jax.sharding.remat import named, over_layers
@@ -42,12 +43,14 @@ class DirectTerm(ABC):
 
 @dataclass(frozen=True)
 class Faithfulness(DirectTerm):
-    """L1: mean squared entry of the deltas W − V U over all sites."""
+    """L1: mean squared entry of the deltas W − V U over all sites. ``product``: how V U is computed (N4)."""
+
+    product: DeltaProduct = "fp32"
 
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
         target, weights = batch.target, batch.clean_pass.weights
         with jax.named_scope("faithfulness"):
-            return faithfulness(batch.components, target.site_weights(weights), target.memory)
+            return faithfulness(batch.components, target.site_weights(weights), target.memory, self.product)
 
     def describe(self) -> str:
         return "mean squared entry of W − V U"
@@ -91,16 +94,22 @@ Term = DirectTerm | ImportanceMinimality | Reconstruction
 
 
 def faithfulness(
-    components: Components, weights: dict[str, Float[Array, "*lead d_in d_out"]], memory: MemoryPolicy
+    components: Components,
+    weights: dict[str, Float[Array, "*lead d_in d_out"]],
+    memory: MemoryPolicy,
+    product: DeltaProduct = "fp32",
 ) -> Float[Array, ""]:
-    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters. Every expert's matrix counts (X7)."""
+    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters. Every expert's matrix counts (X7).
+
+    ``product``: how V U is computed (N4).
+    """
 
     frozen = frozen_axes(memory)
 
     def squares(_: None, sites: dict[str, tuple[Array, Factors]]) -> tuple[None, list[Array]]:
         """By column, for that is how Δ is split: devices add up what they have when all layers are done."""
         pinned = [(pin(W, with_lead(frozen, W.ndim)), factors) for W, factors in sites.values()]
-        deltas = [named(delta(W, factors), "deltas") for W, factors in pinned]
+        deltas = [named(delta(W, factors, product), "deltas") for W, factors in pinned]
         return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())

@@ -112,6 +112,8 @@ class MaskedLayer:
     records_outputs: frozenset[str]
     chosen: Int[Array, "B *n k"] | None = None
     """Of the clean pass, in a layer with sites among its experts."""
+    shares_rows: bool = False
+    """What the streams read has one row for all of them, up to the first masked matrix."""
     features: dict[str, Array] = field(default_factory=dict)
     """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
     records: dict[str, Array] = field(default_factory=dict)
@@ -134,9 +136,18 @@ class MaskedLayer:
         return y
 
     def __call__(
-        self, kind: str, x: Float[Array, "rows *n d_in"], W: Float[Array, "d_in d_out"]
+        self, kind: str, x: Float[Array, "given *n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "rows *n d_out"]:
         return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
+
+    def alike(self, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]:
+        """Rows that all streams share are repeated for each, where one of the arrays has the streams' own."""
+        most = max(x.shape[0] for x in arrays)
+
+        def as_many(x: Array) -> Array:
+            return x if x.shape[0] == most else constrain(side_by_side([x] * self.n_streams), "batch")
+
+        return tuple(map(as_many, arrays))
 
     def choose(self, logits: Float[Array, "rows *n experts"], k: int) -> Int[Array, "rows *n k"]:
         """X3: the clean pass's, where experts are sites."""
@@ -151,7 +162,7 @@ class MaskedLayer:
             self.records[output_record(kind)] = y
         return y
 
-    def _apply(self, kind: str, x: Float[Array, "rows *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
+    def _apply(self, kind: str, x: Float[Array, "given *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
         """The product of one matrix; W None is the identity."""
         W = None if W is None else gather(W, self.frozen, x.dtype)
         y = constrain(self._masked(kind, x, W) if kind in self.live else _product(x, W), "batch")
@@ -159,17 +170,19 @@ class MaskedLayer:
             self.records[output_record(kind)] = y
         return y
 
-    def _masked(self, kind: str, rows: Shaped[Array, "rows *n"], W: Array | None) -> Float[Array, "rows *slots d_out"]:
+    def _masked(self, kind: str, rows: Shaped[Array, "given *n"], W: Array | None) -> Float[Array, "rows *slots d_out"]:
         """A site that is live in some streams, block by block of the positions if the policy says so."""
         forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
         axes = forward.site_axes(stack, tuple(site.sources))
         n_blocks = forward.token_blocks
         chosen = None if stack.experts is None else self.chosen
         features = forward.reader.at_layer(stack, self.features).features
-        everywhere = Positions(site, split_rows(rows, self.n_streams), forward.at, features, chosen)
+        shared = self.shares_rows and rows.shape[0] == forward.at.shape[0]
+        xs = [rows] * self.n_streams if shared else split_rows(rows, self.n_streams)
+        everywhere = Positions(site, xs, forward.at, features, chosen)
 
         def apply_block(block: Positions) -> tuple[Any, list[Array]]:
-            return self._at_positions(stack, with_block(everywhere, block), axes, W)
+            return self._at_positions(stack, with_block(everywhere, block), axes, W, shared)
 
         blocks = cut_tree(everywhere, forward.positions_axes(everywhere, axes), n_blocks, "seq")
         with jax.named_scope(kind):
@@ -180,11 +193,12 @@ class MaskedLayer:
         return side_by_side([named(y, forward.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
 
     def _at_positions(
-        self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None
+        self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None, shared: bool
     ) -> tuple[Any, list[Array]]:
         """F2 with the mask of M1, block by block of the site's components: the product is a sum over them.
 
-        Returns the summary of the site's logits (None without `MaskedLinears.summarise`) and every stream's output.
+        ``shared``: all streams read the same. Returns the summary of the site's logits (None without
+        `MaskedLinears.summarise`) and every stream's output.
         """
         forward, site, streams = self.forward, here.site, self.forward.streams
         dtype = forward.reader.compute_dtype if stack.lookup else here.xs[0].dtype
@@ -206,9 +220,9 @@ class MaskedLayer:
                 return component_gate(interpolate(importance, source), deltas[i], routes[i])
 
             def outputs(of: Sequence[int]) -> list[Float[Array, "B *n d_out"]]:
-                x = side_by_side([inputs[i] if stack.lookup else inputs[i].astype(dtype) for i in of])
+                xs = [inputs[i] if stack.lookup else inputs[i].astype(dtype) for i in (of[:1] if shared else of)]
                 gates = side_by_side([gate(i) for i in of])
-                y = constrain(through_components(x, part.V, part.U, gates, groups), "batch")
+                y = constrain(through_components(side_by_side(xs), part.V, part.U, gates, groups), "batch")
                 return split_rows(y, len(of))
 
             over = OverPositions(groups, stack.experts or 0)
@@ -233,6 +247,12 @@ class MaskedLayer:
         return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
+def may_share_rows(dtype: Any) -> bool:
+    """Whether products of fewer rows may take the place of others. In float32 they may not: the last bits of a row can
+    depend on how many there are, and those of a run are to stay as they are."""
+    return dtype == jnp.bfloat16
+
+
 def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
     if W is None:
         return x
@@ -251,7 +271,7 @@ class MaskedLinears:
     ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the
     clean residual at its first live layer (tokens, where that is the embedding). ``summarise``: its results are
     recorded; where logits are computed block by block, they are computed once for the masks and for this.
-    ``output_name``: the memory policy's name for the outputs of live sites.
+    ``output_name``: the memory policy's name for the outputs of live sites. ``joins_rows``: as in `Target`.
     """
 
     sites: Sites
@@ -265,6 +285,7 @@ class MaskedLinears:
     record_outputs: bool = False
     summarise: Summarise | None = None
     output_name: Intermediate = "site_outputs"
+    joins_rows: bool = False
 
     @cached_property
     def frozen(self) -> Axes:
@@ -279,7 +300,18 @@ class MaskedLinears:
     def start(self) -> tuple[int, Array]:
         """Layer and rows that the pass begins with."""
         first = min(self.starts)
-        return first, side_by_side(self._starting(first))
+        starting = self._starting(first)
+        return first, side_by_side(starting[:1] if self._shares_rows(first) else starting)
+
+    def _shares_rows(self, layer: int) -> bool:
+        """Whether the streams have one row in common in this layer, which all of them that have begun read: the first
+        one, unless it is in a scan, whose rows do not change in number."""
+        shares = self.joins_rows and may_share_rows(self.residuals[0].dtype)
+        if not shares or self.record_outputs or layer != min(self.starts):
+            return False
+        own = [stack for stack in self.sites.stacks if layer in stack.layers]
+        written_out = self.memory.layers == "unroll" or layer + 1 in self.cuts()
+        return written_out and not any(stack.lookup or stack.experts is not None for stack in own)
 
     def join(self, layer: int, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "more *n"]:
         """``x`` with the rows of the streams that start at this layer."""
@@ -408,7 +440,9 @@ class MaskedLinears:
                 own = (site.V, site.U, site.ci)
                 V, U, ci = with_row(own, (factors.V, factors.U, self.reader.of_stack(here[kind])), row)
                 live[kind] = site._replace(V=V, U=U, ci=ci)
-        return MaskedLayer(live, self, here, self.n_running(first), recorded, chosen, features)
+        return MaskedLayer(
+            live, self, here, self.n_running(first), recorded, chosen, self._shares_rows(first), features
+        )
 
 
 def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:

@@ -21,6 +21,7 @@ class Rows(NamedTuple):
 
     inputs: Any
     output: Any
+    reference: Any
     at: Any
     features: Any
     routes: list[Array | None]
@@ -80,6 +81,7 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
     rows = Rows(
         inputs=clean_pass.inputs,
         output=clean_pass.forward.output,
+        reference=clean_pass.reference,
         at=clean_pass.at,
         features=None if by_stack else features,
         routes=[stream.routes for stream in streams],
@@ -121,10 +123,11 @@ def _with_rows(
     rows, layered = part
     batch = rows.at.shape[0]
     forward = clean_pass.forward._replace(output=rows.output, records=layered.records)
-    clean_pass = replace(clean_pass, inputs=rows.inputs, forward=forward, at=rows.at, site_inputs={}, batch=batch)
+    own: dict[str, Any] = {"inputs": rows.inputs, "reference": rows.reference, "at": rows.at, "batch": batch}
+    clean_pass = replace(clean_pass, forward=forward, site_inputs={}, **own)
     outputs = reader.outputs
     features = rows.features if layered.features is None else layered.features
-    own = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
+    logits = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
 
     def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
         sources = stream.sources
@@ -134,4 +137,4 @@ def _with_rows(
         return Stream(stream.live, sources, routes)
 
     new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
-    return clean_pass, replace(reader, outputs=own, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new
+    return clean_pass, replace(reader, outputs=logits, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new

@@ -41,7 +41,8 @@ def training_steps(
 ) -> tuple[State, MetricRows]:
     """``n`` ≤ ``size`` training steps, and their metrics in the first ``n`` of ``size`` rows.
 
-    The count is dynamic: one program serves all of them, and results do not depend on how steps were grouped.
+    The count is dynamic: one program serves all of them, and results do not depend on how steps were grouped. A
+    program for one step has no loop, in which a GPU's host waits in every round.
     """
 
     # Compiled into the loop's body as if written there, but traced once for its shapes and for the body together.
@@ -55,6 +56,9 @@ def training_steps(
 
     # Bounds of one dtype whatever x64 says.
     zero = jnp.zeros((), n.dtype)
+    if size == 1:
+        state, row = one_step(state, weights, inputs, zero)
+        return state, MetricRows(row.names, row.values[None])
     _, row_shape = jax.eval_shape(one_step, state, weights, inputs, zero)
 
     def body(row: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:

@@ -62,6 +62,10 @@ class Objective:
         reconstructions, sums = self.reconstructions(batch, raw, summarise)
         total, metrics = jnp.zeros(()), {}
         whole = replace(batch, components=at_rest(batch.components))
+        if reconstructions and spec.compute_dtype == "bfloat16":
+            # Else XLA splits V and U for faithfulness (N4) before the divergences, and keeps the parts meanwhile.
+            done = jax.lax.stop_gradient(reconstructions)
+            whole = replace(whole, components=jax.lax.optimization_barrier((whole.components, done))[0])
         for term in spec.terms:
             match term:
                 case DirectTerm():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -141,7 +141,7 @@ def run_masked(
     residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
     linears = MaskedLinears(
         target.sites, ordered, residuals, batch.components, batch.reader, clean_pass.at, clean_pass.forward.records,
-        target.memory, record_outputs, summarise, output_name,
+        target.memory, record_outputs, summarise, output_name, target.joins_rows,
     )  # fmt: skip
     joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
     outputs = split_rows(joint.output, len(ordered))
@@ -186,7 +186,7 @@ def errors(
         forwards, summaries = run_masked(part, streams, "hidden_acts" in kinds, summarise, output_name)
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         with jax.named_scope("error"):
-            output_errors = iter(target.errors(clean_pass.weights, clean.output, outputs) if outputs else ())
+            output_errors = iter(_output_errors(clean_pass, outputs) if outputs else ())
         found = [
             hidden_acts_error(target.sites, clean, masked) if kind == "hidden_acts" else next(output_errors)
             for masked, kind in zip(forwards, kinds, strict=True)
@@ -198,6 +198,14 @@ def errors(
         return batch_errors(batch.clean_pass, batch.reader, streams)
     total, summaries = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
     return total / n, summaries
+
+
+def _output_errors(clean_pass: CleanPass, outputs: Sequence[Any]) -> Float[Array, " streams"]:
+    """R1 of each masked output."""
+    target, reference = clean_pass.target, clean_pass.reference
+    if reference is None:
+        reference = jax.lax.stop_gradient(target.reference(clean_pass.weights, clean_pass.forward.output))
+    return target.errors(clean_pass.weights, reference, outputs)
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:

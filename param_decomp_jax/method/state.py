@@ -16,16 +16,18 @@ from param_decomp_jax.method.losses import Term
 from param_decomp_jax.method.offload import store
 from param_decomp_jax.method.optim import Optimizer, transformation
 from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 
 
 @dataclass(frozen=True)
 class FaithfulnessWarmup:
-    """T3: AdamW on faithfulness alone before step 0."""
+    """T3: AdamW on faithfulness alone before step 0. ``product``: how V U is computed (N4)."""
 
     steps: int = 0
     lr: float = 1e-3
     weight_decay: float = 0.0
+    product: DeltaProduct = "fp32"
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,12 @@ def keeps_outputs(problem: Problem) -> bool:
     return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
 
 
+def compares_outputs(problem: Problem) -> bool:
+    """Whether a term compares the network's outputs (R1)."""
+    terms = problem.decomposition.terms
+    return any(isinstance(term, Reconstruction) and term.error == "output" for term in terms)
+
+
 def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:
     """F4, F5: the forward with no live site, and the sites' inputs in it; ``outputs``: keeps their outputs too."""
     target = problem.target
@@ -190,7 +196,8 @@ def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: A
     records = dict(clean.records)
     at = constrain(positions(target.activation_axes(inputs.shape)), "batch")
     read = site_inputs(target.sites, records) if kept else {}
-    return CleanPass(target, weights, inputs, clean, read, at, at.shape[0], problem.decomposition.use_delta)
+    reference = jax.lax.stop_gradient(target.reference(weights, clean.output)) if compares_outputs(problem) else None
+    return CleanPass(target, weights, inputs, clean, reference, read, at, at.shape[0], problem.decomposition.use_delta)
 
 
 def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
@@ -301,7 +308,8 @@ def losses_and_ascents(
     def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
             error = warm_up_error(term, batch, objective.draws(term.name))
-            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps))
+            written_out = spec.memory.writes_out_ascents(attack.n_warmup_steps)
+            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps, written_out))
 
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
         return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
@@ -354,7 +362,8 @@ def warmup_step(
 
     def error(components: Components) -> Array:
         factors = with_views(components, problem.target.sites)
-        return faithfulness(factors, problem.target.site_weights(weights), problem.target.memory)
+        site_weights, product = problem.target.site_weights(weights), problem.decomposition.warmup.product
+        return faithfulness(factors, site_weights, problem.target.memory, product)
 
     loss, gradient = jax.value_and_grad(error)(components)
     updates, moments = warmup_transformation(problem).update(gradient, moments, components)

@@ -67,7 +67,12 @@ def layer_norm(
 
 def kl_divergence(clean: Float[Array, "*n vocab"], masked: Float[Array, "*n vocab"]) -> Float[Array, "*n"]:
     """KL(softmax(clean) ‖ softmax(masked)) per position, in nats, of logits in fp32 or wider (R1)."""
-    log_p, log_q = jax.nn.log_softmax(wide(clean)), jax.nn.log_softmax(wide(masked))
+    return divergence_from(jax.nn.log_softmax(wide(clean)), masked)
+
+
+def divergence_from(log_p: Float[Array, "*n vocab"], masked: Float[Array, "*n vocab"]) -> Float[Array, "*n"]:
+    """`kl_divergence` from the logarithms of the clean probabilities, in fp32 or wider."""
+    log_q = jax.nn.log_softmax(wide(masked))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 

@@ -125,12 +125,23 @@ class MemoryPolicy:
     def recomputes(self, name: Intermediate) -> bool:
         return name not in self.save and name not in self.offload
 
+    def writes_out_ascents(self, n: int) -> bool:
+        """Whether ``n`` ascents of an attack are written out one after the other, as the layers are: what they have in
+        common, the first live layer up to its masks, is then computed once in a step. Many would take long to
+        compile."""
+        return self.layers == "unroll" and not self.recomputes("layers") and n <= 4
+
 
 PLAIN = MemoryPolicy()
 """Everything saved, no blocks, nothing fused: the readable reference."""
 
+ONE_CARD = MemoryPolicy(
+    layers="unroll", vocabulary_block=1 << 11, attention="flash", xla_remat=False, held=(("components", "device"),)
+)
+"""Everything saved, for the fastest step on one card: nothing is recomputed but inside attention."""
+
 BALANCED = MemoryPolicy(
-    save=frozenset({"attention", "site_outputs", "attack_outputs"}),
+    save=frozenset({"attention", "site_outputs", "attack_outputs", "deltas"}),
     component_block=1 << 13,
     vocabulary_block=1 << 15,
     attention="flash",
@@ -139,7 +150,7 @@ BALANCED = MemoryPolicy(
 """Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
 
 LEAN = MemoryPolicy(
-    save=frozenset({"attack_outputs"}),
+    save=frozenset({"attack_outputs", "deltas"}),
     component_block=1 << 12,
     token_block=1 << 20,
     vocabulary_block=1 << 15,

@@ -221,17 +221,20 @@ def is_held(x: Any) -> bool:
 
 def hold(tree: Any, axes: Any, by: HeldBy | None, dtype: Any) -> Any:
     """Copies of the arrays of ``tree`` that are split at rest, as they are held for a step; None for the others, and
-    nothing but None where ``by`` is None. Arrays that enter products are cast to ``dtype`` first (N1).
+    nothing but None where ``by`` is None. Arrays that enter products are cast to ``dtype`` first (N1). A device that
+    has all of an array holds a copy for that alone.
 
     The copies are constant: `held` says whose gradients are taken. ``axes`` has the structure of ``tree``.
     """
 
     def hold_leaf(a: Axes, x: Array) -> Array | None:
         mesh = jax.sharding.get_abstract_mesh()
-        if by is None or mesh.empty or spec(x.shape, a.names, mesh) == spec(x.shape, a.held(by).names, mesh):
+        if by is None:
             return None
-        x = jax.lax.stop_gradient(x).astype(dtype if a.product else x.dtype)
-        return _collect(constrain(x, *a.names), a, a.held(by))
+        cast = jax.lax.stop_gradient(x).astype(dtype if a.product else x.dtype)
+        if mesh.empty or spec(x.shape, a.names, mesh) == spec(x.shape, a.held(by).names, mesh):
+            return cast if by == "device" and cast.dtype != x.dtype else None
+        return _collect(constrain(cast, *a.names), a, a.held(by))
 
     copies = jax.tree.map(hold_leaf, axes, tree, is_leaf=is_axes)
     # Pinned: else XLA may move the gathers to where the copies are used, into loops and what is recomputed.
@@ -298,6 +301,8 @@ def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
 
 def _gather_backward(axes: Axes, dtype: Any, master: Array, g: Array) -> tuple[Array]:
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return (g.astype(master.dtype),)
     sizes = _sizes(mesh)
     if sizes["tensor"] > 1 and sum(sizes[axis] > 1 for axis in RULES["batch"]) > 1:
         # With tensor and two axes of the batch above 1, XLA (JAX 0.10.2, both partitioners) gives the rows of a batched
@@ -342,14 +347,15 @@ def scatter(x: Array, axes: Axes) -> Array:
     return constrain(x, *axes.names)
 
 
-def _scatter_backward(axes: Axes, _: None, g: Array) -> tuple[Array]:
+def gather_scattered(g: Array, axes: Axes) -> Array:
+    """``g``, split as ``axes``, as the products need it whose sum was scattered so."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or spec(g.shape, axes.names, mesh) == spec(g.shape, axes.in_use, mesh):
-        return (g,)
-    return (_collect(g, axes, Axes(axes.in_use)),)
+        return g
+    return _collect(g, axes, Axes(axes.in_use))
 
 
-scatter.defvjp(lambda x, axes: (scatter(x, axes), None), _scatter_backward)
+scatter.defvjp(lambda x, axes: (scatter(x, axes), None), lambda axes, _, g: (gather_scattered(g, axes),))
 
 
 def gather_tree(tree: Any, axes: Any, dtype: Any) -> Any:

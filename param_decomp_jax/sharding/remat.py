@@ -9,6 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from param_decomp_jax.sharding.by_layer import n_layers, one_layer, scanned, stacked
 from param_decomp_jax.sharding.memory import OFFLOADABLE, Intermediate, MemoryPolicy
 from param_decomp_jax.sharding.mesh import fitting_blocks
 
@@ -27,24 +28,30 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """``lax.scan(body, carry, xs)`` under the memory policy; a single layer may change the carry's shape.
 
-    ``name``: the intermediate whose recomputation the policy decides.
+    ``xs``: may have `SomeLayers` in place of arrays, and `ByLayer`. ``name``: the intermediate whose recomputation the
+    policy decides.
     """
-    n_layers = jax.tree.leaves(xs)[0].shape[0]
-    unrolled = memory.layers == "unroll" or n_layers == 1
+    n = n_layers(xs)
+    unrolled = memory.layers == "unroll" or n == 1
     group = 1
+    if not unrolled:
+        # Where nothing is recomputed, the backward pass reads slices too: it would keep those that were made in a loop.
+        xs, layer = scanned(xs) if memory.recomputes(name) else (stacked(xs), lambda x: x)
+        own = body
+        body = lambda carry, x: own(carry, layer(x))  # noqa: E731
     if memory.recomputes(name):
         # In a scan nothing can be merged with what it recomputes: no barriers against that are needed.
         body = jax.checkpoint(body, policy=_inside(memory), prevent_cse=unrolled)
         if memory.layer_group is not None:
-            group = max(n for n in range(1, min(memory.layer_group, n_layers) + 1) if n_layers % n == 0)
+            group = max(size for size in range(1, min(memory.layer_group, n) + 1) if n % size == 0)
     if unrolled:
-        return _unrolled(body, carry, xs, n_layers)
-    if group in (1, n_layers):
+        return _unrolled(body, carry, xs, n)
+    if group in (1, n):
         return lax.scan(body, carry, xs)
-    grouped = jax.tree.map(lambda x: x.reshape(n_layers // group, group, *x.shape[1:]), xs)
+    grouped = jax.tree.map(lambda x: x.reshape(n // group, group, *x.shape[1:]), xs)
     run_group = jax.checkpoint(lambda c, x: lax.scan(body, c, x), prevent_cse=False)
     carry, ys = lax.scan(run_group, carry, grouped)
-    return carry, jax.tree.map(lambda y: y.reshape(n_layers, *y.shape[2:]), ys)
+    return carry, jax.tree.map(lambda y: y.reshape(n, *y.shape[2:]), ys)
 
 
 def _inside(memory: MemoryPolicy) -> Any:
@@ -57,10 +64,10 @@ def _inside(memory: MemoryPolicy) -> Any:
     )
 
 
-def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, n_layers: int) -> tuple[Any, Any]:
+def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
     ys = []
-    for row in range(n_layers):
-        carry, y = body(carry, jax.tree.map(lambda x, row=row: x[row], xs))
+    for layer in range(n):
+        carry, y = body(carry, one_layer(xs, layer))
         ys.append(y)
     return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *ys)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
 from param_decomp_jax.nn.grouped import Groups
+from param_decomp_jax.sharding.by_layer import SomeLayers, layers_of, stacked
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes
 from param_decomp_jax.sharding.remat import over_layers
@@ -69,6 +69,18 @@ class HookedLayer(Protocol):
 def hooked(linear: LayerLinears, name: str, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
     """The activation at a hook of a layer, or what is put in its place; ``name``: as TransformerLens has it."""
     return linear.hook(name, x) if isinstance(linear, HookedLayer) else x
+
+
+@runtime_checkable
+class SharedRows(Protocol):
+    """A `LayerLinears` of several forward passes that may have rows in common: `alike`."""
+
+    def alike(self, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]: ...
+
+
+def alike(linear: LayerLinears, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]:
+    """The arrays with equally many rows, before a layer computes with several of them (`Target.joins_rows`)."""
+    return linear.alike(*arrays) if isinstance(linear, SharedRows) else arrays
 
 
 @runtime_checkable
@@ -132,6 +144,12 @@ class Target(Protocol):
     @property
     def memory(self) -> MemoryPolicy: ...
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether its layers call `alike` wherever they compute with several arrays. Masked forwards then share the
+        rows of the batch up to the first masked matrix."""
+        ...
+
     def forward(
         self, weights: Weights, inputs: Array, linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
@@ -150,8 +168,15 @@ class Target(Protocol):
         """The forward's output as people read it, in fp32 (at least): logits, or a toy's features."""
         ...
 
-    def errors(self, weights: Weights, clean: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
-        """R1: distance of each masked output from the clean one, a mean over the global batch."""
+    def reference(self, weights: Weights, clean: Any) -> Any:
+        """What `errors` compares masked outputs with, from the clean output; made once for all of them."""
+        ...
+
+    def errors(self, weights: Weights, reference: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
+        """R1: distance of each masked output from the clean one, a mean over the global batch.
+
+        ``reference``: `reference` of the clean output.
+        """
         ...
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
@@ -179,15 +204,14 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
     return Sites(tuple(sites), tuple(tied))
 
 
-def site_weights(
-    sites: Sites, matrix: Callable[[Stack], Float[Array, "*lead d_in d_out"]]
-) -> dict[str, Float[Array, "*lead d_in d_out"]]:
-    """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices."""
+def site_weights(sites: Sites, matrix: Callable[[Stack], Any]) -> dict[str, Float[Array, "*lead d_in d_out"]]:
+    """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices, as it is kept."""
 
     def stack_weights(stack: Stack) -> Array:
         if stack.kind.endswith(PRE_IDENTITY):
             return jnp.broadcast_to(jnp.eye(stack.d_in), (*stack.lead, stack.d_in, stack.d_in))
-        return matrix(stack)
+        W: Array = stacked(matrix(stack))
+        return W
 
     return {stack.name: stack_weights(stack) for stack in sites.stacks}
 
@@ -205,7 +229,7 @@ class UniformLayers(NamedTuple):
 
     def slice_weights(self, first: int, stop: int) -> Any:
         """Weights of the layers ``first .. stop - 1``, numbered as in the whole target."""
-        return jax.tree.map(lambda w: w[first - self.first : stop - self.first], self.weights)
+        return layers_of(self.weights, slice(first - self.first, stop - self.first))
 
 
 def layers_of_segment(groups: Sequence[UniformLayers], segment: Segment) -> UniformLayers:
@@ -252,5 +276,6 @@ def _run_group(
             return x, linear.records
 
         x = linears.join(a, x)
-        x, records[a] = over_layers(memory, body, x, (layers.slice_weights(a, b), linears.slices(a, b)))
+        own = SomeLayers(layers.weights, a - layers.first, b - layers.first)
+        x, records[a] = over_layers(memory, body, x, (own, linears.slices(a, b)))
     return x, records

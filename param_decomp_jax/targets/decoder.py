@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.components import look_up
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.nn.fused_kl import Head, fused_kl
-from param_decomp_jax.nn.numerics import kl_divergence, matmul_wide
+from param_decomp_jax.nn.numerics import divergence_from, matmul_wide
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, constrain, held_axes
 from param_decomp_jax.sharding.remat import token_blocks
@@ -54,8 +55,11 @@ class Decoder:
         """What goes into the first layer."""
 
     @abstractmethod
-    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
-        """One layer with its weights ``w``; every matrix that can be a site is applied by ``linear``."""
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "rows T d"]:
+        """One layer with its weights ``w``; every matrix that can be a site is applied by ``linear``.
+
+        There are more rows after it where forward passes have rows in common before (`joins_rows`).
+        """
 
     @abstractmethod
     def head(self, weights: Weights, dtype: Any) -> Head:
@@ -63,6 +67,10 @@ class Decoder:
 
         ``dtype``: of the product's inputs.
         """
+
+    @property
+    def joins_rows(self) -> bool:
+        return False
 
     @property
     def writes_residual(self) -> frozenset[str]:
@@ -133,16 +141,29 @@ class Decoder:
         scale: Array = weights["norm"]
         return scale
 
+    def reference(self, weights: Weights, clean: Float[Array, "B T d"]) -> Float[Array, "B T _"]:
+        """Logarithms of the clean next-token probabilities in fp32 (at least), where the policy keeps them; else the
+        clean output itself."""
+        return self._log_probabilities(weights, clean) if self._keeps_log_probabilities else clean
+
+    def _log_probabilities(self, weights: Weights, hidden: Float[Array, "*n d"]) -> Float[Array, "*n vocab"]:
+        return jax.nn.log_softmax(self.head(weights, hidden.dtype)(hidden))
+
+    @property
+    def _keeps_log_probabilities(self) -> bool:
+        # Micro-batches keep nothing that is larger with the whole batch.
+        return not self.memory.recomputes("vocabulary") and self.memory.micro_batches == 1
+
     def errors(
-        self, weights: Weights, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]]
+        self, weights: Weights, reference: Float[Array, "B T _"], masked: Sequence[Float[Array, "B T d"]]
     ) -> Float[Array, " streams"]:
         """R1: mean over positions of KL(softmax(clean) ‖ softmax(masked))."""
-        head = self.head(weights, clean.dtype)
+        head = self.head(weights, masked[0].dtype)
         if self.memory.recomputes("vocabulary"):
-            n_blocks = token_blocks(clean.shape[:-1], self.memory.vocabulary_block)
-            return fused_kl(head, clean, masked, n_blocks)
-        logits = head(clean)
-        return jnp.stack([jnp.mean(kl_divergence(logits, head(x))) for x in masked])
+            n_blocks = token_blocks(reference.shape[:-1], self.memory.vocabulary_block)
+            return fused_kl(head, reference, masked, n_blocks)
+        log_p = reference if self._keeps_log_probabilities else self._log_probabilities(weights, reference)
+        return jnp.stack([jnp.mean(divergence_from(log_p, head(x))) for x in masked])
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""

@@ -52,6 +52,10 @@ class FeatureTarget:
     memory: MemoryPolicy = PLAIN
     compute_dtype: Any = jnp.float32
 
+    @property
+    def joins_rows(self) -> bool:
+        return False
+
     def embed(self, weights: Weights, inputs: Float[Array, "B n"]) -> Float[Array, "B d"]:
         """What goes into the first layer, linear in the features: here the features themselves."""
         return inputs.astype(self.compute_dtype)
@@ -64,11 +68,15 @@ class FeatureTarget:
         """The output in fp32 (at least)."""
         return wide(output)
 
+    def reference(self, weights: Weights, clean: Float[Array, "B n"]) -> Float[Array, "B n"]:
+        """The clean output itself."""
+        return clean
+
     def errors(
-        self, weights: Weights, clean: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
+        self, weights: Weights, reference: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
     ) -> Float[Array, " streams"]:
         """R1: mean squared error over all elements."""
-        return jnp.stack([mean_squared_error(clean, x) for x in masked])
+        return jnp.stack([mean_squared_error(reference, x) for x in masked])
 
     def weight_axes(self, weights: Weights) -> Any:
         """Logical axes of every array, in the structure of the weights."""

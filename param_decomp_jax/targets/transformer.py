@@ -20,10 +20,11 @@ from param_decomp_jax.nn.attention import Window, attend
 from param_decomp_jax.nn.fused_kl import Head
 from param_decomp_jax.nn.numerics import layer_norm, matmul_wide, rms_norm
 from param_decomp_jax.nn.rotary import frequencies, rotate
+from param_decomp_jax.sharding.by_layer import stacked
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import gather
 from param_decomp_jax.sharding.remat import named
-from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, hooked, site_weights
+from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, alike, hooked, site_weights
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_jax.targets.experts import mixture
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
@@ -51,6 +52,10 @@ class Transformer(Decoder):
     """A decoder of any family."""
 
     architecture: TransformerConfig
+
+    @property
+    def joins_rows(self) -> bool:
+        return True
 
     @property
     def writes_residual(self) -> frozenset[str]:
@@ -114,27 +119,28 @@ class Transformer(Decoder):
             groups.append(UniformLayers(self.layer, own, first, stop))
         return groups
 
-    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+    def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "rows T d"]:
         attended = self._added("attention_out_norm", self._attention(x, w, linear), w)
-        after_attention = x + hooked(linear, "hook_attn_out", attended)
+        after_attention = self._sum(x, hooked(linear, "hook_attn_out", attended), linear)
         if not self.architecture.parallel:
             after_attention = hooked(linear, "hook_resid_mid", after_attention)
         mlp_reads = hooked(linear, "hook_mlp_in", x if self.architecture.parallel else after_attention)
         given = hooked(linear, "mlp.hook_out", self._mlp(mlp_reads, w, linear))
-        return after_attention + hooked(linear, "hook_mlp_out", self._added("mlp_out_norm", given, w))
+        added = hooked(linear, "hook_mlp_out", self._added("mlp_out_norm", given, w))
+        return self._sum(after_attention, added, linear)
 
     # ---- the two blocks ----
 
     def _attention(
         self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears
-    ) -> Float[Array, "B T d"]:
+    ) -> Float[Array, "rows T d"]:
         c = self.architecture
-        B, T, _ = x.shape
-        q, k, v = self._queries_keys_values(self._read("input_norm", x, w), w, linear)
+        q, k, v = alike(linear, *self._queries_keys_values(self._read("input_norm", x, w), w, linear))
         if c.qk_norm == "all":
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
         if c.clip is not None:
             q, k, v = (jnp.clip(y, -c.clip, c.clip) for y in (q, k, v))
+        B, T, _ = q.shape
         q = q.reshape(B, T, c.n_heads, c.head_dim)
         k, v = (y.reshape(B, T, c.n_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm == "head":
@@ -153,13 +159,13 @@ class Transformer(Decoder):
 
     def _queries_keys_values(
         self, h: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears
-    ) -> list[Float[Array, "B T _"]]:
+    ) -> list[Float[Array, "_ T _"]]:
         if self.architecture.fused is not None and not self.sliced:
             y = self._affine(QKV, h, w, linear)
             return [self._slice(y, kind) for kind in SLICES]
         return [self._affine(kind, h, w, linear) for kind in SLICES]
 
-    def _mlp(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
+    def _mlp(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "rows T d"]:
         c = self.architecture
         h, act = hooked(linear, "mlp.hook_in", self._read("post_norm", x, w)), ACTIVATIONS[c.activation]
         if "router" in w:
@@ -167,10 +173,18 @@ class Transformer(Decoder):
             return mixture(c.experts, h, w, linear, act)
         if c.gated:
             gate = act(self._affine("gate_proj", h, w, linear))
-            return self._affine("down_proj", gate * self._affine("up_proj", h, w, linear), w, linear)
+            gate, up = alike(linear, gate, self._affine("up_proj", h, w, linear))
+            return self._affine("down_proj", gate * up, w, linear)
         return self._affine("down_proj", act(self._affine("up_proj", h, w, linear)), w, linear)
 
     # ---- what they are made of ----
+
+    @staticmethod
+    def _sum(
+        x: Float[Array, "B T d"], added: Float[Array, "more T d"], linear: LayerLinears
+    ) -> Float[Array, "rows T d"]:
+        x, added = alike(linear, x, added)
+        return x + added
 
     def _affine(self, kind: str, x: Array, w: Mapping[str, Array], linear: LayerLinears) -> Array:
         y = linear(kind, x, self._of_kind(w, kind, ""))
@@ -246,7 +260,8 @@ class Transformer(Decoder):
         def matrix(stack: Stack) -> Array:
             layers = next(g for g in groups if g.first <= stack.first < g.stop)
             own = layers.slice_weights(stack.first, stack.first + stack.n_layers)
-            return self._of_kind(own, stack.kind, "")
+            stored = self._stored(stack.kind)
+            return self._of_kind({stored: stacked(own[stored])}, stack.kind, "")
 
         return site_weights(self.sites, matrix)
 

@@ -14,6 +14,7 @@ from param_decomp_lab.check.evaluation import evaluation_table
 from param_decomp_lab.check.schedules import schedules_table
 from param_decomp_lab.check.tables import patterns_table, sites_table, state_table, terms_table
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.core_specs import delta_product
 from param_decomp_lab.config.method_schema import LanguageModelFile
 from param_decomp_lab.config.wrapper import MilestonesEvery
 from param_decomp_lab.errors import Errors, UserError
@@ -67,7 +68,7 @@ def check(resolved: ResolvedConfig, console: Console) -> None:
         console.print(terms_table(spec.terms, n_sites, spec.steps))
     console.print(schedules_table(spec, min(PLOT_WIDTH[1], max(PLOT_WIDTH[0], console.width - 50))))
     if method.eval is not None:
-        console.print(evaluation_table(method.eval, method.pd, n_sites))
+        console.print(evaluation_table(method.eval, config, n_sites))
     if isinstance(target, UnknownTarget) and target.elsewhere:
         missing = (f"the target, so its sites are not checked: {target.reason}", *missing)
     of_target = target.notes if isinstance(target, KnownTarget) else ()
@@ -92,6 +93,7 @@ def _overview(resolved: ResolvedConfig, target: KnownTarget | UnknownTarget, par
     mesh = f"{wrapper.mesh.devices} device{'s'[: wrapper.mesh.devices > 1]}"
     axes = " × ".join(f"{name} {size}" for name, size in wrapper.mesh if size > 1)
     split = f" ({axes})" if axes else ""
+    delta = ", of Δ in split bf16" if delta_product(config) == "split" else ""
     rows = [
         ("run", f"{wrapper.run_name}: {_EXPERIMENTS[config.experiment]}"),
         ("schema file", shown_path(wrapper.torch_config)),
@@ -106,7 +108,7 @@ def _overview(resolved: ResolvedConfig, target: KnownTarget | UnknownTarget, par
         ("importances", f"{describe_ci(spec.ci)}; {spec.squashing}"),
         ("tied", _ties(config)),
         ("masks", f"{'with' if spec.use_delta else 'without'} the delta component"),
-        ("numbers", f"matrix products in {spec.compute_dtype}, {mesh}{split}"),
+        ("numbers", f"matrix products in {spec.compute_dtype}{delta}, {mesh}{split}"),
         ("memory", describe_memory(wrapper.memory.preset or "", spec.memory)),
         ("results", _results(config)),
     ]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from param_decomp_jax import ci
 from param_decomp_jax.method import losses, optim, state
+from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.loss_schema import Loss
@@ -14,7 +15,6 @@ from param_decomp_lab.config.method_schema import (
     GlobalCI,
     LayerwiseCI,
     OptimizerConfig,
-    PDConfig,
     TransformerCIConfig,
 )
 from param_decomp_lab.config.resolve import RunConfig
@@ -34,7 +34,7 @@ def decomposition(config: RunConfig) -> state.Decomposition:
         squashing=pd.sigmoid_type,
         use_delta=pd.use_delta_component,
         ci=_ci(pd.ci_config),
-        terms=tuple(term(loss, name, pd) for loss, name in terms),
+        terms=tuple(term(loss, name, config) for loss, name in terms),
         components_optimizer=_optimizer(pd.components_optimizer, config.wrapper.memory.optimizers.components),
         ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn),
         warmup=state.FaithfulnessWarmup(
@@ -42,6 +42,7 @@ def decomposition(config: RunConfig) -> state.Decomposition:
             steps=pd.faithfulness_warmup_steps if config.wrapper.init_from is None else 0,
             lr=pd.faithfulness_warmup_lr,
             weight_decay=pd.faithfulness_warmup_weight_decay,
+            product=delta_product(config),
         ),
         compute_dtype="bfloat16" if config.method.runtime.autocast_bf16 else "float32",
         memory=_memory(config),
@@ -54,15 +55,22 @@ def _memory(config: RunConfig) -> MemoryPolicy:
     return memory.policy(memory.preset)
 
 
-def measured_terms(metrics: Sequence[Loss | Metric], pd: PDConfig) -> list[losses.Term | None]:
+def delta_product(config: RunConfig) -> DeltaProduct:
+    """How V U is computed in Δ (N4)."""
+    usual: DeltaProduct = "split" if config.method.runtime.autocast_bf16 else "fp32"
+    return config.wrapper.numerics.delta or usual
+
+
+def measured_terms(metrics: Sequence[Loss | Metric], config: RunConfig) -> list[losses.Term | None]:
     """The terms of an evaluation's metrics, under the names that they are logged by; None for one that has none."""
     names = iter(term_names(tuple(metric for metric in metrics if isinstance(metric, Loss))))
-    return [term(m, next(names), pd) if isinstance(m, Loss) else m.term() for m in metrics]
+    return [term(m, next(names), config) if isinstance(m, Loss) else m.term() for m in metrics]
 
 
-def term(loss: Loss, name: str, pd: PDConfig) -> losses.Term:
+def term(loss: Loss, name: str, config: RunConfig) -> losses.Term:
     """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
-    return loss.term(TermMaker(name, 1.0 if loss.coeff is None else loss.coeff, pd.n_mask_samples, pd.sampling))
+    pd, coeff = config.method.pd, 1.0 if loss.coeff is None else loss.coeff
+    return loss.term(TermMaker(name, coeff, pd.n_mask_samples, pd.sampling, delta_product(config)))
 
 
 def _optimizer(config: OptimizerConfig, name: OptimizerName) -> optim.Optimizer:

@@ -12,6 +12,7 @@ from param_decomp_jax.sharding.memory import (
     INTERMEDIATES,
     LEAN,
     OFFLOADABLE,
+    ONE_CARD,
     PLAIN,
     PUBLISHED,
     STATE_PARTS,
@@ -26,14 +27,17 @@ from param_decomp_lab.schema.mistakes import Wrong, rule_error
 from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.schema.strict import Count, ListOf, Strict, rule
 
-Preset = Literal["plain", "balanced", "lean", "fast", "published"]
+Preset = Literal["plain", "one_card", "balanced", "lean", "fast", "published"]
 PRESETS: dict[Preset, MemoryPolicy] = {
     "plain": PLAIN,
+    "one_card": ONE_CARD,
     "balanced": BALANCED,
     "lean": LEAN,
     "fast": FAST,
     "published": PUBLISHED,
 }
+KEEP_ALL: frozenset[Preset] = frozenset({"plain", "one_card"})
+"""Presets under which masked forwards are not recomputed, as `remat_recon_forwards: false` says."""
 
 
 def _one_of(known: Collection[str]) -> Callable[[str], str]:

@@ -20,6 +20,7 @@ from param_decomp_jax.method.masks import Constant, Stochastic
 from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, ErrorKind, LiveSets, Reconstruction, SourceSpec
 from param_decomp_jax.method.routing import Everywhere, StaticProbability, UniformKSubset
 from param_decomp_jax.method.routing import Routing as CoreRouting
+from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_lab.config.loss_parts import (
     AdamConfig,
     Ascent,
@@ -38,7 +39,7 @@ from param_decomp_lab.config.loss_parts import (
 
 @dataclass(frozen=True)
 class TermMaker:
-    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of draws.
+    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of draws and precision.
 
     A reconstruction is a choice of live sets (all sites, `each_site`, `chunks`), routing, and sources (`constant`,
     `stochastic`, `fresh_attack`, `persistent_attack`).
@@ -48,6 +49,7 @@ class TermMaker:
     coeff: float
     n_mask_samples: int
     sampling: Literal["continuous", "binomial"]
+    delta_product: DeltaProduct
 
     def reconstruction(
         self,
@@ -99,7 +101,7 @@ class TermMaker:
     # ---- other terms ----
 
     def faithfulness(self) -> Faithfulness:
-        return Faithfulness(self.name, self.coeff)
+        return Faithfulness(self.name, self.coeff, self.delta_product)
 
     def importance_minimality(
         self, penalty: Lp | SmoothL0, beta: float, frequency: Frequency | None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
-from param_decomp_lab.config.memory import Memory, Preset
+from param_decomp_lab.config.memory import KEEP_ALL, Memory, Preset
 from param_decomp_lab.errors import Unread
 from param_decomp_lab.schema.mistakes import Wrong
 from param_decomp_lab.schema.strict import Count, ListOf, Natural, PathText, Strict, expanded_path, rule
@@ -46,6 +46,15 @@ class Mesh(Strict):
     @property
     def devices(self) -> int:
         return self.replica * self.fsdp * self.tensor
+
+
+class Numerics(Strict):
+    """Precision beyond the schema file's `autocast_bf16`.
+
+    ``delta``: how V U is computed in Δ = W − V U on NVIDIA GPUs (N4); null: split with `autocast_bf16`, else fp32.
+    """
+
+    delta: Literal["split", "fp32"] | None = None
 
 
 class DataFolders(Strict):
@@ -104,6 +113,7 @@ class Wrapper(Strict):
     experiment: Experiment | None = None
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
+    numerics: Numerics = Numerics()
     data: DataFolders | None = None
     bos: bool = False
     target: TargetSource | None = None
@@ -135,7 +145,7 @@ class Wrapper(Strict):
     def resolved(self) -> "Wrapper":
         """A copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute `init_from`."""
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
-        update = {"memory": self.memory.resolved(preset), "remat_recon_forwards": preset != "plain"}
+        update = {"memory": self.memory.resolved(preset), "remat_recon_forwards": preset not in KEEP_ALL}
         if self.parent is not None:
             folder, step = self.parent
             update["init_from"] = str(_absolute(folder.expanduser())) + ("" if step is None else f"@{step}")
@@ -172,7 +182,7 @@ def _absolute(path: Path) -> Path:
 
 def _contradicts(preset: Preset, implied: Preset) -> bool:
     """Whether a preset contradicts `remat_recon_forwards`, which only says whether anything is recomputed."""
-    return (preset == "plain") != (implied == "plain")
+    return preset != "one_card" and (preset == "plain") != (implied == "plain")
 
 
 def _preset(remat_recon_forwards: bool) -> Preset:

@@ -68,7 +68,7 @@ class Evaluation:
         self._kinds = [alike for alike in by_kind if alike]
         self._metrics = [metric for alike in self._kinds for metric in alike]
         # Those of losses come first: a term draws by its place among all.
-        measured = zip(configured, measured_terms(configured, pd), strict=True)
+        measured = zip(configured, measured_terms(configured, config), strict=True)
         terms = [term for _, term in sorted(measured, key=lambda pair: isinstance(pair[0], Metric)) if term is not None]
         self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
         others = tuple(t for t in terms if not _is_persistent(t))

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from param_decomp_jax.sharding.memory import FAST, INTERMEDIATES
+from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.memory import Memory, Preset
+from param_decomp_lab.config.memory import KEEP_ALL, PRESETS, Memory, Preset
 from param_decomp_lab.config.method_schema import LanguageModelData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.fastest import Choice, Space
@@ -16,8 +16,10 @@ from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_sizes, me
 LINKS = frozenset({"node links", "network", "latency"})
 """Terms of the roofline that copies reduce."""
 
-_SAVED_LAST = ("layers", "ci", "logits", "vocabulary", "site_inputs")
-"""What a step keeps if memory is left when it has all that the preset `fast` says."""
+
+def _usual(n_gpus: int) -> Preset:
+    """The preset that the search begins with: the one that spends most memory to be fast."""
+    return "one_card" if n_gpus == 1 else "fast"
 
 
 def spaces(
@@ -43,7 +45,7 @@ def spaces(
     presets: Sequence[Preset] = list(vary.get("memory", ()))
     given = bool(presets) or bool({"memory", "memory.preset", "remat_recon_forwards"} & {*set_keys})
     if not given:
-        presets = ["fast"]
+        presets = [_usual(n_gpus)]
     elif not presets:
         presets = [config.wrapper.memory.preset or "balanced"]
     decided = {*set_keys, *vary}
@@ -51,16 +53,17 @@ def spaces(
     meshes = _meshes(config, n_gpus, per_node, vary, set_keys)
     for mesh, preset in itertools.product(meshes, presets):
         sizes = mesh_sizes(mesh, per_node)
-        settings = {"mesh": sizes, "memory.preset": preset, "remat_recon_forwards": preset != "plain"}
+        settings = {"mesh": sizes, "memory.preset": preset, "remat_recon_forwards": preset not in KEEP_ALL}
         choices = [
             *([] if sizes["fsdp"] == 1 else _held(sizes["nodes"], decided)),
-            *([] if given else _saved(config.wrapper.memory, decided)),
+            *([] if given else _saved(preset, config.wrapper.memory, decided)),
             *([] if given else _blocks(config, mesh, decided)),
+            *([] if given else _layers(preset, decided)),
             *_varied(vary),
         ]
         make = partial(_settings, config, settings, {*set_keys}, {*vary}, {*file_keys})
-        name = _words(mesh) if preset == "fast" else f"{_words(mesh)}, {preset}"
-        begin = tuple(_begin(choice) for choice in choices)
+        name = _words(mesh) if preset == _usual(n_gpus) else f"{_words(mesh)}, {preset}"
+        begin = tuple(_begin(choice, PRESETS[preset]) for choice in choices)
         found.append(Space(name, tuple(choices), begin, config.method.pd.batch_size, make))
     return found
 
@@ -114,14 +117,14 @@ def _held(nodes: int, decided: Collection[str]) -> list[Choice]:
     return found
 
 
-def _saved(own: Memory, decided: Collection[str]) -> list[Choice]:
+def _saved(preset: Preset, own: Memory, decided: Collection[str]) -> list[Choice]:
     if {"memory.save", "memory.recompute", "memory.offload"} & {*decided}:
         return []
-    found = []
-    for name in sorted(INTERMEDIATES, key=lambda name: name in _SAVED_LAST):
+    found, saves = [], PRESETS[preset].save
+    for name in sorted(INTERMEDIATES, key=lambda name: name not in saves):
         if name in own.offload:
             continue
-        key, usual = _SAVE + name, name in FAST.save
+        key, usual = _SAVE + name, name in saves
         without = (f"{name} recomputed" if usual else "", ((key, False),))
         found.append(Choice(key, (without, ("" if usual else f"{name} saved", ((key, True),)))))
     return found
@@ -148,6 +151,17 @@ def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[Cho
     return found
 
 
+def _layers(preset: Preset, decided: Collection[str]) -> list[Choice]:
+    """A loop over alike layers, or the layers written out: nothing is copied out of stacks then, and it compiles for
+    longer."""
+    if "memory.layers" in decided:
+        return []
+    usual = PRESETS[preset].layers
+    words = {"scan": "layers in a loop", "unroll": "layers written out"}
+    levels = tuple(("" if key == usual else words[key], (("memory.layers", key),)) for key in words)
+    return [Choice("memory.layers", levels, frozenset({"memory"}), ordered=False)]
+
+
 def _varied(vary: Mapping[str, Sequence[Any]]) -> list[Choice]:
     keys = {key: values for key, values in vary.items() if key not in ("mesh", "memory")}
     return [
@@ -156,11 +170,13 @@ def _varied(vary: Mapping[str, Sequence[Any]]) -> list[Choice]:
     ]
 
 
-def _begin(choice: Choice) -> int:
-    """What the preset `fast` says, or the first of those that `--vary` gives."""
-    if not choice.ordered or choice.name.removeprefix(_SAVE) in _SAVED_LAST:
-        return 0
-    return len(choice.levels) - 1
+def _begin(choice: Choice, usual: MemoryPolicy) -> int:
+    """What the preset says, or the first of those that `--vary` gives."""
+    if choice.name == "memory.layers":
+        return ("scan", "unroll").index(usual.layers)
+    if choice.name.startswith(_SAVE):
+        return int(choice.name.removeprefix(_SAVE) in usual.save)
+    return len(choice.levels) - 1 if choice.ordered else 0
 
 
 def _settings(
@@ -175,16 +191,17 @@ def _settings(
     or from what the file says."""
     chosen = dict(pairs)
     settings = dict(fixed)
+    preset: Preset = fixed["memory.preset"]
+    policy = PRESETS[preset]
     held = {key.removeprefix(_HELD): by for key, by in chosen.items() if key.startswith(_HELD)}
     if held:
         settings["memory.held"] = {group: by for group, by in held.items() if by}
-        usual = dict(FAST.held)
-        if fixed["memory.preset"] == "fast" and settings["memory.held"] == usual and "held" not in file_keys:
+        if settings["memory.held"] == dict(policy.held) and "held" not in file_keys:
             del settings["memory.held"]
     saves = {key.removeprefix(_SAVE): value for key, value in chosen.items() if key.startswith(_SAVE)}
     lists = {
-        "save": [name for name, saved in saves.items() if saved and name not in FAST.save],
-        "recompute": [name for name, saved in saves.items() if not saved and name in FAST.save],
+        "save": [name for name, saved in saves.items() if saved and name not in policy.save],
+        "recompute": [name for name, saved in saves.items() if not saved and name in policy.save],
     }
     for key, names in lists.items():
         if saves and (names or key in file_keys):
@@ -192,7 +209,7 @@ def _settings(
     for key, value in chosen.items():
         if key.startswith((_HELD, _SAVE)):
             continue
-        usual_value = getattr(FAST, key.removeprefix("memory."), None)
+        usual_value = getattr(policy, key.removeprefix("memory."), None)
         if key in varied or value != usual_value or key.removeprefix("memory.") in file_keys:
             settings[key] = value
     return fitting_evaluation(config, settings, {*set_keys, *varied})

@@ -1,11 +1,8 @@
 """Builds the outline (shapes and shardings) of a run from its configuration, on devices that need not exist."""
 
-import jax
 from jax.sharding import Mesh
 
 from param_decomp_jax.method.step import Problem
-from param_decomp_jax.sharding.placement import with_shardings
-from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.data.sources import BatchShapes, TokenShapes
 from param_decomp_lab.errors import UserError
@@ -13,7 +10,7 @@ from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget, UnknownTarget, find_target
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.setup.toys import feature_batches
-from param_decomp_lab.weights.target_folder import weight_shardings
+from param_decomp_lab.weights.target_folder import training_shapes, training_shardings
 
 
 def known_target(resolved: ResolvedConfig) -> KnownTarget:
@@ -26,10 +23,7 @@ def known_target(resolved: ResolvedConfig) -> KnownTarget:
 
 def outline_on(resolved: ResolvedConfig, target: KnownTarget, mesh: Mesh) -> Outline:
     """What the programs of the run are compiled from, on ``mesh``."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, target.dtype), target.architecture.weight_shapes(), is_leaf=is_shape
-    )
-    weights = with_shardings(shapes, weight_shardings(mesh, target.problem.target))
+    weights = training_shapes(target.architecture, target.dtype, training_shardings(mesh, target.problem.target))
     batches = _batches(resolved.config.method, target.problem, mesh)
     return Outline(target.problem, mesh, weights, resolved.leading, *batches)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.config.memory import Preset
+from param_decomp_lab.config.memory import KEEP_ALL, Preset
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.search import Kind
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
@@ -99,7 +99,7 @@ def kinds(
         settings: list[tuple[str, Any]] = [
             ("mesh", mesh_sizes(mesh, in_node)),
             ("memory.preset", preset),
-            ("remat_recon_forwards", preset != "plain"),
+            ("remat_recon_forwards", preset not in KEEP_ALL),
         ]
         if seq is not None:
             settings.append(("data.max_seq_len", seq))

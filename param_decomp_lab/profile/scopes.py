@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
@@ -39,13 +39,15 @@ class Times:
 
     Summed over threads or streams and over the devices of this process: parts that ran at the same time both count.
     ``busy_ns``: how long at least one operation ran on a device, mean over ``devices``. ``unknown_ns``: device time in
-    nothing that could be found in the program (kernels replayed from a CUDA graph); not in ``by_part``.
+    nothing that could be found in the program (kernels replayed from a CUDA graph); not in ``by_part``. ``by_kernel``:
+    the same as ``by_part``, by the kernel's name too.
     """
 
     by_part: dict[Part, int]
     devices: int
     busy_ns: float
     unknown_ns: int = 0
+    by_kernel: dict[tuple[str, Part], int] = field(default_factory=dict)
 
 
 def classify_scope(path: str, kinds: Collection[str]) -> Part:
@@ -78,7 +80,7 @@ def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) 
             parts[name] = None if container else classify_scope(instructions.origin(name)[0], kinds)
         return parts[name]
 
-    by_part: Counter[Part] = Counter()
+    by_kernel: Counter[tuple[str, Part]] = Counter()
     busy, unknown = 0.0, 0
     for plane in on_devices or planes:
         spans: list[tuple[float, float]] = []
@@ -88,16 +90,20 @@ def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) 
             for event in known:
                 event_part = part(event.op or "")
                 if event_part is not None:
-                    by_part[event_part] += round(event.self_ns)
+                    by_kernel[event.name, event_part] += round(event.self_ns)
                     spans.append((event.start, event.end))
         busy += _union(spans)
-    return Times(dict(by_part), devices, busy / max(1, len(on_devices)), unknown)
+    by_part: Counter[Part] = Counter()
+    for (_, event_part), ns in by_kernel.items():
+        by_part[event_part] += ns
+    return Times(dict(by_part), devices, busy / max(1, len(on_devices)), unknown, dict(by_kernel))
 
 
 @dataclass
 class _Event:
     """``op``: the instruction that it executes. ``self_ns``: without the events inside it on the same line."""
 
+    name: str
     start: float
     end: float
     op: str | None
@@ -124,7 +130,7 @@ def _event(event: ProfileEvent) -> _Event:
             op = str(value)
         elif key == "hlo_module":
             module = str(value)
-    return _Event(event.start_ns, event.start_ns + event.duration_ns, op, module, event.duration_ns)
+    return _Event(event.name, event.start_ns, event.start_ns + event.duration_ns, op, module, event.duration_ns)
 
 
 def _subtract_inner(events: Iterable[_Event]) -> None:

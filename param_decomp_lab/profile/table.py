@@ -73,17 +73,17 @@ class Profile:
             "busy": self.busy,
             "devices": self.times.devices,
             "unknown_ms": self.ms(self.times.unknown_ns),
-            "scopes": [
-                {
-                    "phase": part.phase,
-                    "way": part.way,
-                    "inner": list(part.inner),
-                    "ms_per_step": self.ms(ns),
-                    "share": self.share(ns),
-                }
-                for part, ns in sorted(self.times.by_part.items(), key=lambda row: -row[1])
-            ],
+            "scopes": [self._row(part, ns) for part, ns in Counter(self.times.by_part).most_common()],
         }
+
+    def kernels(self, most: int) -> list[dict[str, Any]]:
+        """The longest ones, of each part of the step."""
+        found = Counter(self.times.by_kernel).most_common(most)
+        return [{"kernel": name, **self._row(part, ns)} for (name, part), ns in found]
+
+    def _row(self, part: Part, ns: int) -> dict[str, Any]:
+        words = {"phase": part.phase, "way": part.way, "inner": list(part.inner)}
+        return {**words, "ms_per_step": self.ms(ns), "share": self.share(ns)}
 
 
 def label(part: Part) -> str:

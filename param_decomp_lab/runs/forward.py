@@ -87,9 +87,10 @@ def attacked(
         return forward.output
 
     no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}
-    reference = jax.lax.stop_gradient(run(no_sources))
+    target = problem.target
+    reference = jax.lax.stop_gradient(target.reference(weights, run(no_sources)))
     spec = FreshAttack("random", step_size, steps, "unique_per_datapoint")
-    return attack(spec, lambda sources: problem.target.errors(weights, reference, [run(sources)])[0], start)
+    return attack(spec, lambda sources: target.errors(weights, reference, [run(sources)])[0], start)
 
 
 def clean(problem: Problem, weights: Weights, inputs: Array) -> Array:

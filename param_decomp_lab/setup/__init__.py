@@ -14,7 +14,7 @@ from param_decomp_lab.setup.token_batches import token_batches
 from param_decomp_lab.setup.toys import feature_batches
 from param_decomp_lab.ui.warnings import print_warnings
 from param_decomp_lab.weights.recorded_target import read_as_recorded
-from param_decomp_lab.weights.target_folder import TargetFolder, read_weights, weight_shardings
+from param_decomp_lab.weights.target_folder import TargetFolder, read_weights, training_shardings
 
 __all__ = ["ResolvedConfig", "Setup", "set_up"]
 
@@ -40,5 +40,5 @@ def set_up(
         (train, evaluated), text = feature_batches(resolved.config.method, problem, mesh), None
     else:
         train, evaluated, text = token_batches(resolved, problem, folder, mesh, console, processes)
-    weights = read_weights(folder, architecture, resolved.weights_dtype, weight_shardings(mesh, problem.target))
+    weights = read_weights(folder, architecture, resolved.weights_dtype, training_shardings(mesh, problem.target))
     return Setup(problem, weights, mesh, resolved.leading, train, evaluated, text)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from param_decomp_jax.sharding.by_layer import is_by_layer
 from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.sources import TokenSource
 from param_decomp_lab.processes.group import ALONE, Processes
@@ -25,7 +26,7 @@ def fingerprint_inputs(setup: Setup, processes: Processes = ALONE) -> dict[str, 
 
     Must be called in all processes.
     """
-    found = {"target": combine_fingerprints(fingerprints(flatten(setup.weights)))}
+    found = {"target": combine_fingerprints(fingerprints(flatten(setup.weights, is_leaf=is_by_layer)))}
     for what, source in (("data.train", setup.train), ("data.eval", setup.eval)):
         if isinstance(source, TokenSource):
             with processes.sharing_errors():

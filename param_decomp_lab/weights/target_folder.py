@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from param_decomp_jax.sharding.by_layer import ByLayer
 from param_decomp_jax.sharding.placement import from_slices, shardings
 from param_decomp_jax.targets.architecture import Architecture, Tensors, UnsupportedConfig, is_shape
 from param_decomp_jax.targets.base import Target
@@ -144,6 +145,34 @@ def weight_shardings(mesh: Mesh, target: Target) -> Any:
     return shardings(mesh, target.weight_axes(shapes), shapes)
 
 
+def training_shardings(mesh: Mesh, target: Target) -> Any:
+    """`weight_shardings` of a run that trains: where its layers are written out, each has arrays of its own."""
+    where = weight_shardings(mesh, target)
+    if target.memory.layers == "scan":
+        return where
+
+    def by_layer(leaf: Tensors, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+        if not leaf.stacked:
+            return sharding
+        assert not any(sharding.spec[:1]), "layers are not split over devices"
+        own = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return ByLayer((own,) * shape[0])
+
+    shapes = target.architecture.weight_shapes()
+    return jax.tree.map(by_layer, target.architecture.tensors(), where, shapes, is_leaf=_is_leaf)
+
+
+def training_shapes(architecture: Architecture, dtype: Any, shardings: Any) -> Any:
+    """Abstract arrays of the weights, laid out as `training_shardings` has them."""
+
+    def shaped(shape: tuple[int, ...], where: NamedSharding | ByLayer) -> Any:
+        if isinstance(where, ByLayer):
+            return ByLayer(tuple(jax.ShapeDtypeStruct(shape[1:], dtype, sharding=own) for own in where.layers))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    return jax.tree.map(shaped, architecture.weight_shapes(), shardings, is_leaf=is_shape)
+
+
 def load_target(
     folder: str | Path,
     dtype: Dtype | None = None,
@@ -162,9 +191,9 @@ def read_weights(
     ``architecture``: the folder's, or that of a run which was made when a tied head was not looked at (`as_recorded`).
 
     ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
-    structure of the weights: each process then reads only the slices of its devices, one at a time, each straight into
-    the array that goes to the device (the host holds the largest of them and a block of some 32 MiB). None: whole
-    arrays on the default device.
+    structure of the weights (or a `ByLayer` of them, which the array becomes): each process then reads only the slices
+    of its devices, one at a time, each straight into the array that goes to the device (the host holds the largest of
+    them and a block of some 32 MiB). None: whole arrays on the default device.
 
     Raises UserError: a missing or truncated file, a tensor that is missing, of the
     wrong shape, or that the architecture does not have.
@@ -175,11 +204,15 @@ def read_weights(
         jax.tree.map(lambda leaf, shape: _expect(files, leaf, shape), tensors, shapes, is_leaf=_is_leaf)
         _refuse_unknown(Path(folder), files.names, architecture, tensors)
 
-        def load(leaf: Tensors, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+        def load(leaf: Tensors, shape: tuple[int, ...], sharding: NamedSharding | ByLayer | None) -> Any:
             to = DTYPES[dtype] if dtype is not None else files.dtype(leaf.names[0])
             read = functools.partial(_read, files, leaf, to)
             if sharding is None:
                 return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+            if isinstance(sharding, ByLayer):
+                of_layer = [lambda index, n=n: read((slice(n, n + 1), *index))[0] for n in range(len(sharding.layers))]
+                found = zip(sharding.layers, of_layer, strict=True)
+                return ByLayer(tuple(from_slices(shape[1:], where, read_own) for where, read_own in found))
             return from_slices(shape, sharding, read)
 
         if shardings is None:

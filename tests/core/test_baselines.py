@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from param_decomp_jax.analysis.baselines import (
     Masks,
-    _clean_output,
     _error,
+    _reference,
     activations,
     by_gradient,
     cross_entropy,
@@ -123,7 +123,7 @@ class Case(NamedTuple):
     @property
     def error(self) -> Callable[[Masks], jax.Array]:
         given = (self.problem, self.parts, self.weights, jnp.asarray(self.inputs))
-        clean = jax.jit(_clean_output, static_argnums=0)(self.problem, self.weights, given[-1])
+        clean = jax.jit(_reference, static_argnums=0)(self.problem, self.weights, given[-1])
         return partial(_error, *given, clean)
 
     @property

@@ -10,12 +10,17 @@ import pytest
 from param_decomp_jax.decomposition.components import (
     Factors,
     component_gate,
+    components_axes,
     delta,
     init_components,
     past_components,
     through_components,
 )
 from param_decomp_jax.decomposition.sites import Site, Sites
+from param_decomp_jax.nn import split_product as split_module
+from param_decomp_jax.nn.split_product import DeltaProduct
+from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
+from param_decomp_jax.sharding.placement import shardings
 from tests import reference as ref
 
 SHAPES = {"x": (3, 4, 6), "W": (6, 5), "V": (6, 7), "U": (7, 5), "mask": (3, 4, 7), "delta": (3, 4), "route": (3, 4)}
@@ -120,6 +125,73 @@ def test_delta_is_what_the_components_leave() -> None:
     a = arguments()
     left = delta(a["W"][None], Factors(a["V"][None], a["U"][None]))
     assert distance(left[0], ref.value(ref.delta_component(*(np.asarray(a[n], np.float64) for n in "WVU")))) < 1e-6
+
+
+@pytest.fixture
+def on_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs there, computed here."""
+
+    def branch(*arguments: Any, cuda: Any, default: Any) -> Any:
+        return cuda(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
+
+
+CHUNKED = {"V": (6, 20), "U": (20, 5)}
+
+
+def factors_and_weights() -> tuple[Factors, jax.Array]:
+    """Two layers; V U is nearly W."""
+    rng = np.random.default_rng(4)
+    V, U = (jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32) for shape in CHUNKED.values())
+    return Factors(V, U), V @ U + jnp.asarray(0.01 * rng.normal(size=(2, 6, 5)), jnp.float32)
+
+
+def squares(factors: Factors, W: jax.Array, product: DeltaProduct) -> jax.Array:
+    return jnp.sum(delta(W, factors, product) ** 2)
+
+
+def test_split_products_are_for_gpus_and_float32_alone() -> None:
+    """N4: elsewhere not a bit changes."""
+    factors, W = factors_and_weights()
+    of = jax.jit(jax.value_and_grad(squares), static_argnums=2)
+    for a, b in zip(*(jax.tree.leaves(of(factors, W, p)) for p in ("fp32", "split")), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("on_nvidia")
+def test_float64_is_not_split() -> None:
+    with jax.enable_x64(True):
+        factors, W = jax.tree.map(lambda x: x.astype(jnp.float64), factors_and_weights())
+        np.testing.assert_array_equal(delta(W, factors, "split"), W - factors.V @ factors.U)
+
+
+@pytest.mark.usefixtures("on_nvidia")
+@pytest.mark.parametrize("chunk", [7, 10, 100], ids=["chunks that do not divide", "chunks", "one chunk"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_delta_by_split_products(chunk: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N4 against the reference; on devices the chunks are of each one's own components."""
+    monkeypatch.setattr(split_module, "CHUNK", chunk)
+    factors, W = factors_and_weights()
+    # Another one each time: a jitted function remembers what it was traced with.
+    of = jax.jit(jax.value_and_grad(lambda *given: squares(*given, "split")))
+    if devices == 1:
+        value, gradient = of(factors, W)
+    else:
+        mesh = make_mesh(MeshShape(fsdp=devices))
+        with jax.set_mesh(mesh):
+            places = shardings(mesh, components_axes({"": factors}), {"": factors})[""]
+            value, gradient = of(jax.device_put(factors, places), W)
+    for layer in range(2):
+        V, U, own = (ref.Var(np.asarray(x[layer], np.float64)) for x in (factors.V, factors.U, W))
+        of_layer = ref.split_squares(own.value, V, U, chunk)
+        to_V, to_U = ref.gradients(of_layer, [V, U])
+        # Δ itself is rounded in the one, a multiple of it in the other.
+        assert distance(gradient.V[layer], to_V) < 3e-3
+        assert distance(gradient.U[layer], to_U) < 3e-3
+    want = sum(ref.value(ref.split_squares(*(np.asarray(x[n], np.float64) for x in (W, factors.V, factors.U)), chunk))
+               for n in range(2))  # fmt: skip
+    assert float(value) == pytest.approx(float(want), rel=1e-4)
 
 
 def site(layer: int, kind: str, C: int) -> Site:

@@ -16,6 +16,7 @@ from param_decomp_aot.compile import compile_for
 from param_decomp_aot.traffic import traffic
 from param_decomp_jax.decomposition.components import U_AXES, V_AXES
 from param_decomp_jax.method.offload import fetch
+from param_decomp_jax.sharding.by_layer import ByLayer, SomeLayers
 from param_decomp_jax.sharding.memory import FAST, INTERMEDIATES, PLAIN, Intermediate, MemoryPolicy, StatePart
 from param_decomp_jax.sharding.mesh import MeshShape, gather_tree, sharding
 from param_decomp_jax.sharding.remat import component_blocks, named, over_blocks, over_layers, token_blocks
@@ -75,6 +76,30 @@ def test_same_values_and_gradients(policy: MemoryPolicy) -> None:
         assert jax.tree.structure(want) == jax.tree.structure(got)
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def around(x: Any) -> Any:
+    """``x`` with a layer before it and two behind."""
+    return jnp.concatenate([x[:1] + 1, x, x[:2] - 1])
+
+
+@pytest.mark.parametrize("kept", ["stacked", "by layer"])
+@pytest.mark.parametrize("name", ["unroll", "scan", "scan, recompute", "groups of 2, recompute"])
+def test_some_layers_of_larger_arrays(name: str, kept: str) -> None:
+    """Of the frozen network: a part of its layers, which a loop indexes and which may have arrays of their own."""
+
+    def whole(x: Any) -> Any:
+        return ByLayer(tuple(around(jnp.asarray(x)))) if kept == "by layer" else around(jnp.asarray(x))
+
+    policy = POLICIES.get(name, PLAIN)
+
+    def run_part(x: Any, W: Any, b: Any) -> Any:
+        return run(policy, x, {"W": SomeLayers(W, 1, 1 + LAYERS), "b": b, "none": None})
+
+    found = jax.jit(jax.value_and_grad(run_part, has_aux=True))(X, whole(XS["W"]), ByLayer(tuple(XS["b"])))
+    (want_value, want_aux), (want_gradient, _) = values_and_gradients(PLAIN, False)
+    for a, b in zip(jax.tree.leaves(((want_value, want_aux), want_gradient)), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", [PLAIN, *POLICIES.values()], ids=["scan", *POLICIES])

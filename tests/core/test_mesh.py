@@ -323,6 +323,22 @@ def test_a_held_copy_is_used_in_its_place(shape: MeshShape, by: Any, axes: Axes)
     assert len(parts) == tensor * (shape.fsdp // shape.nodes if by == "node" else 1)
 
 
+def test_a_device_that_has_all_of_an_array_holds_it_cast() -> None:
+    x = jnp.asarray(RNG.normal(size=(3, 6, 16)), jnp.float32)
+
+    def loss(x: jax.Array, by: Any) -> jax.Array:
+        used = gather(held(x, hold(x, V_AXES.under(), by, jnp.bfloat16), by), V_AXES.under(), jnp.bfloat16)
+        return jnp.sum(used.astype(jnp.float32) ** 2)
+
+    copy = hold(x, V_AXES.under(), "device", jnp.bfloat16)
+    np.testing.assert_array_equal(copy, x.astype(jnp.bfloat16))
+    assert hold(x, V_AXES.under(), "device", jnp.float32) is None
+    assert hold(x, V_AXES.under(), "node", jnp.bfloat16) is None
+    (want, gradient), (got, of_held) = (jax.value_and_grad(loss)(x, by) for by in (None, "device"))
+    assert got == want
+    np.testing.assert_array_equal(of_held, gradient)
+
+
 def test_a_copy_is_made_once() -> None:
     """Gathers as executed: of a copy as many as it has stages, whatever uses it; without one, in every pass and row."""
     mesh = make_mesh(MeshShape(fsdp=8, nodes=2))

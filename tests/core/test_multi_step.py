@@ -53,6 +53,17 @@ def program() -> Any:
     return lowered.compile()
 
 
+def test_one_step_needs_no_loop() -> None:
+    """A GPU's host waits in every round of a loop whose count is known at run time alone."""
+    state = tiny.ruffled_state(PROBLEM, step=0, leading=LEADING)
+    loops = {}
+    for size in (1, 2):
+        inputs = jnp.zeros((size, *batches().shape[1:]))
+        program = jax.jit(partial(training_steps, PROBLEM, from_host, size))
+        loops[size] = program.lower(state, WEIGHTS, inputs, np.int32(1)).as_text().count("stablehlo.while")
+    assert loops[1] == loops[2] - 1
+
+
 def run(program: Any, groups: list[int]) -> tuple[Any, tuple[str, ...], np.ndarray]:
     """State, names of the metrics, and rows after the ``N`` steps, taken in these groups."""
     state, features = tiny.ruffled_state(PROBLEM, step=0, leading=LEADING), batches()

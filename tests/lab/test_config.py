@@ -16,7 +16,16 @@ from param_decomp_jax import ci
 from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing
 from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
-from param_decomp_jax.sharding.memory import BALANCED, FAST, INTERMEDIATES, LEAN, PLAIN, PUBLISHED, MemoryPolicy
+from param_decomp_jax.sharding.memory import (
+    BALANCED,
+    FAST,
+    INTERMEDIATES,
+    LEAN,
+    ONE_CARD,
+    PLAIN,
+    PUBLISHED,
+    MemoryPolicy,
+)
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, measured_terms, term
 from param_decomp_lab.config.loss_parts import ScheduleConfig
@@ -143,6 +152,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
         "wandb_tags": [],
         "experiment": None,
         "mesh": {"replica": 1, "fsdp": 1, "tensor": 1, "nodes": 1},
+        "numerics": {"delta": None},
         "memory": {
             "preset": "plain",
             "save": list(INTERMEDIATES),
@@ -464,7 +474,10 @@ REFUSED = [
     ("mesh={fsdp: 8, nodes: 3}", "mesh.nodes: 3 does not divide fsdp 8"),
     ("mesh.tensor=0", "mesh.tensor: should be greater than or equal to 1"),
     ("mesh.replica=0", "mesh.replica: should be greater than or equal to 1"),
-    ("memory.preset=best", "memory.preset: should be 'plain', 'balanced', 'lean', 'fast' or 'published', not 'best'"),
+    (
+        "memory.preset=best",
+        "memory.preset: should be 'plain', 'one_card', 'balanced', 'lean', 'fast' or 'published', not 'best'",
+    ),
     ("memory.preset=plain", "memory.preset: is plain, but remat_recon_forwards: true means balanced"),
     ("memory.layer=scan", "memory.layer: unknown key 'layer'; did you mean 'layers'"),
     *(
@@ -747,6 +760,7 @@ EVERYTHING = frozenset(INTERMEDIATES)
         ("{preset: published}", PUBLISHED),
         # Every key that is given takes the place of the preset's choice, and of that alone.
         ("{preset: lean, component_block: 64}", replace(LEAN, component_block=64)),
+        ("{preset: one_card}", ONE_CARD),
         ("{preset: fast}", FAST),
         ("{preset: fast, held: {ci: node}}", replace(FAST, held=(("ci", "node"),))),
         ("{preset: fast, held: {}}", replace(FAST, held=())),
@@ -1027,11 +1041,11 @@ def test_decomposition_of_the_example() -> None:
             ),
             recon.Reconstruction(subset, 0.5, everything, routing.UniformKSubset(), masks.Stochastic("continuous")),
             recon.Reconstruction("PersistentPGDReconLoss", 0.5, everything, everywhere, persistent),
-            losses.Faithfulness("FaithfulnessLoss", 1e7),
+            losses.Faithfulness("FaithfulnessLoss", 1e7, "split"),
         ),
         components_optimizer=optim.AdamW(cosine, clip_norm=0.01),
         ci_optimizer=optim.AdamW(cosine),
-        warmup=FaithfulnessWarmup(400, 0.001, 0.0),
+        warmup=FaithfulnessWarmup(400, 0.001, 0.0, "split"),
         compute_dtype="bfloat16",
         memory=BALANCED,
     )
@@ -1090,12 +1104,33 @@ POINTS: dict[str, tuple[Any, ...]] = {  # the table of section 5 with n_mask_sam
 
 @pytest.mark.parametrize("kind", POINTS)
 def test_each_reconstruction_is_its_point(kind: str) -> None:
-    pd = example("pd.n_mask_samples=3", "pd.sampling=binomial").method.pd
+    config = example("pd.n_mask_samples=3", "pd.sampling=binomial")
     drawn = kind in ("ChunkwiseSubsetReconLoss", "PersistentPGDReconLoss", "PersistentPGDReconSubsetLoss")
     raw = {"type": kind, **LOSSES.get(kind, {}), **({"n_samples": 5} if drawn else {})}
-    assert measured_terms([METRIC.validate_python(raw)], pd) == [recon.Reconstruction(kind, 1.0, *POINTS[kind])]
+    assert measured_terms([METRIC.validate_python(raw)], config) == [recon.Reconstruction(kind, 1.0, *POINTS[kind])]
     if kind in LOSSES:
-        assert term(LOSS.validate_python(raw | {"coeff": 2}), "x", pd) == recon.Reconstruction("x", 2.0, *POINTS[kind])
+        made = term(LOSS.validate_python(raw | {"coeff": 2}), "x", config)
+        assert made == recon.Reconstruction("x", 2.0, *POINTS[kind])
+
+
+@pytest.mark.parametrize(
+    ("sets", "product"),
+    [
+        (["runtime.autocast_bf16=true"], "split"),
+        (["runtime.autocast_bf16=false"], "fp32"),
+        (["runtime.autocast_bf16=true", "numerics.delta=fp32"], "fp32"),
+        (["runtime.autocast_bf16=false", "numerics={delta: split}"], "split"),
+    ],
+)
+def test_the_product_of_delta_follows_the_compute_type_unless_told(sets: list[str], product: str) -> None:
+    """N4, in training, in the faithfulness warm-up and in evaluations alike."""
+    config = example(*sets)
+    made = decomposition(config)
+    faithfulness = next(loss for loss in config.method.pd.loss_metrics if loss.type == "FaithfulnessLoss")
+    [measured] = measured_terms([faithfulness], config)
+    found = [term for term in (*made.terms, measured) if isinstance(term, losses.Faithfulness)]
+    assert [term.product for term in found] == [product] * 2
+    assert made.warmup.product == product
 
 
 def chunkwise(**changes: Any) -> str:
@@ -1129,7 +1164,7 @@ SUBSETS = [kind for kind, point in POINTS.items() if point[1] == HALF and kind !
 @pytest.mark.parametrize("kind", SUBSETS)
 def test_losses_on_subsets_have_a_routing_unless_told(kind: str) -> None:
     raw = {"type": kind, "coeff": 2.0, **{key: value for key, value in LOSSES[kind].items() if key != "routing"}}
-    made = term(LOSS.validate_python(raw), "x", example().method.pd)
+    made = term(LOSS.validate_python(raw), "x", example())
     assert isinstance(made, recon.Reconstruction)
     assert made.routing == routing.UniformKSubset()
 

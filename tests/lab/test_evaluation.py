@@ -88,7 +88,7 @@ class Reference:
 
     def loss(self, metric: Any, number: int) -> float:
         """A reconstruction loss that is the evaluation's ``number``-th."""
-        [spec] = measured_terms([metric], self.config.method.pd)
+        [spec] = measured_terms([metric], self.config)
         assert isinstance(spec, Reconstruction)
         key = jax.random.fold_in(self.of_losses, number)
         draws = core.ref_term_draws(spec, key, self.sites, self.tokens.shape, True)

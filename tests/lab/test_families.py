@@ -16,6 +16,7 @@ from param_decomp_jax.decomposition.components import init_components
 from param_decomp_jax.decomposition.sites import Matrix, Sites
 from param_decomp_jax.method.masks import Sources
 from param_decomp_jax.method.state import Learned
+from param_decomp_jax.sharding.by_layer import ByLayer, is_by_layer
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import UnsupportedConfig
@@ -23,10 +24,18 @@ from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
 from param_decomp_jax.targets.transformer import Transformer
+from param_decomp_lab.runs.checkpoints.fingerprints import fingerprint
+from param_decomp_lab.runs.checkpoints.store import flatten
 from param_decomp_lab.runs.forward import masked
 from param_decomp_lab.schema import site_names
 from param_decomp_lab.weights.recorded_target import describe
-from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target, weight_shardings
+from param_decomp_lab.weights.target_folder import (
+    load_target,
+    read_architecture,
+    save_target,
+    training_shapes,
+    training_shardings,
+)
 from tests.core import tiny as tiny_core
 from tests.lab.tiny_run import Tiny
 from tests.lab.whole_path import from_a_folder_to_an_export
@@ -122,14 +131,33 @@ def test_slices_of_fused_matrices_as_sites(name: str) -> None:
     close(replaced, golden(name)["logits"])
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe"])
+def test_written_out_layers_have_arrays_of_their_own(name: str) -> None:
+    """With the same numbers and the same fingerprints as stacked; a dense layer comes before those with experts."""
+    architecture = read_architecture(FAMILIES / name)
+    target = architecture.target(Sites(()), MemoryPolicy(layers="unroll"), jnp.float32)
+    where = training_shardings(make_mesh(MeshShape(tensor=2)), target)
+    _, stacked = load_target(FAMILIES / name)
+    _, weights = load_target(FAMILIES / name, shardings=where)
+    of_each = flatten(weights, is_leaf=is_by_layer)
+    assert of_each.keys() == flatten(stacked).keys()
+    for path, x in flatten(stacked).items():
+        found = of_each[path]
+        assert isinstance(found, ByLayer) == (path.split("/")[0] in ("layers", "dense", "experts"))
+        np.testing.assert_array_equal(jnp.stack(found.layers) if isinstance(found, ByLayer) else found, x)
+        assert fingerprint(found) == fingerprint(x)
+    described = jax.tree.map(lambda x: (x.shape, x.sharding), training_shapes(architecture, jnp.float32, where))
+    assert described == jax.tree.map(lambda x: (x.shape, x.sharding), weights)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_unrolled_on_eight_devices_in_bfloat16_and_blocked(name: str) -> None:
     mesh = make_mesh(MeshShape(replica=2, fsdp=2, tensor=2))
     architecture = read_architecture(FAMILIES / name)
-    _, weights = load_target(FAMILIES / name, shardings=weight_shardings(mesh, architecture.target(Sites(()))))
-    tokens, expected = golden(name)["tokens"], golden(name)["logits"]
     unrolled = architecture.target(Sites(()), MemoryPolicy(layers="unroll", attention="blocked"), jnp.float32)
+    _, weights = load_target(FAMILIES / name, shardings=training_shardings(mesh, unrolled))
+    tokens, expected = golden(name)["tokens"], golden(name)["logits"]
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         close(jax.jit(partial(logits, unrolled))(weights, tokens), expected)
     rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), load_target(FAMILIES / name)[1])

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from param_decomp_jax.sharding.memory import ONE_CARD
 from param_decomp_lab.config import load_config
+from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.fastest import Choice, Space, fastest
 from param_decomp_lab.probe.fit import FitRequest, fit, own_config, report, valid_spaces
@@ -32,6 +35,7 @@ def answered(kind: Kind, batch: int, peak: float, seconds: float, pool: float) -
         "capacity_gib": 1.2 * pool,
         "gpu": "b200",
         "tokens_per_step": 8 * batch,
+        "step_s": seconds,
         "roofline_s": {"arithmetic": 0.25 * seconds, "network": 0.75 * seconds, "overlapping": 0.75 * seconds},
         "bytes_moved": {"memory": 0, "within_node": 2**30, "between_nodes": 0},
         "collectives": {"all-gather, within nodes": {"count": 7}},
@@ -145,6 +149,26 @@ def test_layouts_of_a_configuration() -> None:
     ]
     assert found[0].kind(but_heads).name == "fsdp 64; CI by node, its heads by device"
     assert dict(found[0].kind(but_heads).settings)["memory.held"] == {**held, "heads": "device"}
+
+
+def test_one_gpu_begins_with_everything_kept_and_layers_written_out() -> None:
+    request = FitRequest(LAYER_18, (), "h200", 1, 1, (), "speed")
+    [space] = valid_spaces(request, own_config(request), {})
+    first = dict(space.kind(space.begin).settings)
+    assert (first["memory.preset"], first["remat_recon_forwards"]) == ("one_card", False)
+    assert first["memory.micro_batches"] == 1, "the file has 2"
+    assert first.keys() == {"mesh", "memory.preset", "memory.micro_batches", "remat_recon_forwards"}
+
+    def settings_with(name: str, level: int) -> dict[str, Any]:
+        levels = [level if c.name == name else n for c, n in zip(space.choices, space.begin, strict=True)]
+        return dict(space.kind(levels).settings)
+
+    assert settings_with("memory.layers", 0)["memory.layers"] == "scan"
+    assert settings_with("memory.save.logits", 0)["memory.recompute"] == ["logits"]
+    for n, choice in enumerate(space.choices):
+        kind = space.kind([0 if m == n else level for m, level in enumerate(space.begin)])
+        policy = decomposition(load_config(request.path, request.sets(kind, space.batch))).memory
+        assert (policy == ONE_CARD) == (choice.levels[0] == choice.levels[space.begin[n]])
 
 
 def test_what_is_set_is_no_choice() -> None:

@@ -143,6 +143,9 @@ def test_times_of_a_gpu(tmp_path: Path) -> None:
     times = read_times(file, PROGRAM, KINDS, 1)
     assert times.by_part == {Part("clean_pass"): 10, Part("losses", "forward", ("up_proj",)): 50}
     assert (times.busy_ns, times.unknown_ns) == (50, 5)
+    (longest,) = Profile(1, 0, 16, 1e-6, None, times).kernels(1)
+    assert (longest["kernel"], longest["phase"], longest["inner"]) == ("dot.3", "losses", ["up_proj"])
+    assert longest["ms_per_step"] == pytest.approx(50e-6)
 
 
 def test_times_of_a_cpu(tmp_path: Path) -> None:

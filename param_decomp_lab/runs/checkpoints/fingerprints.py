@@ -15,19 +15,33 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from param_decomp_jax.sharding.by_layer import ByLayer
+
 GOLDEN = 0x9E3779B9
 """2³² over the golden ratio, added to positions, since `_mixed` maps 0 to 0."""
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+def fingerprints(arrays: Mapping[str, jax.Array | ByLayer]) -> dict[str, str]:
     """`fingerprint` of each array, one at a time: arrays in host memory are copied to the device only for that time."""
     return {name: fingerprint(array) for name, array in arrays.items()}
 
 
-def fingerprint(array: jax.Array) -> str:
+def fingerprint(array: jax.Array | ByLayer) -> str:
     """Fingerprint of an array: 8 hex digits. Must be called in all processes that hold a part of it."""
+    if isinstance(array, ByLayer):
+        # That of the stacked array, whose part each layer is.
+        program = partial(_layer_program(array.layers[0]), whole=array.shape)
+        parts = [np.asarray(program(x, np.uint32(n))) for n, x in enumerate(array.layers)]
+        return _digits(np.sum(parts, dtype=np.uint32))
     return _digits(fingerprint_program(array)(array))
+
+
+def _layer_program(array: jax.Array) -> Any:
+    def sum_layer(x: Array, layer: UInt32[Array, ""], whole: tuple[int, ...]) -> UInt32[Array, ""]:
+        return _sum_part(x[None], jnp.zeros(x.ndim + 1, jnp.uint32).at[0].set(layer), whole)
+
+    return jax.jit(sum_layer, static_argnames="whole", out_shardings=_whole_on(array.sharding))
 
 
 class PartwiseFingerprint:
@@ -58,10 +72,13 @@ def combine_fingerprints(found: Mapping[str, str]) -> str:
 def fingerprint_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """The jitted function that `fingerprint` calls."""
     where = array.sharding
-    # Whole on every device, so that every process can read it.
-    whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
     waits = getattr(where, "memory_kind", None) == "pinned_host"
-    return jax.jit(_from_host if waits else sum_entries, out_shardings=whole)
+    return jax.jit(_from_host if waits else sum_entries, out_shardings=_whole_on(where))
+
+
+def _whole_on(where: Any) -> NamedSharding | None:
+    """Whole on every device, so that every process can read it."""
+    return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
 
 
 def _from_host(x: Array) -> UInt32[Array, ""]:

@@ -51,10 +51,10 @@ RETRY_AFTER_S = 2.0
 """Wait before a checkpoint that seems damaged is read again."""
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Leaves by path, such as ``components/layers.1-2.mlp.up_proj/V``."""
     # A slash inside a component of the path would become a folder; stack names have none.
-    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in tree_flatten_with_path(tree, is_leaf)[0]}
 
 
 def unflatten(template: Any, leaves: dict[str, Any]) -> Any:
