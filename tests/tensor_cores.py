@@ -24,7 +24,7 @@ COMPONENTS = 24_576
 RATIOS = (1e-4, 1e-6, 1e-8)
 """MSE(Δ) / var(W)."""
 DRAWS = 128
-"""Of Δ, for the loss."""
+"""How often Δ is drawn to measure the loss."""
 
 # ---- how a product is accumulated ----
 

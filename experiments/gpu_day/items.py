@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from param_decomp_lab.config.memory import KEEP_ALL
+
 PARTS = ("products", "plan", "step", "phases", "toys", "links", "decompose")
 
 
@@ -95,7 +97,7 @@ def _layer_18(policy: str, delta: str, batch: int, plan_gib: float, and_more: st
         "data.max_seq_len=512",
         f"pd.batch_size={batch}",
         f"memory={{preset: {policy}}}",
-        f"remat_recon_forwards={'false' if policy in ('plain', 'one_card') else 'true'}",
+        f"remat_recon_forwards={'false' if policy in KEEP_ALL else 'true'}",
         f"numerics={{delta: {delta}}}",
     )
     name = f"layer 18, {policy}, Δ {delta}, {batch} × 512{and_more}"

@@ -29,7 +29,7 @@ from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.objective import Metrics, Objective, term_keys
 from param_decomp_jax.method.offload import fetch, store
 from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.method.recon import ForwardDraws, Reconstruction, warm_up_error
+from param_decomp_jax.method.recon import ErrorKind, ForwardDraws, Reconstruction, warm_up_error
 from param_decomp_jax.method.state import Decomposition, Learned, State
 from param_decomp_jax.sharding.mesh import at_rest, constrain, held, hold, replace_fields
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
@@ -174,14 +174,17 @@ def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None =
 
 def keeps_outputs(problem: Problem) -> bool:
     """Whether a term compares the outputs of sites (R2's exception)."""
-    terms = problem.decomposition.terms
-    return any(isinstance(term, Reconstruction) and term.error == "hidden_acts" for term in terms)
+    return _has_error(problem, "hidden_acts")
 
 
 def compares_outputs(problem: Problem) -> bool:
     """Whether a term compares the network's outputs (R1)."""
+    return _has_error(problem, "output")
+
+
+def _has_error(problem: Problem, kind: ErrorKind) -> bool:
     terms = problem.decomposition.terms
-    return any(isinstance(term, Reconstruction) and term.error == "output" for term in terms)
+    return any(isinstance(term, Reconstruction) and term.error == kind for term in terms)
 
 
 def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:

@@ -46,13 +46,14 @@ class SomeLayers:
     stop: int
 
 
-def _is_range(x: Any) -> bool:
-    return isinstance(x, SomeLayers)
-
-
 def is_by_layer(x: Any) -> bool:
     """For `jax.tree.map` over trees with `ByLayer` in place of arrays."""
     return isinstance(x, ByLayer)
+
+
+def _is_kept(x: Any) -> bool:
+    """Whether ``x`` stands in place of a plain array, or of a tree of them."""
+    return isinstance(x, ByLayer | SomeLayers)
 
 
 def layers_of(tree: Any, layers: slice) -> Any:
@@ -68,13 +69,13 @@ def one_layer(tree: Any, layer: int) -> Any:
             return one_layer(x.arrays, x.first + layer)
         return x.layers[layer] if is_by_layer(x) else x[layer]
 
-    return jax.tree.map(take, tree, is_leaf=lambda x: is_by_layer(x) or _is_range(x))
+    return jax.tree.map(take, tree, is_leaf=_is_kept)
 
 
 def n_layers(tree: Any) -> int:
     """The length of the leading axis, which all arrays of ``tree`` share."""
-    first = jax.tree.leaves(tree, is_leaf=lambda x: is_by_layer(x) or _is_range(x))[0]
-    return first.stop - first.first if _is_range(first) else int(first.shape[0])
+    first = jax.tree.leaves(tree, is_leaf=_is_kept)[0]
+    return first.stop - first.first if isinstance(first, SomeLayers) else int(first.shape[0])
 
 
 def stacked(tree: Any) -> Any:
@@ -87,7 +88,7 @@ def stacked(tree: Any) -> Any:
             return x
         return x.layers[0][None] if len(x.layers) == 1 else jnp.stack(x.layers)
 
-    return jax.tree.map(stack, tree, is_leaf=lambda x: is_by_layer(x) or _is_range(x))
+    return jax.tree.map(stack, tree, is_leaf=_is_kept)
 
 
 def scanned(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -112,7 +113,7 @@ def scanned(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
         return jax.tree.map(take, element, is_leaf=lambda x: isinstance(x, _Number))
 
-    return jax.tree.map(numbers, tree, is_leaf=lambda x: is_by_layer(x) or _is_range(x)), layer
+    return jax.tree.map(numbers, tree, is_leaf=_is_kept), layer
 
 
 class _Number(eqx.Module):

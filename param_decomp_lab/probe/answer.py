@@ -48,7 +48,7 @@ class Step:
 
     @property
     def matmul_flops(self) -> int:
-        """Of all devices, in all precisions."""
+        """FLOPs of a step's matrix products on all devices, in all precisions."""
         return sum(self.flops.values())
 
 

@@ -104,8 +104,8 @@ def largest_that_fits(kind: Kind, ask: Ask) -> list[Point]:
 
 
 def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
-    """Of those that fit, for ``batch`` the one with most tokens in a step, of such the fastest as predicted; for
-    ``speed`` the fastest. Of equals the smallest."""
+    """The best point that fits: for ``batch`` the one with most tokens in a step, for ``speed`` the fastest. Equal ones
+    for ``batch`` go by predicted time, then all by size, the smallest first."""
     fitting = [point for point in points if point.verdict == "fits"]
     tokens = (lambda p: p.tokens) if goal == "batch" else (lambda p: 0)
     return max(fitting, key=lambda p: (tokens(p), p.tokens_per_s, -p.peak_gib), default=None)

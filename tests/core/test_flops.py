@@ -238,7 +238,7 @@ def exact(x: jax.Array) -> jax.Array:
     ],
 )  # fmt: skip
 def test_by_precision(dtypes: tuple[str, str], precision: Any, expected: tuple[str, int]) -> None:
-    """Of what is emulated, the products that run."""
+    """Emulated precision counts as the products that run."""
     left, right = (jax.ShapeDtypeStruct((N, N), dtype) for dtype in dtypes)
     dimensions = (((1,), (0,)), ((), ()))
     count = flops(lambda x, y: lax.dot_general(x, y, dimensions, precision=precision), left, right)

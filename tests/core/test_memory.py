@@ -86,7 +86,7 @@ def around(x: Any) -> Any:
 @pytest.mark.parametrize("kept", ["stacked", "by layer"])
 @pytest.mark.parametrize("name", ["unroll", "scan", "scan, recompute", "groups of 2, recompute"])
 def test_some_layers_of_larger_arrays(name: str, kept: str) -> None:
-    """Of the frozen network: a part of its layers, which a loop indexes and which may have arrays of their own."""
+    """A loop indexes a part of the frozen network's layers, which may have arrays of their own."""
 
     def whole(x: Any) -> Any:
         return ByLayer(tuple(around(jnp.asarray(x)))) if kept == "by layer" else around(jnp.asarray(x))

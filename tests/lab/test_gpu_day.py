@@ -386,7 +386,7 @@ def test_steps_of_the_decomposition() -> None:
 
 
 def test_products_with_their_errors() -> None:
-    """Of the ways, only bf16 is far off; in chunks or in one go makes no difference here."""
+    """Only bf16 is far off; chunks make no difference here."""
     shape = (16, 3 * CHUNK, 24)
     found = measure_products(Products(name="x", parts=(), expected_s=0, shape=shape, checked=8))
     errors = {way: x["error"] for way, x in found["products"].items() if "failed" not in x}
