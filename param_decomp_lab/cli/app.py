@@ -26,6 +26,7 @@ from param_decomp_lab.cli.export import export
 from param_decomp_lab.cli.fit import fit
 from param_decomp_lab.cli.graph import graph
 from param_decomp_lab.cli.harvest import harvest
+from param_decomp_lab.cli.import_run import import_run
 from param_decomp_lab.cli.label import label
 from param_decomp_lab.cli.launch import launch
 from param_decomp_lab.cli.pretrain import pretrain
@@ -80,6 +81,7 @@ app.command()(fit)
 app.command()(pretrain)
 app.add_typer(data.app, name="data")
 app.add_typer(weights.app, name="weights")
+app.command("import")(import_run)
 app.command()(report)
 app.command("wandb")(send)
 app.command()(runs)

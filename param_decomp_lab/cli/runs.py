@@ -14,8 +14,8 @@ def runs(
 ) -> None:
     """List runs, newest first: state, step, speed and main metrics. Reads no arrays.
 
-    States: `waiting` (nothing has been done yet), `training`, `stopped` (can be resumed), `finished`, `failed`, and
-    `broken` for a folder that is not a complete run, with the reason.
+    States: `waiting` (nothing has been done yet), `training`, `stopped` (can be resumed), `finished`, `imported`
+    (`pd import` made it), `failed`, and `broken` for a folder that is not a complete run, with the reason.
 
     Examples:
 

@@ -49,8 +49,8 @@ def import_torch(
 
     It reads two kinds. From goodfire-ai/param-decomp when that was in PyTorch: LlamaSimpleMLP, GPT2, TMS or ResidMLP,
     with the YAML that their training leaves; from a folder with several checkpoints the newest. From Hugging Face: a
-    folder with pytorch_model.bin, of any architecture that can be decomposed. Needs torch (`pip install 'torch>=2.4'`);
-    only tensors are read, no code of a pickle is run.
+    folder with pytorch_model.bin, of any architecture that can be decomposed. Only tensors are read, no code of a
+    pickle is run; torch is needed for files from before torch 1.6 alone.
 
     Examples:
 

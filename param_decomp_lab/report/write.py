@@ -22,6 +22,7 @@ from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.runs import configuration
 from param_decomp_lab.runs.evaluation_rows import L0, attacks, ce_kl_table, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE
+from param_decomp_lab.runs.imported import IMPORTED_FILE, read_imported
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
 from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.safe_io.files import read_text
@@ -73,13 +74,14 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
 
     ``component_address``: of the page of a component, by site and number, "" if it has none; for a page that is served.
     """
-    for name in (CONFIG_FILE, METRICS_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE):
+    for name in (CONFIG_FILE, METRICS_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, IMPORTED_FILE):
         path_within(run_folder, name, str(run_folder), links=False)
     config_text, config = _read_config(run_folder / CONFIG_FILE)
     if not (run_folder / METRICS_FILE).is_file():
         raise UserError(f"{run_folder / METRICS_FILE} does not exist: a report needs the metrics of a run")
     rows = read_metrics(run_folder)
     examples = read_examples(run_folder / EXAMPLES_FILE)
+    imported = read_imported(run_folder)
     series = series_by_key(rows)
     last_step = max((int(row["step"]) for row in rows), default=None)
     n_steps = configuration.get(config, "pd", "steps")
@@ -128,7 +130,10 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
         component_address=component_address or (lambda site, number: ""),
         n_snippets=snippets_per_component(examples),
         n_snippets_available=_most_snippets(examples),
-        overview=configuration.overview(config, len(l0.sites) if l0 else len(sites), last_step),
+        overview=[
+            *([("Origin", str(imported))] if imported is not None else []),
+            *configuration.overview(config, len(l0.sites) if l0 else len(sites), last_step),
+        ],
         config_text=config_text,
         environment=_flat(_read_environment(run_folder / ENVIRONMENT_FILE)),
     )

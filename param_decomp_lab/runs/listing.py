@@ -19,6 +19,7 @@ from param_decomp_lab.runs.configuration import component_counts
 from param_decomp_lab.runs.ending import ENDING_FILE, read_ending
 from param_decomp_lab.runs.evaluation_rows import attacks, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CHECKPOINTS, CONFIG_FILE, checkpoint_steps
+from param_decomp_lab.runs.imported import read_imported
 from param_decomp_lab.runs.lock import LOCK_FILE, holder, is_held
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, parse_row
 from param_decomp_lab.runs.series import series_by_key
@@ -37,9 +38,10 @@ TAIL = 1 << 20
 WIDEST = 60
 """Longest folder name that is not wrapped, in characters."""
 
-State = Literal["waiting", "training", "stopped", "finished", "failed", "broken"]
+State = Literal["waiting", "training", "stopped", "finished", "imported", "failed", "broken"]
 STYLES: dict[State, str] = {
-    "waiting": "dim", "training": "green", "stopped": "yellow", "finished": "bold", "failed": "red", "broken": "red",
+    "waiting": "dim", "training": "green", "stopped": "yellow", "finished": "bold", "imported": "bold", "failed": "red",
+    "broken": "red",
 }  # fmt: skip
 
 
@@ -47,7 +49,7 @@ STYLES: dict[State, str] = {
 class RunStatus:
     """The status of a run, read from its folder. ``step``: finished training steps; ``steps``: planned steps.
     ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it
-    failed or is broken. ``last``: the newest value of every metric."""
+    failed or is broken, or where it was imported from. ``last``: the newest value of every metric."""
 
     folder: str
     id: str
@@ -113,14 +115,16 @@ def _read(folder: Path) -> RunStatus:
     checkpoints = checkpoint_steps(folder)
     newest = max(checkpoints, default=None)
     seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
-    ending = read_ending(folder)
+    ending, imported = read_ending(folder), read_imported(folder)
     held, locked_at = is_held(folder), _changed(folder / LOCK_FILE)
     # Locked by another machine, whose process cannot be checked: only that it took the lock after the last end.
     on_other_machine = held is None and holder(folder) is not None and locked_at > _changed(folder / ENDING_FILE)
     quiet = time.time() - max(seen, locked_at if on_other_machine else 0.0)
     writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
     state: State
-    if held or (on_other_machine and writes):
+    if imported is not None:
+        state = "imported"
+    elif held or (on_other_machine and writes):
         state = "training"
     elif ending is not None:
         state = ending[0]
@@ -142,7 +146,7 @@ def _read(folder: Path) -> RunStatus:
         seconds=seconds,
         tokens_per_second=last.get("train/perf/tok_per_s"),
         seen=seen,
-        why=ending[1] if ending is not None and state == "failed" else "",
+        why=str(imported or "") or (ending[1] if ending is not None and state == "failed" else ""),
         main=_headline(last, config),
         last=last,
     )

@@ -16,6 +16,7 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import StopSignal
 from param_decomp_lab.runs.ending import record_end
 from param_decomp_lab.runs.folder import make_run_folder, refuse_taken, refuse_unseen, saved_config
+from param_decomp_lab.runs.imported import read_imported
 from param_decomp_lab.runs.lock import only_job
 from param_decomp_lab.runs.parent import find_parent, refuse_mismatch
 from param_decomp_lab.runs.target_file import read_target
@@ -86,6 +87,7 @@ def resume(
     stop = stop or StopSignal()
     with processes.sharing_errors():
         saved = saved_config(folder)
+        _refuse_imported(folder)
         now = saved.with_overrides(overrides) if config is None else config
         changes = allowed_changes(saved, now, str(folder))
         now = now.with_run_id(saved.wrapper.run_id or folder.name) if changes else saved
@@ -100,6 +102,16 @@ def resume(
             if login is not None:
                 login.require()
         return _run(Job(now, setup, folder, console, processes, stop, check_lock), resumed=True)
+
+
+def _refuse_imported(folder: Path) -> None:
+    """Raises UserError for a run that has nothing but what was learned."""
+    imported = read_imported(folder)
+    if imported is not None:
+        raise UserError(
+            f"{folder} was {imported}, without the state of the optimizers, so it cannot be resumed; to go on from it, "
+            f"begin a new run with init_from: {folder}"
+        )
 
 
 def _recorded_target(folder: Path) -> Architecture | None:

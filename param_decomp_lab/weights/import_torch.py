@@ -28,7 +28,7 @@ from param_decomp_lab.safe_io.yaml_text import read_mapping
 from param_decomp_lab.weights.dtypes import DTYPES, Dtype
 from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, save_tensors
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, read_architecture, stored_name, tensor_shapes
-from param_decomp_lab.weights.torch_checkpoint import read_checkpoint, require_torch
+from param_decomp_lab.weights.torch_checkpoint import needs_torch, read_checkpoint, require_torch
 from param_decomp_lab.weights.torch_files import newest_checkpoint, settings_files, tokenizer_files
 from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_settings, strip_wrappers
 
@@ -56,7 +56,7 @@ class TorchFiles:
 
     def architecture(self) -> Architecture:
         """Read without the weights. UserError for an architecture that cannot be loaded."""
-        return _architecture(self.config(), str(self.folder) if self.settings is None else self.settings.where)
+        return architecture_of(self.config(), str(self.folder) if self.settings is None else self.settings.where)
 
 
 def find_files(source: Path, settings: Path | None = None) -> TorchFiles:
@@ -117,7 +117,7 @@ def import_torch(
     refuse_existing(out, marker=SOURCE_FILE, overwrite=overwrite)  # before any work is done
     files = find_files(source, settings)
     for checkpoint in files.checkpoints:
-        if checkpoint.suffix != ".safetensors":
+        if needs_torch(checkpoint):
             require_torch(str(checkpoint))
     config, architecture = files.config(), files.architecture()
     with new_folder(out, marker=SOURCE_FILE, overwrite=overwrite) as folder:
@@ -130,7 +130,7 @@ def import_torch(
             state = strip_wrappers(read_checkpoint(checkpoint))
             if files.settings is not None:
                 config, state = convert(files.settings, state)
-                architecture = _architecture(config, files.settings.where)
+                architecture = architecture_of(config, files.settings.where)
             tensors = checked_tensors(architecture, state, str(checkpoint))
             tensors = {name: _cast(array, dtype) for name, array in tensors.items()}
             save_tensors(tensors, folder / part, {"format": "pt"})
@@ -200,7 +200,7 @@ def _cast(array: np.ndarray, dtype: Dtype | None) -> np.ndarray:
     return np.ascontiguousarray(array if dtype is None else array.astype(DTYPES[dtype]))
 
 
-def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
+def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
     try:
         return read_config(config)
     except UnsupportedConfig as error:

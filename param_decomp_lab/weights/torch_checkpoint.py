@@ -1,6 +1,7 @@
-"""Arrays from a checkpoint of torch: the one place where a pickle is opened, and only with ``weights_only=True``.
+"""Arrays from a checkpoint of torch. Only tensors and plain values are read; no code of a pickle is run.
 
-torch is no dependency: who has such files installs it.
+torch is no dependency: what it has written since version 1.6 is read without it (`torch_zip.py`), and what it wrote
+before is opened with ``weights_only=True`` by who has installed it.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.files import regular_file
 from param_decomp_lab.safe_io.printable import first_few, printable, shortened
+from param_decomp_lab.weights.torch_zip import NotPlain, is_torch_zip, read_torch_zip
 
 INSTALL = "pip install 'torch>=2.4'"
 WITHIN = ("state_dict", "model_state_dict", "model")
@@ -33,34 +35,42 @@ def require_torch(what: str) -> Any:
 def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a state dict by name, each in its own dtype.
 
-    A safetensors file, which needs no torch, will do too. Raises UserError: no torch; no checkpoint; one with objects
-    other than tensors and plain values, which only code could make; no state dict in it.
+    A safetensors file will do too. Raises UserError: no torch, for a file of before torch 1.6; no checkpoint; one with
+    objects other than tensors and plain values, which only code could make; no state dict in it.
     """
     if path.suffix == ".safetensors":
         try:
             return load_file(regular_file(path, "a checkpoint"))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: cannot be read as a safetensors file ({error}); copy it again") from error
-    torch = require_torch(str(path))
     regular_file(path, "a checkpoint")
+    if is_torch_zip(path):
+        try:
+            return dict(_state(read_torch_zip(path), path, np.ndarray))
+        except NotPlain as error:
+            raise _not_plain(path, str(error)) from error
+    torch = require_torch(str(path))
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         text = printable(str(error), 10_000)
         if "eights_only" in text or "Unsupported" in text or "GLOBAL" in text:
-            raise UserError(
-                f"{path}: holds more than tensors and plain values ({_refused(text)}), which torch would have to run "
-                "code for; it is not read. Save the state dict alone: torch.save(model.state_dict(), FILE)"
-            ) from error
+            raise _not_plain(path, _refused(text)) from error
         first = shortened(text.partition("\n")[0], 200) or type(error).__name__
         raise UserError(f"{path}: cannot be read as a checkpoint of torch ({first}); copy it again") from error
     return {name: _array(name, tensor, path) for name, tensor in _state(loaded, path, torch.Tensor).items()}
 
 
-def _can_be_mapped(path: Path) -> bool:
-    """Whether a file is of torch's present format, a zip, whose tensors need not be read at once."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def needs_torch(path: Path) -> bool:
+    """Whether `read_checkpoint` needs torch for this file."""
+    return path.suffix != ".safetensors" and not is_torch_zip(regular_file(path, "a checkpoint"))
+
+
+def _not_plain(path: Path, name: str) -> UserError:
+    return UserError(
+        f"{path}: holds more than plain values and dense tensors of the usual types ({name}); it is not read. Save the "
+        "state dict alone: torch.save(model.state_dict(), FILE)"
+    )
 
 
 def _refused(text: str) -> str:

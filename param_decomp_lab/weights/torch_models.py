@@ -125,16 +125,18 @@ def convert(settings: TorchSettings, state: State) -> tuple[dict[str, Any], dict
     that contradict what our architecture assumes: a head of its own, an unembedding that is not the embedding.
     """
     config = settings.config()
+    return config, convert_tensors(settings.kind, state, config, settings.where)
+
+
+def convert_tensors(kind: Kind, state: State, config: dict[str, Any], where: str) -> dict[str, np.ndarray]:
+    """The tensors of `convert`, which adds to ``config`` what they say. ``where``: they are, for errors."""
     by_kind: dict[Kind, Callable[[State, dict[str, Any], str], Iterator[tuple[str, np.ndarray]]]] = {
         "tms": _tms_tensors,
         "resid_mlp": _resid_mlp_tensors,
         "llama_simple_mlp": _simple_tensors,
         "gpt2": _gpt2_tensors,
     }
-    tensors = {
-        name: np.ascontiguousarray(array) for name, array in by_kind[settings.kind](state, config, settings.where)
-    }
-    return config, tensors
+    return {name: np.ascontiguousarray(array) for name, array in by_kind[kind](state, config, where)}
 
 
 def _tms_tensors(state: State, config: dict[str, Any], where: str) -> Iterator[tuple[str, np.ndarray]]:

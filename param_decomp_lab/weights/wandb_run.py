@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,20 @@ def fetch_files(run: WandbRun, folder: Path, where: str, console: Console) -> No
     ``where``: the key that names the run, for errors. Raises UserError: nobody is logged in, no such run, no such
     files; CannotFetch where wandb cannot be reached.
     """
+
+    def chosen(names: Iterable[str]) -> list[str]:
+        settings, checkpoint = settings_files(names), newest_checkpoint(names, f"{where}: {run}")
+        if not settings:
+            raise UserError(f"{where}: {run} has none of {', '.join(SETTINGS_FILES)}, so its model is not known")
+        return [*settings, *tokenizer_files(names), checkpoint]
+
+    fetch_chosen(run, folder, where, console, chosen)
+
+
+def fetch_chosen(
+    run: WandbRun, folder: Path, where: str, console: Console, choose: Callable[[Iterable[str]], list[str]]
+) -> list[str]:
+    """As `fetch_files`, those that ``choose`` chooses of the names of the run's files; returns these."""
     import wandb
 
     with _explained(run, where):
@@ -61,13 +75,12 @@ def fetch_files(run: WandbRun, folder: Path, where: str, console: Console) -> No
             raise UserError(f"{where}: {run} {_NO_KEY}")
         found = wandb.Api(timeout=TIMEOUT_S).run(f"{run.entity}/{run.project}/{run.id}")
         files = {file.name: file for file in found.files()}
-        settings, checkpoint = settings_files(files), newest_checkpoint(files, f"{where}: {run}")
-        if not settings:
-            raise UserError(f"{where}: {run} has none of {', '.join(SETTINGS_FILES)}, so its model is not known")
-        for name in (*settings, *tokenizer_files(files), checkpoint):
+        chosen = list(dict.fromkeys(choose(files)))
+        for name in chosen:
             place = path_within(folder, name, str(run))
             if not place.is_file():
                 _download(files[name], place, folder.parent / "partial", console)
+    return chosen
 
 
 def _download(file: Any, place: Path, partial: Path, console: Console) -> None:

@@ -70,6 +70,11 @@ HELP = {
         "--batch-size",
         "--out",
     ),
+    ("import",): (
+        "pd import out/s-55ea3f9b --out runs/s-55ea3f9b --target out/t-9d2b8f02/model_config.yaml",
+        "--step",
+        "--overwrite",
+    ),
     ("export",): ("pd export runs/p-1a2b3c4d --out exported/my-llama", "--overwrite", "--step"),
     ("report",): ("pd report runs/p-1a2b3c4d",),
     ("probe",): ("pd probe configs/ladder/bf16-scan.yaml --gpu a5000 --seq 512", "--no-cache", "--quick"),

@@ -329,6 +329,7 @@ WAITS: dict[str, Callable[[Path], object]] = {
     "a text": lambda folder: file_spans([pipe_instead(folder / "a.parquet")], None, 1),
     "weights": lambda folder: open_safetensors(pipe_instead(folder / "model.safetensors")),
     "a checkpoint": lambda folder: read_checkpoint(pipe_instead(folder / "a.safetensors")),
+    "a checkpoint of torch": lambda folder: read_checkpoint(pipe_instead(folder / "a.pth")),
     "a save of a harvest": lambda folder: SiteState.empty(1, 1, 1).load(
         pipe_instead(folder / "0.totals.firings.npy").parent, 0
     ),

@@ -1,6 +1,7 @@
 """Checkpoints of torch as folders that can be decomposed.
 
-What turns names and layouts into ours is tested with arrays; the rest where torch is installed.
+What turns names and layouts into ours is tested with arrays, and reading with files that torch wrote
+(`tests/golden/families`); the rest where torch is installed.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import pickle
 import re
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from param_decomp_lab.weights import torch_checkpoint
 from param_decomp_lab.weights.import_torch import checked_tensors, import_torch, refuse_missing
 from param_decomp_lab.weights.safetensors_files import save_tensors
 from param_decomp_lab.weights.target_folder import load_target, read_architecture, save_target
+from param_decomp_lab.weights.torch_checkpoint import read_checkpoint
 from param_decomp_lab.weights.torch_files import newest_checkpoint, settings_files
 from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_settings, strip_wrappers
 from tests.core.tiny import weights
@@ -227,9 +230,9 @@ def test_llama_simple_mlp_computes_what_the_class_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama_simple_mlp_torch", "torch_gpt2"])
+@pytest.mark.usefixtures("no_torch")
 def test_golden_checkpoints(tmp_path: Path, name: str) -> None:
     """Written by torch, from definitions that somebody wrote who had not read this code."""
-    pytest.importorskip("torch")
     import_torch(GOLDEN / name, tmp_path / "out", QUIET)
     expected = np.load(GOLDEN / name / "expected.npz")
     close(logits(*load_target(tmp_path / "out"), expected["tokens"]), expected["logits"])
@@ -312,7 +315,7 @@ def put(folder: Path, name: str, raw: Mapping[str, Any]) -> None:
 @pytest.mark.usefixtures("no_torch")
 def test_without_torch(tmp_path: Path) -> None:
     put(tmp_path / "tms", "tms_train_config.yaml", {"tms_model_config": TMS})
-    (tmp_path / "tms" / "tms.pth").write_bytes(b"PK\x03\x04")
+    (tmp_path / "tms" / "tms.pth").write_bytes(pickle.dumps(1, protocol=2))  # the format before torch 1.6
     made = pd_here("weights", "import-torch", tmp_path / "tms", "--out", tmp_path / "out")
     assert (made.status, made.err.count("\n")) == (2, 1)
     assert "tms.pth: to read it takes torch, which is not installed here: pip install 'torch>=2.4'" in made.err
@@ -337,6 +340,54 @@ def test_nothing_else_imports_torch() -> None:
     sources = {path.name: path.read_text() for path in paths}
     with_torch = [name for name, text in sources.items() if "import torch\n" in text or "pickle.load" in text]
     assert with_torch == ["torch_checkpoint.py"]
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("this must not be printed",))
+
+
+def zipped(path: Path, data: bytes, **files: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {"data.pkl": data, **files}.items():
+            archive.writestr(f"c/{name.replace('data_', 'data/')}", content)
+    return path
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_damaged_and_hostile_pickles(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`{"a": a tensor of shape (size,) with this stride}`, written by hand, and what can be wrong with it."""
+
+    def tensor(size: int = 2, stride: int = 1, key: bytes = b"0", kind: bytes = b"FloatStorage") -> bytes:
+        storage = b"(X\x07\0\0\0storagectorch\n" + kind + b"\nX\x01\0\0\0" + key + b"X\x03\0\0\0cpuK\x02tQ"
+        sizes = (b"J" + n.to_bytes(4, "little", signed=True) + b"\x85" for n in (size, stride))
+        arguments = b"(" + storage + b"K\0" + b"".join(sizes) + b"\x89Nt"
+        return b"\x80\x02}X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n" + arguments + b"Rs."
+
+    def refused(data: bytes, **files: bytes) -> str:
+        with pytest.raises(UserError) as error:
+            read_checkpoint(zipped(tmp_path / "c.pt", data, **files))
+        return str(error.value)
+
+    numbers = np.arange(2, dtype=np.float32).tobytes()
+    assert read_checkpoint(zipped(tmp_path / "c.pt", tensor(), data_0=numbers))["a"].tolist() == [0, 1]
+    assert "holds more than plain values and dense tensors of the usual types (__builtin__.print)" in refused(
+        pickle.dumps({"a": Evil()}, protocol=2)
+    )
+    assert "must not be printed" not in "".join(capfd.readouterr())
+    assert "(torch.QInt8Storage)" in refused(tensor(kind=b"QInt8Storage"), data_0=numbers)
+    assert "has no state dict" in refused(pickle.dumps({"a": 1}, protocol=2))
+    for data in (tensor(3), tensor(2, 2), tensor(-1), tensor(2, -1), tensor(key=b"1"), tensor()[:-9], b""):
+        assert "c.pt: cannot be read as a checkpoint of torch" in refused(data, data_0=numbers)
+    assert "needs 2 numbers, and 1 are there" in refused(tensor(), data_0=numbers[:4])
+    damaged = zipped(tmp_path / "c.pt", tensor(), data_0=numbers)
+    damaged.write_bytes(damaged.read_bytes().replace(numbers, numbers[::-1]))
+    with pytest.raises(UserError, match="c/data/0 is not what was written"):
+        read_checkpoint(damaged)
+    assert "b'big'-endian" in refused(tensor(), data_0=numbers, byteorder=b"big")
+    assert "keeps a value under the number 2147483647" in refused(b"\x80\x02}r\xff\xff\xff\x7f.")
 
 
 # ---- with torch ----
@@ -405,13 +456,6 @@ def test_a_folder_of_hugging_face(tmp_path: Path, parts: int, dtype: Any) -> Non
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-class Evil:
-    """Runs a command where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return (print, ("this must not be printed",))
-
-
 def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch")
     folder, out = tmp_path / "run", tmp_path / "out"
@@ -420,7 +464,7 @@ def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "has no checkpoint" in refusal(folder, out)
     checkpoint = folder / "tms.pth"
     save({"state_dict": Evil()}, checkpoint)
-    assert "tms.pth: holds more than tensors and plain values (print), which torch would have to run code" in refusal(
+    assert "tms.pth: holds more than plain values and dense tensors of the usual types (__builtin__.print)" in refusal(
         folder, out
     )
     checkpoint.write_bytes(pickle.dumps(Evil(), protocol=2))
@@ -433,7 +477,7 @@ def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     save({"step": 3, "model": {"a": 1}}, checkpoint)
     assert "has no state dict" in refusal(folder, out)
     torch.save({"W": torch.eye(3).to(torch.float8_e4m3fn)}, checkpoint)
-    assert "W is stored as torch.float8_e4m3fn, torch.strided; weights must be dense" in refusal(folder, out)
+    assert "dense tensors of the usual types (torch._utils._rebuild_tensor_v3)" in refusal(folder, out)
     save({**tms_state(), "x": normal(1)}, checkpoint)
     assert "tms.pth: x has no place in the TMS of its settings" in refusal(folder, out)
     (folder / "tms_train_config.yaml").unlink()

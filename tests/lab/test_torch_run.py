@@ -18,6 +18,7 @@ from safetensors.numpy import save
 from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import CannotFetch, UserError
+from param_decomp_lab.runs.imported import read_imported
 from param_decomp_lab.weights.target_folder import load_target
 from param_decomp_lab.weights.torch_run import TorchRun, find_run
 from param_decomp_lab.weights.wandb_run import WandbRun, parse_run_path
@@ -257,3 +258,18 @@ def test_a_language_model_on_wandb(server: Server, tmp_path: Path) -> None:
     assert fetched.status == 0, fetched
     assert (Path(fetched.out.splitlines()[-1]) / "tokenizer.json").is_file()
     assert "Sites: 6" in pd_here("check", config).out
+
+
+def test_a_decomposition_on_wandb(server: Server, tmp_path: Path) -> None:
+    """`pd import` fetches the configuration, the model's settings and one checkpoint, once."""
+    golden = ROOT / "tests" / "golden" / "decompositions" / "tms_mlp"
+    names = ("experiment_config.yaml", "tms_train_config.yaml", "model_300.pth")
+    files = {name: (golden / name).read_bytes() for name in names}
+    server.add("def456", {**files, "model_200.pth": b"-", "training_300.pth": b"-", "figures/a.png": b"-"})
+    for out in ("first", "second"):
+        made = pd_here("import", f"wandb:{ENTITY}/toys/def456", "--out", tmp_path / out)
+        assert made.status == 0, made
+    assert sorted(server.fetched) == sorted(names)
+    found = read_imported(tmp_path / "second")
+    assert found is not None
+    assert found.source == f"wandb:{ENTITY}/toys/def456"

@@ -293,6 +293,30 @@ def _sizes_are_the_saved(fault: Fault, whole: Any) -> dict[str, Any]:
     return weights
 
 
+# ---- checkpoints of torch ----
+
+
+TORCH = "model_300.pth"
+
+
+def _make_torch(work: Path) -> None:
+    shutil.copyfile(ROOT / "tests" / "golden" / "decompositions" / "tms_mlp" / TORCH, work / TORCH)
+
+
+def _damage_torch(work: Path, random: Random) -> Fault:
+    return _damage_file(work / TORCH, random, damage_bytes)
+
+
+def _torch_is_the_saved(fault: Fault, whole: Any) -> dict[str, np.ndarray]:
+    """All of the file that is read has checksums: what is accepted is what was saved."""
+    from param_decomp_lab.weights.torch_checkpoint import read_checkpoint
+
+    found = {name: np.array(array) for name, array in read_checkpoint(Path(TORCH)).items()}
+    if whole is not None:
+        _equal(found, whole, "tensors")
+    return found
+
+
 # ---- GGUF, wheels, tokenizers ----
 
 
@@ -1145,6 +1169,7 @@ FORMATS: Mapping[str, Format] = {
             Command("import_gguf", _imported("model.gguf"), 3, OUT),
             Command(IMPORT, pd("weights", "import-gguf", "model.gguf", "out"), 1, OUT),
         )),
+        Format("torch", _make_torch, _damage_torch, (Command("read_checkpoint", _torch_is_the_saved),)),
         Format("wheel", _make_wheel, _damage_wheel, (
             Command("import_gguf", _imported("model.whl"), 3, OUT),
             Command(IMPORT, pd("weights", "import-gguf", "model.whl", "out"), 1, OUT),

@@ -62,9 +62,11 @@ def unflatten(template: Any, leaves: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in flatten(template)])
 
 
-def _items(state: Any) -> dict[str, dict[str, Any]]:
+def _items(state: State | Learned) -> dict[str, dict[str, Any]]:
     leaves = flatten(state)
     learned = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in LEARNED}
+    if isinstance(state, Learned):
+        return {"learned": learned}
     return {"learned": learned, "training": {name: leaf for name, leaf in leaves.items() if name not in learned}}
 
 
@@ -105,13 +107,14 @@ class Checkpoints:
         )
 
     def save(
-        self, step: int, state: State, configuration: str, inputs: Mapping[str, str] = MappingProxyType({})
+        self, step: int, state: State | Learned, configuration: str, inputs: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Saves the state after ``step`` steps with its configuration; does nothing if that step is saved already.
 
-        ``inputs``: fingerprints of the target's weights and the data. Raises CannotWrite if the folder cannot be
-        written; earlier checkpoints are intact then, and the incomplete one is ignored. Raises Displaced, in process 0,
-        if the folder of the checkpoints is not where it was: orbax would make another, with this checkpoint alone.
+        ``state``: what was learned, alone, is enough for all but resuming. ``inputs``: fingerprints of the target's
+        weights and the data. Raises CannotWrite if the folder cannot be written; earlier checkpoints are intact then,
+        and the incomplete one is ignored. Raises Displaced, in process 0, if the folder of the checkpoints is not where
+        it was: orbax would make another, with this checkpoint alone.
         """
         self._check_folder()
         if self._processes.from_first("saved" if step in self.steps() else ""):
