@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, and N4, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, N4 and N5, in NumPy float64: the yardstick of the tests.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -379,10 +379,18 @@ def affine(layer: dict, x: Num) -> Num:
     return x @ w + (b.reshape(b.shape[0], 1, b.shape[1]) if w.ndim == 3 else b)
 
 
+def hidden_layer(layer: dict, x: Num) -> Num:
+    """C4: affine + GELU; C9: of `{gate, up}`, both affine, silu of the gate times up."""
+    if "gate" not in layer:
+        return gelu(affine(layer, x))
+    gate = affine(layer["gate"], x)
+    return gate * sigmoid(gate) * affine(layer["up"], x)
+
+
 def mlp(layers: list[dict], x: Num) -> Num:
-    """C4: affine + GELU for each hidden layer, the last one only affine."""
+    """C4, C9: the hidden layers, and a last one that is only affine."""
     for layer in layers[:-1]:
-        x = gelu(affine(layer, x))
+        x = hidden_layer(layer, x)
     return affine(layers[-1], x)
 
 
@@ -433,20 +441,28 @@ def attention(q: Num, k: Num, v: Num, n_heads: int, freq: Array, causal: bool) -
     return (exp(log_softmax(scores)) @ v[:, group]).swapaxes(1, 2).reshape(B, T, width)
 
 
-def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: float) -> Num:
-    """C4 `global_shared_transformer`: the sites' inputs `[..., d_s]` -> `[..., sum of C]`.
-    `{input {w, b}, blocks [{q, k, v, o: [d_model, d_model], mlp [{w, b}, ...]}], head {w, b}}`."""
+def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: float, causal: bool = False) -> Num:
+    """C4 `global_shared_transformer`, C9: the sites' inputs `[..., d_s]` -> `[..., sum of C]`.
+    `{input {w, b}, blocks [{q, o: [d_model, d_model], k, v: [d_model, n_kv_heads · head width], mlp [{w, b}, ...]}],
+    head {w, b}}`; with SwiGLU the hidden layers of mlp are {gate {w, b}, up {w, b}}."""
     x = concatenate([rms_norm(x, FP32_EPS) for x in xs], axis=-1)
     lead = x.shape[:-1]
     h = affine(params["input"], x if len(lead) == 2 else x.reshape(lead[0], 1, x.shape[-1]))
     freq = rope_frequencies(h.shape[-1] // n_heads, rope_base)
     for block in params["blocks"]:
         n = rms_norm(h, FP32_EPS)
-        mixed = attention(n @ block["q"], n @ block["k"], n @ block["v"], n_heads, freq, False)
+        mixed = attention(n @ block["q"], n @ block["k"], n @ block["v"], n_heads, freq, causal)
         h = h + mixed @ block["o"]
         h = h + mlp(block["mlp"], rms_norm(h, FP32_EPS))
     logits = affine(params["head"], h)
     return logits.reshape(*lead, logits.shape[-1])
+
+
+def attention_settings(ci_config: dict) -> dict:
+    """Those of `transformer_ci`, from the configuration."""
+    own = ci_config["simple_transformer_ci_cfg"]["attn_config"]
+    rope_base, causal = own.get("rope_base", 10000.0), own.get("causal", False)
+    return {"n_heads": own["n_heads"], "rope_base": rope_base, "causal": causal}
 
 
 def chunks_of_layers(layers: Mapping[str, int], layers_per_chunk: int) -> list[list[str]]:
@@ -460,13 +476,13 @@ def chunks_of_layers(layers: Mapping[str, int], layers_per_chunk: int) -> list[l
 def chunkwise_ci(ci_config: dict, params: list, inputs: dict[str, Num], n_components: dict[str, int]) -> dict:
     """C6 `chunkwise_transformer`: logits `[..., C_s]` per site. `groups` of the configuration: the sites of each group.
     params: of every group, those of `transformer_ci`."""
-    attn = ci_config["simple_transformer_ci_cfg"]["attn_config"]
+    settings = attention_settings(ci_config)
     patterns = ci_config.get("input_patterns") or ["*"]
     logits: dict[str, Num] = {}
     for group, own in zip(ci_config["groups"], params, strict=True):
         read = [inputs[s] for s in group if any(fnmatch(s, p) for p in patterns)]
         assert read, f"nothing of {group} is read"
-        joint = transformer_ci(own, read, attn["n_heads"], attn.get("rope_base", 10000.0))
+        joint = transformer_ci(own, read, **settings)
         ends = np.cumsum([0] + [n_components[s] for s in group])
         logits |= {s: joint[..., lo:hi] for s, lo, hi in zip(group, ends[:-1], ends[1:], strict=True)}
     return {s: logits[s] for s in inputs}
@@ -524,9 +540,7 @@ def function_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], compo
         case "global_shared_mlp":
             joint = mlp(params, concatenate(list(inputs.values()), axis=-1))
         case "global_shared_transformer":
-            attn = ci_config["simple_transformer_ci_cfg"]["attn_config"]
-            base = attn.get("rope_base", 10000.0)
-            joint = transformer_ci(params, inputs.values(), attn["n_heads"], base)
+            joint = transformer_ci(params, inputs.values(), **attention_settings(ci_config))
         case "chunkwise_transformer":
             n_components = {s: components[s]["V"].shape[1] for s in inputs}
             return chunkwise_ci(ci_config, params, inputs, n_components)
@@ -643,6 +657,14 @@ RECONSTRUCTION: dict[str, Row] = {
 }
 
 
+MERGED: dict[str, Row] = {  # A8, A9
+    "MergedStochasticSubsetPPGDReconLoss": Row("all", "merged"),
+    "MergedStochasticSubsetPooledPPGDReconLoss": Row("all", "merged"),
+}
+ROWS = RECONSTRUCTION | MERGED
+KEPT = ("persistent", "merged")  # whose sources are in the state
+
+
 def chunks(sites: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """R4: consecutive groups in canonical order, the last one possibly smaller."""
     return [tuple(sites[i : i + size]) for i in range(0, len(sites), size)]
@@ -651,7 +673,7 @@ def chunks(sites: Sequence[str], size: int) -> list[tuple[str, ...]]:
 def live_sets(loss: dict, sites: Sequence[str], n_mask_samples: int) -> list[tuple[str, ...]]:
     """The live sites of each forward of a schema loss; its length is the number of forwards.
     Draws are the outer loop, sites or chunks the inner one."""
-    row = RECONSTRUCTION[loss["type"]]
+    row = ROWS[loss["type"]]
     sizes = {"all": len(sites), "each": 1, "chunks": loss.get("sites_per_chunk")}
     draws = {"one": 1, "n_mask_samples": n_mask_samples, "n_samples": loss.get("n_samples", 1)}
     return chunks(sites, sizes[row.live]) * draws[row.samples]
@@ -661,6 +683,7 @@ Linear = Callable[[str, Num, Array], Num]  # (module, x, W) -> y
 Target = Callable[[Linear], Num]  # the target on a fixed batch, every x @ W done by the argument
 Choose = Callable[[str, Array], Array]  # (mixture, the S of its own router) -> the S it uses, both bool [..., E]
 Hold = Callable[[str, Array], Num]  # (FEATURES or a bias, its own value) -> the value it uses
+See = Callable[[str, Num], Any]  # told (point, activation) at every point of R6
 FEATURES = "features"
 
 
@@ -668,7 +691,7 @@ FEATURES = "features"
 class MixtureTarget:
     """A `Target` that may have mixtures of experts (section 12). Called as any other, each uses its own choice."""
 
-    run: Callable[[Linear, Choose], Num]
+    run: Callable[..., Num]  # of (Linear, Choose), and See if it has points
 
     def __call__(self, linear: Linear) -> Num:
         return self.run(linear, lambda mixture, own: own)
@@ -678,16 +701,23 @@ class MixtureTarget:
 class ToyTarget:
     """A `Target` whose features and biases can be leaves (E1). Called as any other, it uses its own."""
 
-    run: Callable[[Linear, Hold], Num]
+    run: Callable[..., Num]  # of (Linear, Hold), and See if it has points
 
     def __call__(self, linear: Linear) -> Num:
         return self.run(linear, lambda name, own: own)
 
 
-def run_target(target: Target, linear: Linear, choose: Choose, hold: Hold = lambda name, own: own) -> Num:
+def run_target(
+    target: Target,
+    linear: Linear,
+    choose: Choose,
+    hold: Hold = lambda name, own: own,
+    see: See | None = None,
+) -> Num:
+    watching = () if see is None else (see,)
     if isinstance(target, MixtureTarget):
-        return target.run(linear, choose)
-    return target.run(linear, hold) if isinstance(target, ToyTarget) else target(linear)
+        return target.run(linear, choose, *watching)
+    return target.run(linear, hold, *watching) if isinstance(target, ToyTarget) else target(linear)
 
 
 PRE_IDENTITY = ".pre_identity"
@@ -708,7 +738,7 @@ def with_identity_sites(target: Target, sites: Iterable[str]) -> Target:
         return apply
 
     if isinstance(target, MixtureTarget | ToyTarget):
-        return replace(target, run=lambda linear, hook: target.run(extended(linear), hook))
+        return replace(target, run=lambda linear, *hooks: target.run(extended(linear), *hooks))
     return lambda linear: target(extended(linear))
 
 
@@ -747,6 +777,13 @@ def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
     return Clean(output, *records, exists=existence(sites, chosen), chosen=chosen)
 
 
+def clean_points(target: Target) -> dict[str, Array]:
+    """R6: {point: activation `[..., d]`} of the clean pass."""
+    seen: dict[str, Array] = {}
+    run_target(target, lambda module, x, W: x @ W, lambda mixture, own: own, see=seen.__setitem__)
+    return seen
+
+
 def masked_pass(
     target: Target,
     components: dict,
@@ -754,6 +791,7 @@ def masked_pass(
     deltas: dict,
     routes: dict,
     chosen: Mapping[str, Array] = NO_EXPERTS,
+    see: See | None = None,
 ) -> tuple[Num, dict[str, Num]]:
     """F1, F3, X3: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
     routed everywhere; no entry in `chosen`: the mixture chooses by itself. -> (output, {live site: its output})."""
@@ -767,7 +805,7 @@ def masked_pass(
         outputs[module] = masked_site(x, W, V, U, m, delta, route)
         return outputs[module]
 
-    return run_target(target, linear, lambda mixture, own: chosen.get(mixture, own)), outputs
+    return run_target(target, linear, lambda mixture, own: chosen.get(mixture, own), see=see), outputs
 
 
 class Forward(NamedTuple):
@@ -794,21 +832,65 @@ class Decomposition:
         return replace(self, components=components, lower=lower_ci)
 
 
-def forward_error(model: Decomposition, forward: Forward, hidden_acts: bool = False) -> Num:
-    """R1, R2: the error of one forward."""
+class Beside(NamedTuple):
+    """R6: the points beside the output, and the coefficient at this step."""
+
+    coeff: float
+    points: tuple[str, ...]
+
+
+def beside_output(loss: dict, step: int, total: int) -> Beside | None:
+    """R6: of a reconstruction term."""
+    own = loss.get("hidden_acts_reconstruction")
+    return None if own is None else Beside(schedule(own["coeff"], step, total), tuple(own["points"]))
+
+
+def forward_errors(
+    model: Decomposition, forward: Forward, hidden_acts: bool = False, beside: Beside | None = None
+) -> dict[str, Num]:
+    """R1, R2, R6: of one forward, {sum, output, each point}."""
     pairs = {s: site_masks(model.lower[s], forward.sources[s]) for s in forward.live}
     masks, deltas = ({s: pair[i] for s, pair in pairs.items()} for i in range(2))
-    output, acts = masked_pass(model.target, model.components, masks, deltas, forward.routes, model.clean.chosen)
+    seen: dict[str, Num] = {}
+    output, acts = masked_pass(
+        model.target,
+        model.components,
+        masks,
+        deltas,
+        forward.routes,
+        model.clean.chosen,
+        seen.__setitem__ if beside else None,
+    )
     if hidden_acts:
-        return hidden_acts_error(model.clean.outputs, acts, model.clean.exists)
-    return model.error(model.clean.output, output)
+        return {"sum": hidden_acts_error(model.clean.outputs, acts, model.clean.exists)}
+    of_output = model.error(model.clean.output, output)
+    if beside is None:
+        return {"sum": of_output}
+    clean = clean_points(model.target)
+    errors = {p: ((seen[p] - clean[p]) ** 2).sum() / (clean[p] ** 2).sum() for p in beside.points}
+    return {"sum": of_output + beside.coeff * sum(errors.values()) / len(errors), "output": of_output, **errors}
+
+
+def forward_error(
+    model: Decomposition, forward: Forward, hidden_acts: bool = False, beside: Beside | None = None
+) -> Num:
+    """R1, R2, R6: the error of one forward."""
+    return forward_errors(model, forward, hidden_acts, beside)["sum"]
+
+
+def mean_errors(
+    model: Decomposition, forwards: Sequence[Forward], hidden_acts: bool = False, beside: Beside | None = None
+) -> dict[str, Num]:
+    """Section 5, R6: means over all forwards of what `forward_errors` gives."""
+    errors = [forward_errors(model, f, hidden_acts, beside) for f in forwards]
+    return {part: sum(e[part] for e in errors) / len(errors) for part in errors[0]}
 
 
 def reconstruction_term(
     model: Decomposition, coeff: float, forwards: Sequence[Forward], hidden_acts: bool = False
 ) -> Num:
     """Section 5: coefficient × mean over all forwards of their error."""
-    return coeff * sum(forward_error(model, f, hidden_acts) for f in forwards) / len(forwards)
+    return coeff * mean_errors(model, forwards, hidden_acts)["sum"]
 
 
 # ---- Section 6: the other two losses ----
@@ -824,6 +906,12 @@ def faithfulness(components: dict, weights: dict[str, Array], squares: Callable[
     """L1. `squares` of (W, V, U): `split_squares` for the products of N4."""
     total = sum(squares(W, components[s]["V"], components[s]["U"]) for s, W in weights.items())
     return total / sum(W.size for W in weights.values())
+
+
+def relative_faithfulness(components: dict, weights: dict[str, Array]) -> Num:
+    """L5: the mean over sites of the delta's squares over those of W."""
+    shares = [delta_squares(W, components[s]["V"], components[s]["U"]) / (W * W).sum() for s, W in weights.items()]
+    return sum(shares) / len(shares)
 
 
 def significant(x: Array, bits: int, whole: Callable[[Array], Array] = np.rint) -> Array:
@@ -900,33 +988,126 @@ def importance_minimality(
     return term
 
 
+def frequencies(
+    upper_ci: dict, penalty: Callable[[Num], Num], exists: Mapping[str, Array] = NO_EXPERTS
+) -> dict[str, Num]:
+    """L2, X4: f, `[C]` of each site."""
+    sums = {s: component_sums(where_it_exists(u, s, exists), penalty) for s, u in upper_ci.items()}
+    return {s: S / math.prod(upper_ci[s].shape[:-1]) for s, S in sums.items()}
+
+
+def frequency_cost(f: Num, a: float) -> Num:
+    """L6: Phi of each component."""
+    return f * log(1.0 + a * f) / math.log(2.0)
+
+
 def importance_frequency(
     upper_ci: dict, penalty: Callable[[Num], Num], a: float, exists: Mapping[str, Array] = NO_EXPERTS
 ) -> Num:
     """L2, X4, the batch-size-invariant form: sum of f_c · log2(1 + a · f_c)."""
+    return sum(frequency_cost(f, a).sum() for f in frequencies(upper_ci, penalty, exists).values())
+
+
+def moved_means(means: dict[str, Array], f: dict[str, Num], halflife: float) -> dict[str, Array]:
+    """L6: E of each site after a batch with frequencies f."""
+    d = 2.0 ** (-1.0 / halflife)
+    return {s: d * value(E) + (1.0 - d) * value(f[s]) for s, E in means.items()}
+
+
+def importance_frequency_of_means(
+    f: dict[str, Num], means: dict[str, Array], a: float, halflife: float, step: int
+) -> Num:
+    """L6: sum of Phi(f^), with Phi'(f^) as the gradient to f. `means`: E of this step, this batch's f in it."""
     term: Num = np.zeros(())
-    for s, u in upper_ci.items():
-        f = component_sums(where_it_exists(u, s, exists), penalty) / math.prod(u.shape[:-1])
-        term = term + (f * log(1.0 + a * f)).sum() / math.log(2.0)
+    for s, E in means.items():
+        mean = E / (1.0 - 2.0 ** (-(step + 1) / halflife))
+        slope = np.log2(1.0 + a * mean) + a * mean / ((1.0 + a * mean) * math.log(2.0))
+        term = term + custom(value(frequency_cost(mean, a).sum()), (f[s], lambda g, slope=slope: g * slope))
     return term
 
 
 def annealed_p(loss: dict, step: int, total: int) -> float:
-    """L4."""
+    """L4, T8."""
     start, end = loss.get("p_anneal_start_frac", 1.0), loss.get("p_anneal_end_frac", 1.0)
-    p, final, frac = loss["pnorm"], loss.get("p_anneal_final_p"), step / total
+    p, final, frac = schedule(loss["pnorm"], step, total), loss.get("p_anneal_final_p"), step / total
     if final is None or frac < start:
         return p
     return final if frac >= end else p + (final - p) * (frac - start) / (end - start)
 
 
 def penalty_of(loss: dict, step: int, total: int) -> Callable[[Num], Num]:
-    """L2, L4: psi at this step."""
+    """L2, L4: psi at this step; with `normalize_at_one` over its value at 1."""
     if loss.get("penalty", "lp") == "smooth_l0":
-        gamma = schedule(loss["gamma"], step, total)
-        return lambda u: smooth_l0_penalty(u, gamma)
-    p, eps = annealed_p(loss, step, total), loss.get("eps", 1e-12)
-    return lambda u: lp_penalty(u, p, eps)
+        penalty = partial(smooth_l0_penalty, gamma=schedule(loss["gamma"], step, total))
+    else:
+        penalty = partial(lp_penalty, p=annealed_p(loss, step, total), eps=loss.get("eps", 1e-12))
+    if not loss.get("normalize_at_one", False):
+        return penalty
+    return lambda u: penalty(u) / penalty(np.ones(()))
+
+
+class Units(NamedTuple):
+    """L7: the units that a matrix faces: `side` output or input, `kind` neuron or attention_head; `n` equal contiguous
+    blocks of that side; `multiplier`: m."""
+
+    side: str
+    kind: str
+    n: int
+    multiplier: float = 1.0
+
+
+NO_UNITS: Mapping[str, Units] = MappingProxyType({})
+
+
+def faced_units(weights: Mapping[str, Array], n_heads: int = 1, n_kv_heads: int = 1) -> dict[str, Units]:
+    """L7: of sites with these W, by name, as a Llama or a ResidMLP has them; the others have no entry."""
+
+    def of_site(site: str, W: Array) -> Units | None:
+        match site.rpartition(".")[2]:
+            case "q_proj":
+                return Units("output", "attention_head", n_heads)
+            case "o_proj":
+                return Units("input", "attention_head", n_heads)
+            case "k_proj" | "v_proj":
+                return Units("output", "attention_head", n_kv_heads, n_heads / n_kv_heads)
+            case "gate_proj" | "up_proj" | "mlp_in":
+                return Units("output", "neuron", W.shape[1])
+            case "down_proj" | "mlp_out":
+                return Units("input", "neuron", W.shape[0])
+        return None
+
+    return {s: units for s, W in weights.items() if (units := of_site(s, W))}
+
+
+def soft_counts(vectors: Num, units: Units, threshold: float, normalize_at_one: bool) -> Num:
+    """L7: vectors `[C, d]`, each component's on the side that faces units -> `[C]`."""
+    squares = (vectors * vectors).reshape(vectors.shape[0], units.n, -1).sum(axis=-1)
+    total = squares.sum(axis=-1, keepdims=True)
+    shares = squares / (total + (value(total) == 0))
+    soft = (shares / (shares + threshold / units.n)).sum(axis=-1) * units.multiplier
+    return soft * (1.0 + threshold / units.n) if normalize_at_one else soft
+
+
+def nonlinearity_locality(
+    components: dict,
+    units: Mapping[str, Units],
+    coefficients: Mapping[str, float | None],
+    threshold: float,
+    normalize_at_one: bool = False,
+) -> Num:
+    """L7. `units`: those of the sites that face any; `coefficients`: w by kind."""
+    term: Num = np.zeros(())
+    for kind, w in coefficients.items():
+        facing = {s: u for s, u in units.items() if u.kind == kind}
+        if w is None or not facing:
+            continue
+        sides = {
+            s: components[s]["U"] if u.side == "output" else components[s]["V"].swapaxes(0, 1)
+            for s, u in facing.items()
+        }
+        counts = [soft_counts(sides[s], u, threshold, normalize_at_one) for s, u in facing.items()]
+        term = term + w * sum(c.sum() for c in counts) / sum(c.shape[0] for c in counts)
+    return term
 
 
 # ---- Section 7: adversaries ----
@@ -934,7 +1115,11 @@ def penalty_of(loss: dict, step: int, total: int) -> Callable[[Num], Num]:
 
 def fresh_scope_shape(mask_scope: str, lead: tuple[int, ...]) -> tuple[int, ...]:
     """A1: leading shape of a fresh source."""
-    return {"shared_across_batch": (1,) * len(lead), "unique_per_datapoint": lead}[mask_scope]
+    return {
+        "shared_across_batch": (1,) * len(lead),
+        "unique_per_datapoint": lead,
+        "per_row": (lead[0], *(1,) * (len(lead) - 1)),
+    }[mask_scope]
 
 
 def persistent_scope_shape(scope: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
@@ -944,7 +1129,13 @@ def persistent_scope_shape(scope: dict, lead: tuple[int, ...]) -> tuple[int, ...
         "broadcast_across_batch": (1, *lead[1:]),
         "repeat_across_batch": (scope.get("n_sources"), *lead[1:]),
         "per_batch_per_position": lead,
+        "per_batch": (lead[0], *(1,) * (len(lead) - 1)),
     }[scope["type"]]
+
+
+def pool_shape(pool: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """A9: leading shape of a pooled source."""
+    return (pool["size_per_batch_element"], lead[0], *(1,) * (len(lead) - 1))
 
 
 def fresh_attack(error: Callable[[Tree], Num], sources: Tree, step_size: float, n_steps: int) -> Tree:
@@ -961,12 +1152,53 @@ def effective_sources(loss: dict, raw: Tree) -> Tree:
     return tree_map(sigmoid, raw) if loss.get("use_sigmoid_parameterization", False) else raw
 
 
+def used_sources(loss: dict, raw: Tree, draw: dict) -> Tree:
+    """A5, A9: what masks are made of; of a pool, the particle that each row drew, `draw["particle"]` int `[B]`."""
+    sources = effective_sources(loss, raw)
+    if "pool" not in loss:
+        return sources
+    chosen = (draw["particle"], np.arange(len(draw["particle"])))
+    return tree_map(lambda s: s[chosen], sources)
+
+
+def drawn_particle(u: Array, n: int) -> Array:
+    """A9: u ~ U[0, 1) `[B]` -> int `[B]`."""
+    return np.floor(n * u).astype(int)
+
+
+def adversarial_rows(u: Array, adv_fraction: dict | float, step: int, total: int) -> Array:
+    """A8: u ~ U[0, 1) `[B]` -> bool `[B]`."""
+    return u < schedule(adv_fraction, step, total)
+
+
+def by_row(adversarial: Array, x: Num, y: Num) -> Num:
+    """A8: x `[B, ...]` in the adversarial rows, y in the others."""
+    rows = np.reshape(adversarial, (-1, *(1,) * (x.ndim - 1))).astype(np.float64)
+    return rows * x + (1.0 - rows) * y
+
+
+def merged_forward(model: "Decomposition", sources: Tree, draw: dict) -> Forward:
+    """A8: `sources`: those of the adversarial rows; `draw`: {adversarial, and routes and sources of the others}."""
+    rows, routes, merged_sources = draw["adversarial"], {}, {}
+    for s, lam in model.lower.items():
+        lead = lam.shape[:-1]
+        routes[s] = by_row(rows, np.ones(lead), draw.get("routes", {}).get(s, np.ones(lead)))
+        own, drawn = sources[s], draw["sources"][s]
+        merged_sources[s] = {part: by_row(rows, expand_scope(own[part], lead), drawn[part]) for part in own}
+    return Forward(tuple(model.lower), routes, merged_sources)
+
+
 def ascend(loss: dict, raw: Tree, grads: Tree, moments: dict, step: int, total: int) -> tuple[Tree, dict]:
-    """A5, A7: one update of a persistent bundle, -> (raw, moments)."""
+    """A5, A7: one update of a persistent bundle, -> (raw, moments). Momentum's v is the v of the moments."""
     opt = loss["optimizer"]
     lr = schedule(opt["lr_schedule"], step, total)
     if opt["type"] == "sign":
         direction = tree_map(np.sign, grads)
+    elif opt["type"] == "sgd":
+        direction = grads
+    elif opt["type"] == "momentum":
+        direction = tree_map(lambda v, g: opt["momentum"] * value(v) + g, moments["v"], grads)
+        moments = moments | {"v": direction}
     else:
         betas, eps = (opt.get("beta1", 0.9), opt.get("beta2", 0.999)), opt.get("eps", 1e-8)
         direction, moments = adam_direction(grads, moments, betas, eps)
@@ -984,8 +1216,12 @@ def term_is_on(loss: dict, step: int, total: int) -> bool:
 # ---- Section 8: optimisers, schedules, the training step ----
 
 
-def schedule(config: dict, step: int, total: int) -> float:
-    """T2: `{start_val, warmup_pct, final_val_frac, fn_type}` at a step."""
+def schedule(config: dict | float, step: int, total: int) -> float:
+    """T8, T2: a number, `{max_val, points}`, or `{start_val, warmup_pct, final_val_frac, fn_type}`, at a step."""
+    if not isinstance(config, Mapping):
+        return float(config)
+    if "points" in config:
+        return config["max_val"] * knots(config["points"], min(step / (total - 1), 1.0) if total > 1 else 0.0)
     start, f = config["start_val"], config.get("final_val_frac", 1.0)
     warmup = int(config.get("warmup_pct", 0.0) * total)
     if step < warmup:
@@ -998,6 +1234,16 @@ def schedule(config: dict, step: int, total: int) -> float:
             return start * (f + (1.0 - f) * (1.0 - t))
         case "cosine":
             return start * (f + (1.0 - f) * 0.5 * (1.0 + math.cos(math.pi * t)))
+
+
+def knots(points: Sequence[dict], t: float) -> float:
+    """T8: frac(t), for points `{at, frac, interp}`."""
+    for left, right in itertools.pairwise(points):
+        if left["at"] <= t < right["at"]:
+            u = (t - left["at"]) / (right["at"] - left["at"])
+            share = {"linear": u, "cosine": (1.0 - math.cos(math.pi * u)) / 2.0, "hold": 0.0}
+            return left["frac"] + (right["frac"] - left["frac"]) * share[right.get("interp", "linear")]
+    return points[-1]["frac"]
 
 
 def global_norm(grads: Tree) -> float:
@@ -1040,11 +1286,71 @@ def adamw(
     return tree_map(lambda p, d: p - lr * weight_decay * p - lr * d, params, direction), moments
 
 
+def matrices(params: Tree, key: str = "") -> Tree:
+    """T7: true for the leaves that are matrices, or stacks of them along a first axis of components. Those under the
+    key `b` are biases, one of each component in `mlp` and `vector_mlp`."""
+    if isinstance(params, dict):
+        return {k: matrices(own, k) for k, own in params.items()}
+    if isinstance(params, list):
+        return [matrices(own, key) for own in params]
+    return key != "b" and np.ndim(params) > 1
+
+
+def newton_schulz(d: Array, n_steps: int, narrow: Callable[[Array], Array] = lambda x: x) -> Array:
+    """T7, N5: X of d `[..., rows, columns]`, each matrix by itself. `narrow` rounds d, and what products read and
+    give."""
+
+    def product(x: Array, y: Array) -> Array:
+        return narrow(narrow(x) @ narrow(y))
+
+    d = narrow(d)
+    X = narrow(d / (np.linalg.norm(d, axis=(-2, -1), keepdims=True) + 1e-8))
+    is_tall = d.shape[-2] > d.shape[-1]
+    X = X.swapaxes(-2, -1) if is_tall else X
+    a, b, c = 3.4445, -4.775, 2.0315
+    for _ in range(n_steps):
+        A = product(X, X.swapaxes(-2, -1))
+        X = narrow(a * X + product(b * A + c * product(A, A), X))
+    return X.swapaxes(-2, -1) if is_tall else X
+
+
+def muon_scale(shape: tuple[int, ...], consistent_rms: float | None) -> float:
+    """T7: s of a matrix `[..., rows, columns]`."""
+    rows, columns = shape[-2:]
+    if consistent_rms is None:
+        return math.sqrt(max(1.0, columns / rows))
+    return consistent_rms * math.sqrt(max(rows, columns))
+
+
+def muon(optimizer: dict, params: Tree, grads: Tree, moments: dict, lr: float) -> tuple[Tree, dict]:
+    """T7, N5, -> (params, moments). The moments are Adam's, {m, v, count}, but v of a matrix is not used and stays."""
+    beta, n = optimizer.get("beta", 0.95), moments["count"] + 1
+    narrow = bfloat16 if optimizer.get("ns_dtype") == "bfloat16" else np.asarray
+    n_steps, decay = optimizer.get("ns_steps", 5), optimizer.get("weight_decay", 0.0)
+    is_matrix = matrices(params)
+    others, adams = adamw(params, grads, moments, lr)
+
+    def averaged(m: Array, g: Array) -> Array:
+        return beta * value(m) + (1.0 - beta) * g
+
+    def moved(W: Array, m: Array, g: Array) -> Array:
+        d = beta * m / (1.0 - beta ** (n + 1)) + (1.0 - beta) * g / (1.0 - beta**n)
+        s = muon_scale(W.shape, optimizer.get("consistent_rms", 0.2))
+        return W - lr * (s * newton_schulz(d, n_steps, narrow) + decay * W)
+
+    m = tree_map(lambda yes, m, g, own: averaged(m, g) if yes else own, is_matrix, moments["m"], grads, adams["m"])
+    v = tree_map(lambda yes, v, own: v if yes else own, is_matrix, moments["v"], adams["v"])
+    params = tree_map(lambda yes, W, m, g, own: moved(W, m, g) if yes else own, is_matrix, params, m, grads, others)
+    return params, {"m": m, "v": v, "count": n}
+
+
 def optimise(optimizer: dict, params: Tree, grads: Tree, moments: dict, step: int, total: int) -> tuple[Tree, dict]:
-    """Section 8, step 5, T1, T2: one `components_optimizer` or `ci_fn_optimizer` update."""
+    """Section 8, step 5, T1, T2, T7: one `components_optimizer` or `ci_fn_optimizer` update."""
     if optimizer.get("grad_clip_norm") is not None:
         grads = clip_by_global_norm(grads, optimizer["grad_clip_norm"])
     lr = schedule(optimizer["lr_schedule"], step, total)
+    if optimizer.get("type", "adamw") == "muon":
+        return muon(optimizer, params, grads, moments, lr)
     betas, decay = optimizer.get("betas", (0.9, 0.999)), optimizer.get("weight_decay", 0.0)
     return adamw(params, grads, moments, lr, betas, decay)
 
@@ -1101,29 +1407,42 @@ def split_draws(
     forwards, ascents = (draws or [{}] * n)[:n], (draws or [])[n:]
     if loss["type"] != "PersistentPGDReconSubsetLoss":
         assert not ascents, "only ascents on subsets draw"
+        if "pool" in loss:  # A9: one particle a step
+            return forwards, [{"particle": forwards[0]["particle"]}] * n_ascents
         return forwards, [{}] * n_ascents
     assert len(ascents) == n_ascents, "a draw for every ascent"
     return forwards, ascents
 
 
+def ascends_sum(loss: dict) -> bool:
+    """R6: whether the term's kept sources climb the sum, or the output's error alone."""
+    return {"output": False, "term": True}[loss.get("adversary_objective", "output")]
+
+
 def warm_up_sources(
     model: Decomposition, loss: dict, raw: Tree, moments: dict, draws: list[dict], step: int, total: int
 ) -> tuple[Tree, dict]:
-    """A3: an ascent before the loss for each of `draws`, which routes it, all sites live; `model` detached."""
+    """A3, R6: an ascent before the loss for each of `draws`, which routes it, all sites live; `model` detached."""
+    beside = beside_output(loss, step, total) if ascends_sum(loss) else None
     for draw in draws:
         moving = tree_map(Var, raw)
-        forward = Forward(tuple(raw), draw.get("routes", {}), effective_sources(loss, moving))
-        grads = gradients(forward_error(model, forward), moving)
+        forward = Forward(tuple(raw), draw.get("routes", {}), used_sources(loss, moving, draw))
+        grads = gradients(forward_error(model, forward, beside=beside), moving)
         raw, moments = ascend(loss, raw, grads, moments, step, total)
     return raw, moments
 
 
 def forwards_of(
-    model: Decomposition, loss: dict, n_mask_samples: int, draws: list[dict] | None, persistent: Tree
+    model: Decomposition,
+    loss: dict,
+    n_mask_samples: int,
+    draws: list[dict] | None,
+    persistent: Tree,
+    beside: Beside | None = None,
 ) -> list[Forward]:
     """Section 5's table: the forwards of a term, its fresh attacks (A1) made. `model` detached, `draws` as in
-    `training_step`, `persistent` the term's own bundle of raw sources."""
-    kind = RECONSTRUCTION[loss["type"]].source
+    `training_step`, `persistent` the term's own bundle of raw sources, `beside` what attacks climb besides."""
+    kind = ROWS[loss["type"]].source
 
     def forward(live: tuple[str, ...], draw: dict) -> Forward:
         routes = draw.get("routes", {})
@@ -1135,45 +1454,81 @@ def forwards_of(
                 sources = draw["sources"]
             case "fresh":
                 sources = fresh_attack(
-                    lambda moving: forward_error(model, Forward(live, routes, moving)),
+                    lambda moving: forward_error(model, Forward(live, routes, moving), beside=beside),
                     draw["sources"],
                     loss["step_size"],
                     loss["n_steps"],
                 )
             case "persistent":
                 sources = effective_sources(loss, persistent)
+            case "merged":
+                return merged_forward(model, used_sources(loss, persistent, draw), draw)
         return Forward(live, routes, sources)
 
     lives = live_sets(loss, tuple(model.lower), n_mask_samples)
     return [forward(live, draw) for live, draw in zip(lives, draws or [{}] * len(lives), strict=True)]
 
 
+def next_frequency_means(
+    losses: list[dict], upper_ci: dict, exists: Mapping[str, Array], state: dict, total: int
+) -> dict[str, dict[str, Array]]:
+    """L6: {term: E after this step's batch} of the terms that have one."""
+    means = {}
+    for loss in losses:
+        halflife = (loss.get("frequency") or {}).get("ema_halflife_steps")
+        if halflife is not None:
+            f, name = frequencies(upper_ci, penalty_of(loss, state["step"], total), exists), term_name(loss)
+            means[name] = moved_means(state["frequency_means"][name], f, halflife)
+    return means
+
+
 def loss_terms(
-    model: Decomposition, upper_ci: dict, losses: list[dict], forwards: dict[str, list[Forward]], step: int, total: int
+    model: Decomposition,
+    upper_ci: dict,
+    losses: list[dict],
+    forwards: dict[str, list[Forward]],
+    step: int,
+    total: int,
+    means: Mapping[str, dict[str, Array]] = MappingProxyType({}),
+    units: Mapping[str, Units] = NO_UNITS,
 ) -> dict[str, tuple[float, Num]]:
-    """{term: (coefficient, value without it)}; L2's frequency part is the term `<name>/frequency`, with its own."""
+    """{term: (coefficient, value without it)}; L2's frequency part is the term `<name>/frequency`, with its own.
+    What is only logged has the coefficient 0: `<name>/frequency_batch` (L6), `<name>/output` and `<name>/<point>` (R6).
+    `means`: {term: E of this step} (L6); `units`: see `faced_units` (L7)."""
     terms: dict[str, tuple[float, Num]] = {}
     exists = model.clean.exists
     for loss in losses:
-        name, coeff = term_name(loss), loss["coeff"]
+        name, coeff = term_name(loss), schedule(loss["coeff"], step, total)
         if loss["type"] == "FaithfulnessLoss":
-            terms[name] = coeff, faithfulness(model.components, model.clean.weights)
+            measure = {"entries": faithfulness, "per_site": relative_faithfulness}[loss.get("normalize", "entries")]
+            terms[name] = coeff, measure(model.components, model.clean.weights)
+        elif loss["type"] == "NonlinearityLocalityLoss":
+            threshold, at_one = schedule(loss["relative_threshold"], step, total), loss.get("normalize_at_one", False)
+            kinds = loss["unit_kind_coefficients"]
+            terms[name] = coeff, nonlinearity_locality(model.components, units, kinds, threshold, at_one)
         elif loss["type"] == "ImportanceMinimalityLoss":
             penalty, frequency = penalty_of(loss, step, total), loss.get("frequency")
             beta = loss["beta"] if frequency is None else 0.0
             terms[name] = coeff, importance_minimality(upper_ci, penalty, beta, exists)
             if frequency is not None:
-                part = importance_frequency(upper_ci, penalty, frequency["reference_token_count"], exists)
-                terms[f"{name}/frequency"] = frequency["coeff"], part
+                a, halflife = frequency["reference_token_count"], frequency.get("ema_halflife_steps")
+                part = importance_frequency(upper_ci, penalty, a, exists)
+                if halflife is not None:
+                    terms[f"{name}/frequency_batch"] = 0.0, part
+                    f = frequencies(upper_ci, penalty, exists)
+                    part = importance_frequency_of_means(f, means[name], a, halflife, step)
+                terms[f"{name}/frequency"] = schedule(frequency["coeff"], step, total), part
         else:
-            hidden_acts = RECONSTRUCTION[loss["type"]].hidden_acts
-            terms[name] = coeff, reconstruction_term(model, 1.0, forwards[name], hidden_acts)
+            hidden_acts = ROWS[loss["type"]].hidden_acts
+            errors = mean_errors(model, forwards[name], hidden_acts, beside_output(loss, step, total))
+            terms[name] = coeff, errors.pop("sum")
+            terms |= {f"{name}/{part}": (0.0, error) for part, error in errors.items()}
     return terms
 
 
 class StepResult(NamedTuple):
-    """`terms`: values without their coefficients; `gradients`: {components, ci, sources}, before clipping, those of
-    the sources of their term's own error (A4)."""
+    """`terms`: values without their coefficients, and what is only logged (`loss_terms`); `gradients`: {components, ci,
+    sources}, before clipping, those of the sources of their term's own error (A4)."""
 
     state: dict
     total: float
@@ -1188,24 +1543,27 @@ def training_step(
     config: dict,
     state: dict,
     draws: dict[str, list[dict]],
+    units: Mapping[str, Units] = NO_UNITS,
 ) -> StepResult:
     """Section 8: one step. `target`: the target on this step's batch; `error`: `kl_error` or `mse_error`; `sites`: in
-    canonical order; `config`: the schema's `pd` section.
+    canonical order; `config`: the schema's `pd` section; `units`: see `faced_units`, for L7.
 
     state: {step: int,
             components {site: {V, U}} (of a tied pair only s1), ci: see `ci_logits`,
             components_moments and ci_moments {m, v, count} (`zero_moments`),
             sources {term: {site: {components [lead.., C], delta [lead..]}}} raw (A2, A5),
-            source_moments {term: {m, v, count}}}
+            source_moments {term: {m, v, count}},
+            frequency_means {term: {site: [C]}} (L6), if there is such a term}
     draws: {term: [{routes {site: [...]}, sources {site: {components, delta}}} per forward]}, in
             the order of `live_sets`, and after them, of a persistent term on subsets, one per warm-up
             ascent; sources are the draw (stochastic) or init (fresh PGD), no routes means
-            everywhere; a term that draws nothing needs no entry.
+            everywhere; a term that draws nothing needs no entry. A merged term has one,
+            {routes, sources, adversarial bool [B]}, and a pooled one `particle` int [B] in it (A8, A9).
     """
     step, total_steps = state["step"], config["steps"]
     losses = [loss for loss in config["loss_metrics"] if term_is_on(loss, step, total_steps)]
-    recon = {term_name(loss): loss for loss in losses if loss["type"] in RECONSTRUCTION}
-    persistent = {name: loss for name, loss in recon.items() if RECONSTRUCTION[loss["type"]].source == "persistent"}
+    recon = {term_name(loss): loss for loss in losses if loss["type"] in ROWS}
+    persistent = {name: loss for name, loss in recon.items() if ROWS[loss["type"]].source in KEPT}
 
     clean = clean_pass(target, sites)
     trained = tree_map(Var, {"components": state["components"], "ci": state["ci"]})
@@ -1222,20 +1580,29 @@ def training_step(
     trained["sources"] = tree_map(Var, sources)
     forwards = {
         name: forwards_of(
-            model.detached(), loss, config["n_mask_samples"], drawn[name][0], trained["sources"].get(name)
+            model.detached(),
+            loss,
+            config["n_mask_samples"],
+            drawn[name][0],
+            trained["sources"].get(name),
+            beside_output(loss, step, total_steps),
         )
         for name, loss in recon.items()
     }
 
-    terms = loss_terms(model, upper_ci, losses, forwards, step, total_steps)
+    means = next_frequency_means(losses, upper_ci, clean.exists, state, total_steps)
+    terms = loss_terms(model, upper_ci, losses, forwards, step, total_steps, means, units)
     total = sum(coeff * term for coeff, term in terms.values())
     grads = gradients(total, trained)
 
     for name, loss in persistent.items():
-        own = tree_map(lambda g, c=loss["coeff"]: g / c, grads["sources"][name])  # A4
+        objective = terms[name] if ascends_sum(loss) else terms.get(f"{name}/output", terms[name])
+        own = gradients(objective[1], trained["sources"][name])  # A4, R6, whatever the coefficient
         grads["sources"][name] = own
         sources[name], source_moments[name] = ascend(loss, sources[name], own, source_moments[name], step, total_steps)
     new = {"step": step + 1, "sources": sources, "source_moments": source_moments}
+    if means:
+        new["frequency_means"] = means
     for part, optimizer in ("components", "components_optimizer"), ("ci", "ci_fn_optimizer"):
         params = tree_map(value, state[part])
         moments = state[f"{part}_moments"]
@@ -1354,14 +1721,31 @@ def llama(
     return rms_norm(h, eps) * weights["final_norm"] @ weights["head"]
 
 
-def llama_target(weights: dict, tokens: Array, **arch: Any) -> MixtureTarget:
+LLAMA_POINTS = {
+    "hook_resid_pre": ("resid", 0),
+    "hook_resid_post": ("resid", 1),  # before the next layer
+    "hook_attn_out": ("attn", 0),
+    "hook_mlp_out": ("mlp", 0),
+}
+
+
+def llama_target(
+    weights: dict, tokens: Array, hooked: Callable[[int, str, Num], Num] = lambda layer, hook, x: x, **arch: Any
+) -> MixtureTarget:
     """The Llama on these tokens, its projections named by `llama_site`."""
 
-    def run(linear: Linear, choose: Choose) -> Num:
+    def run(linear: Linear, choose: Choose, see: See = lambda point, x: None) -> Num:
+        def seen(layer: int, hook: str, x: Num) -> Num:
+            x = hooked(layer, hook, x)
+            if hook in LLAMA_POINTS:
+                kind, further = LLAMA_POINTS[hook]
+                see(f"{kind}.{layer + further}", x)
+            return x
+
         def by_kind(layer: int, kind: str, x: Num, W: Num, expert: int | None = None) -> Num:
             return linear(llama_site(layer, kind, expert), x, W)
 
-        return llama(weights, tokens, by_kind, choose=choose, **arch)
+        return llama(weights, tokens, by_kind, choose=choose, hooked=seen, **arch)
 
     return MixtureTarget(run)
 
@@ -1387,7 +1771,7 @@ def resid_mlp_target(embed: Array, layers: Sequence[dict], features: Array, acti
     layers: {mlp_in [d, m], mlp_out [m, d], optional in_bias [m], out_bias [d]}; activation relu or gelu (exact)."""
     act = {"relu": relu, "gelu": gelu}[activation]
 
-    def run(linear: Linear, hold: Hold) -> Num:
+    def run(linear: Linear, hold: Hold, see: See = lambda point, x: None) -> Num:
         def bias(layer: int, name: str) -> Num | float:
             return hold(f"layers.{layer}.{name}", layers[layer][name]) if name in layers[layer] else 0.0
 
@@ -1395,7 +1779,9 @@ def resid_mlp_target(embed: Array, layers: Sequence[dict], features: Array, acti
         for i, layer in enumerate(layers):
             hidden = linear(f"layers.{i}.mlp_in", residual, layer["mlp_in"]) + bias(i, "in_bias")
             update = linear(f"layers.{i}.mlp_out", act(hidden), layer["mlp_out"]) + bias(i, "out_bias")
+            see(f"resid.{i}", residual)
             residual = residual + update
+        see(f"resid.{len(layers)}", residual)
         return residual @ embed.T
 
     return ToyTarget(run)

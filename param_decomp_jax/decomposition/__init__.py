@@ -1,10 +1,10 @@
 """Sites, their components, and what training draws and schedules."""
 
 from param_decomp_jax.decomposition.components import Components, Factors, components_axes, init_components
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, Knot, Knots, Schedule
 from param_decomp_jax.decomposition.sites import Matrix, Site, Sites, Stack
 
 __all__ = [
-    "Anneal", "Components", "Factors", "Matrix", "Schedule", "Site", "Sites", "Stack", "components_axes",
-    "init_components",
+    "Anneal", "Components", "Factors", "Knot", "Knots", "Matrix", "Schedule", "Site", "Sites", "Stack",
+    "components_axes", "init_components",
 ]  # fmt: skip

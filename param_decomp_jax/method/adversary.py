@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.decomposition.draws import draw_per_site, positions, uniform
-from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import AnySchedule, first_step
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.method.masks import Bundle, Sources
 from param_decomp_jax.method.offload import fetch, store
@@ -25,7 +24,7 @@ class FreshAttack:
     init: Literal["random", "ones", "zeroes"]
     step_size: float
     n_steps: int
-    scope: Literal["unique_per_datapoint", "shared_across_batch"]
+    scope: Literal["unique_per_datapoint", "per_row", "shared_across_batch"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,26 @@ class PerBatchPerPosition:
     """A2: one source for every row and position."""
 
 
-Scope = SingleSource | BroadcastAcrossBatch | RepeatAcrossBatch | PerBatchPerPosition
+@dataclass(frozen=True)
+class PerBatch:
+    """A2: one source for every row, whatever the position."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A9: ``size`` sources for every row, of which each step uses one at all positions of the row."""
+
+    size: int
+
+
+Scope = SingleSource | BroadcastAcrossBatch | RepeatAcrossBatch | PerBatchPerPosition | PerBatch | Pool
 
 
 @dataclass(frozen=True)
 class AdamAscent:
     """A5: Adam with bias correction, eps after the root, ascending."""
 
-    schedule: Schedule
+    schedule: AnySchedule
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -67,14 +78,32 @@ class AdamAscent:
 class SignAscent:
     """A5: ``lr · sign`` of the gradient, ascending."""
 
-    schedule: Schedule
+    schedule: AnySchedule
+
+
+@dataclass(frozen=True)
+class SGDAscent:
+    """A5: ``lr`` times the gradient, ascending."""
+
+    schedule: AnySchedule
+
+
+@dataclass(frozen=True)
+class MomentumAscent:
+    """A5: ``lr`` times a decaying sum of gradients, ascending."""
+
+    schedule: AnySchedule
+    momentum: float
+
+
+Ascent = AdamAscent | SignAscent | SGDAscent | MomentumAscent
 
 
 @dataclass(frozen=True)
 class PersistentAttack:
     """A2 to A7: sources that live in the train state. ``sigmoid``: raw values are unbounded, sources sigmoid(raw)."""
 
-    optimizer: AdamAscent | SignAscent
+    optimizer: Ascent
     scope: Scope
     sigmoid: bool = False
     n_warmup_steps: int = 0
@@ -82,14 +111,14 @@ class PersistentAttack:
 
     def first_step(self, total: int) -> int:
         """The first step at which the term and its updates are on (A6): step / total ≥ start_frac."""
-        step = max(0, ceil(self.start_frac * total) - 1)
-        while step / total < self.start_frac:
-            step += 1
-        return step
+        return first_step(self.start_frac, total)
 
 
 class Adversary(eqx.Module):
-    """Everything of one persistent attack that a checkpoint must hold (T5): raw sources, moments (Adam's), count."""
+    """Everything of one persistent attack that a checkpoint must hold (T5): raw sources, moments, count of ascents.
+
+    ``mean``: Adam's, or momentum's sum of gradients; ``square``: Adam's. None where the ascent keeps none.
+    """
 
     raw: Bundle
     mean: Bundle | None
@@ -117,7 +146,12 @@ def initial_sources(
     spec: FreshAttack, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], leading: tuple[int, ...], use_delta: bool
 ) -> Bundle:
     """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
-    lead = leading if spec.scope == "unique_per_datapoint" else (1,) * len(leading)
+    batch, *rest = leading
+    lead = {
+        "unique_per_datapoint": leading,
+        "per_row": (batch, *(1 for _ in rest)),
+        "shared_across_batch": (1,) * len(leading),
+    }[spec.scope]
 
     def draw(key: PRNGKeyArray, columns: int) -> Array:
         match spec.init:
@@ -142,8 +176,8 @@ def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start
 
 
 def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
-    """A2: the leading shape of a persistent source, for activations with these leading axes (global)."""
-    _, *rest = leading
+    """A2, A9: the leading shape of a persistent source, for activations with these leading axes (global)."""
+    batch, *rest = leading
     match scope:
         case SingleSource():
             return (1,) * len(leading)
@@ -153,6 +187,10 @@ def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
             return (n, *rest)
         case PerBatchPerPosition():
             return leading
+        case PerBatch():
+            return (batch, *(1 for _ in rest))
+        case Pool(size):
+            return (size, batch, *(1 for _ in rest))
 
 
 def init_adversary(
@@ -168,8 +206,8 @@ def init_adversary(
         return jax.scipy.special.ndtri(u + 2.0**-25) if spec.sigmoid else u
 
     raw = _bundle(sites, tuple(range(len(sites))), key, use_delta, draw)
-    adam = isinstance(spec.optimizer, AdamAscent)
-    mean, square = (jax.tree.map(jnp.zeros_like, raw) if adam else None for _ in range(2))
+    kept = {AdamAscent: 2, MomentumAscent: 1}.get(type(spec.optimizer), 0)
+    mean, square = (jax.tree.map(jnp.zeros_like, raw) if n < kept else None for n in range(2))
     return Adversary(raw, mean, square, jnp.zeros((), jnp.int32))
 
 
@@ -185,9 +223,24 @@ def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 
-def effective(spec: PersistentAttack, raw: Bundle) -> Bundle:
-    """A5: the sources in [0, 1] that masks are built from."""
+def effective(spec: PersistentAttack, raw: Bundle, particle: Int[Array, "B *ones"] | None = None) -> Bundle:
+    """A5: the sources in [0, 1] that masks are built from. ``particle``: of a pool, the one that each row uses (A9)."""
+    if isinstance(spec.scope, Pool):
+        assert particle is not None
+        raw = {name: _of_particle(own, particle) for name, own in raw.items()}
     return jax.tree.map(jax.nn.sigmoid, raw) if spec.sigmoid else raw
+
+
+def _of_particle(sources: Sources, particle: Int[Array, "B *ones"]) -> Sources:
+    def choose(x: Array, n_behind: int) -> Array:
+        axis = x.ndim - n_behind - particle.ndim - 1
+        behind = (1,) * n_behind
+        numbers = jnp.arange(x.shape[axis]).reshape(-1, *(1,) * particle.ndim, *behind)
+        # Not by an index, whose gradient would be scattered: rows lie on many devices.
+        return jnp.sum(jnp.where(numbers == particle.reshape(*particle.shape, *behind), x, 0), axis=axis)
+
+    delta = None if sources.delta is None else choose(sources.delta, 0)
+    return Sources(choose(sources.components, 1), delta)
 
 
 def ascend(
@@ -209,6 +262,11 @@ def ascend(
             )
         case SignAscent():
             moved = jax.tree.map(lambda s, g: s + rate * jnp.sign(g), adversary.raw, gradient)
+        case SGDAscent():
+            moved = jax.tree.map(lambda s, g: s + rate * g, adversary.raw, gradient)
+        case MomentumAscent(momentum=momentum):
+            mean = jax.tree.map(lambda m, g: momentum * m + g, mean, gradient)
+            moved = jax.tree.map(lambda s, m: s + rate * m, adversary.raw, mean)
     if not spec.sigmoid:
         moved = jax.tree.map(lambda s: jnp.clip(s, 0, 1), moved)
     return Adversary(moved, mean, square, count)
@@ -221,14 +279,15 @@ def warm_up(
     step: Int[Array, ""],
     total: int,
     written_out: bool = False,
+    particle: Int[Array, "B *ones"] | None = None,
 ) -> Adversary:
     """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number.
 
-    ``written_out``: one after the other, without a loop.
+    ``written_out``: one after the other, without a loop. ``particle``: as in `effective`.
     """
 
     def one(number: Int[Array, ""], adversary: Adversary) -> Adversary:
-        gradient = jax.grad(lambda raw: error(effective(spec, raw), number))(adversary.raw)
+        gradient = jax.grad(lambda raw: error(effective(spec, raw, particle), number))(adversary.raw)
         return ascend(spec, adversary, gradient, step, total)
 
     if written_out:

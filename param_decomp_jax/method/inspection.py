@@ -77,8 +77,8 @@ def loss_and_gradients(
     clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
     objective = make_objective(problem.decomposition, state, draws)
     copies = hold_trained(problem, state.learned)
-    _, gradients, losses = losses_and_ascents(problem, state, clean_pass, objective, copies)
-    return losses, gradients
+    _, gradients, found = losses_and_ascents(problem, state, clean_pass, objective, copies)
+    return found.metrics, gradients
 
 
 def term_loss_and_gradients(
@@ -98,15 +98,15 @@ def term_loss_and_gradients(
     if draws is None:
         # A term's key depends on its number among all terms.
         keys = term_keys(spec, jax.random.fold_in(spec.key("train"), state.step))
-        objective = Objective(alone.decomposition, state.step, keys)
+        objective = Objective(alone.decomposition, state.step, keys, state.frequency_means)
     else:
         objective = make_objective(alone.decomposition, state, draws)
     clean_pass = run_clean_pass(alone, state.ci, weights, inputs, keeps_outputs(alone))
     copies = hold_trained(alone, state.learned)
     importance = differentiable_importance(alone, state, clean_pass, copies)
     raw = {term: state.adversaries[term].raw for term in alone.decomposition.persistent}
-    gradients, losses = loss_gradients(alone, objective, state, clean_pass, importance, raw, copies)
-    return losses["loss/total"], gradients
+    gradients, found = loss_gradients(alone, objective, state, clean_pass, importance, raw, copies)
+    return found.metrics["loss/total"], gradients
 
 
 def unstack_sites(sites: Sites, stacked: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import log, prod
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.components import Components, Factors, delta, with_lead
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.nn.grouped import OverPositions
+from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import pin
@@ -27,7 +30,7 @@ class DirectTerm(ABC):
     """
 
     name: str
-    coeff: float
+    coeff: float | AnySchedule
 
     @abstractmethod
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -41,42 +44,54 @@ class DirectTerm(ABC):
         """What the term is, in a few words."""
 
 
+Normalize = Literal["entries", "per_site"]
+"""What squares of deltas are divided by: the number of all entries (L1), or each site's own ‖W‖² (L5)."""
+
+
 @dataclass(frozen=True)
 class Faithfulness(DirectTerm):
-    """L1: mean squared entry of the deltas W − V U over all sites. ``product``: how V U is computed (N4)."""
+    """L1, or L5 with ``normalize`` "per_site". ``product``: how V U is computed (N4)."""
 
     product: DeltaProduct = "fp32"
+    normalize: Normalize = "entries"
 
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
         target, weights = batch.target, batch.clean_pass.weights
         with jax.named_scope("faithfulness"):
-            return faithfulness(batch.components, target.site_weights(weights), target.memory, self.product)
+            site_weights = target.site_weights(weights)
+            return faithfulness(batch.components, site_weights, target.memory, self.product, self.normalize)
 
     def describe(self) -> str:
-        return "mean squared entry of W − V U"
+        return "mean squared entry of W − V U" if self.normalize == "entries" else "mean of ‖W − V U‖² / ‖W‖²"
 
 
 @dataclass(frozen=True)
 class Lp:
-    """ψ(υ) = (υ + eps)^p with p annealed (L4)."""
+    """ψ(υ) = (υ + eps)^p with p annealed (L4) or on a schedule; with ``normalize_at_one`` over ψ(1)."""
 
-    p: Anneal
+    p: Anneal | AnySchedule
     eps: float
+    normalize_at_one: bool = False
 
 
 @dataclass(frozen=True)
 class SmoothL0:
-    """ψ(υ) = υ² / (υ² + γ²) with γ on a schedule."""
+    """ψ(υ) = υ² / (υ² + γ²) with γ on a schedule; with ``normalize_at_one`` over ψ(1)."""
 
-    gamma: Schedule
+    gamma: AnySchedule
+    normalize_at_one: bool = False
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """The batch-size-invariant part of L2: ``coeff · Σ f_c · log2(1 + a · f_c)``; its coefficient is its own."""
+    """The batch-size-invariant part of L2: ``coeff · Σ f_c · log2(1 + a · f_c)``; its coefficient is its own.
 
-    coeff: float
+    ``ema_halflife_steps``: of the mean over steps that takes the place of f_c (L6).
+    """
+
+    coeff: float | AnySchedule
     reference_token_count: float
+    ema_halflife_steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,10 +99,15 @@ class ImportanceMinimality:
     """L2: ``Σ f_c · (1 + β · log2(1 + S_c))``, and the frequency form beside it if there is one."""
 
     name: str
-    coeff: float
+    coeff: float | AnySchedule
     penalty: Lp | SmoothL0
     beta: float = 0.0
     frequency: Frequency | None = None
+
+
+def has_means(term: ImportanceMinimality) -> bool:
+    """Whether a term's frequencies are means over steps (L6), which the state has."""
+    return term.frequency is not None and term.frequency.ema_halflife_steps is not None
 
 
 Term = DirectTerm | ImportanceMinimality | Reconstruction
@@ -98,11 +118,14 @@ def faithfulness(
     weights: dict[str, Float[Array, "*lead d_in d_out"]],
     memory: MemoryPolicy,
     product: DeltaProduct = "fp32",
+    normalize: Normalize = "entries",
 ) -> Float[Array, ""]:
-    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, in fp32 from the fp32 masters. Every expert's matrix counts (X7).
+    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, or L5: the mean of ``‖Δ_s‖² / ‖W_s‖²``; in fp32 from the fp32 masters. Every
+    expert's matrix counts (X7).
 
     ``product``: how V U is computed (N4).
     """
+    per_site = normalize == "per_site"
 
     frozen = frozen_axes(memory)
 
@@ -110,6 +133,9 @@ def faithfulness(
         """By column, for that is how Δ is split: devices add up what they have when all layers are done."""
         pinned = [(pin(W, with_lead(frozen, W.ndim)), factors) for W, factors in sites.values()]
         deltas = [named(delta(W, factors, product), "deltas") for W, factors in pinned]
+        if per_site:
+            own = zip(deltas, pinned, strict=True)
+            return None, [jnp.sum(x**2, axis=-2) / _squares(W)[..., None] for x, (W, _) in own]
         return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())
@@ -121,7 +147,14 @@ def faithfulness(
         else:
             _, columns = squares(None, alike)
         total += sum(map(jnp.sum, columns))
+    if per_site:
+        return total / float(sum(prod(W.shape[:-2]) for W in weights.values()))
     return total / float(sum(W.size for W in weights.values()))  # 5.6e9 for the MLPs of an 8B: no int32
+
+
+def _squares(W: Float[Array, "*lead d_in d_out"]) -> Float[Array, "*lead"]:
+    """‖W‖² of each matrix, in fp32."""
+    return jnp.sum(wide(W) ** 2, axis=(-2, -1))
 
 
 def penalty_of(
@@ -130,9 +163,15 @@ def penalty_of(
     """ψ of L2, elementwise."""
     match penalty:
         case Lp(p, eps):
-            return (upper + eps) ** p(step, total).astype(upper.dtype)
+            # Evaluations after the last step ask for step ``total``, where T2 goes beyond its final value.
+            at = step if isinstance(p, Anneal) else jnp.minimum(step, total - 1)
+            power = p(at, total).astype(upper.dtype)
+            value = (upper + eps) ** power
+            return value * (1 + eps) ** -power if penalty.normalize_at_one else value
         case SmoothL0(gamma):
-            return upper**2 / (upper**2 + gamma(step, total).astype(upper.dtype) ** 2)
+            squared = gamma(step, total).astype(upper.dtype) ** 2
+            value = upper**2 / (upper**2 + squared)
+            return value * (1 + squared) if penalty.normalize_at_one else value
 
 
 def penalty_sum(
@@ -158,5 +197,34 @@ def importance_minimality(
         f = S / n_positions
         main += jnp.sum(f * (1 + term.beta * jnp.log2(1 + S)))
         if term.frequency is not None:
-            frequency += jnp.sum(f * jnp.log2(1 + term.frequency.reference_token_count * f))
+            frequency += jnp.sum(_frequency_penalty(f, term.frequency.reference_token_count))
     return main, None if term.frequency is None else frequency
+
+
+def _frequency_penalty(f: Float[Array, "*lead C"], a: float) -> Float[Array, "*lead C"]:
+    """Φ of L2 and L6."""
+    return f * jnp.log2(1 + a * f)
+
+
+Means = dict[str, Float[Array, "..."]]
+"""By stack ``[*lead, C]``: a decaying mean over steps of every component's frequency, from 0 (L6)."""
+
+
+def mean_frequency(
+    term: Frequency, means: Means, sums: dict[str, Float[Array, "..."]], n_positions: int, step: Int[Array, ""]
+) -> tuple[Float[Array, ""], Means]:
+    """L6 without its coefficient, and the means after this step.
+
+    The value is that of the means. The gradient is that of a batch whose frequencies are the means, in full.
+    """
+    assert term.ema_halflife_steps is not None
+    decay, a = 2.0 ** (-1.0 / term.ema_halflife_steps), term.reference_token_count
+    total, moved = jnp.zeros(()), {}
+    for name, S in sums.items():
+        f = S / n_positions
+        moved[name] = decay * means[name] + (1 - decay) * jax.lax.stop_gradient(f)
+        mean = moved[name] / (1 - decay ** (jnp.asarray(step, float) + 1))
+        slope = jnp.log2(1 + a * mean) + a * mean / ((1 + a * mean) * log(2.0))
+        # The second part is 0, but for its gradient.
+        total += jnp.sum(_frequency_penalty(mean, a)) + jnp.sum(slope * (f - jax.lax.stop_gradient(f)))
+    return total, moved

@@ -1,12 +1,13 @@
 """Masks (section 4): what a source is, where it comes from, and the mask built from it and λ."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.decomposition.draws import uniform, uniform_of_keys
 from param_decomp_jax.decomposition.sites import Stack
@@ -169,17 +170,80 @@ class GivenSources:
         return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
 
 
+@dataclass(frozen=True)
+class MergedSources:
+    """A8: an adversary's sources in the adversarial rows of the batch, stochastic ones in the others.
+
+    ``adversarial``: by row of the global batch. ``row_size``: positions of a row.
+    """
+
+    attack: GivenSources
+    stochastic: StochasticSources | GivenSources
+    adversarial: Bool[Array, " B"]
+    row_size: int
+
+    def slices(self, stack: Stack, first: int, stop: int) -> Any:
+        return self.attack.slices(stack, first, stop), self.stochastic.slices(stack, first, stop)
+
+    def axes(self, stack: Stack) -> Any:
+        return self.attack.axes(stack), self.stochastic.axes(stack)
+
+    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+        of_attack, other = slice_
+        return self._by_row(
+            at,
+            self.attack.components(of_attack, at, columns, groups),
+            self.stochastic.components(other, at, columns, groups),
+        )
+
+    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+        of_attack, other = slice_
+        first, second = self.attack.delta(of_attack, at, groups), self.stochastic.delta(other, at, groups)
+        return None if first is None or second is None else self._by_row(at, first, second)
+
+    def _by_row(self, at: Array, of_attack: Array, other: Array) -> Array:
+        row = at[(slice(None), *(slice(1),) * (at.ndim - 1))] // self.row_size
+        adversarial = self.adversarial[row]
+        return jnp.where(adversarial.reshape(*row.shape, *(1,) * (other.ndim - row.ndim)), of_attack, other)
+
+
+def given_parts(sources: SourceKind) -> tuple[GivenSources, ...]:
+    """The sources among these that are given as arrays."""
+    match sources:
+        case GivenSources():
+            return (sources,)
+        case MergedSources(attack=attack, stochastic=stochastic):
+            return (attack, *given_parts(stochastic))
+        case _:
+            return ()
+
+
+def with_given_parts(sources: SourceKind, parts: Sequence[GivenSources]) -> SourceKind:
+    """``sources`` with others in place of its `given_parts`."""
+    match sources:
+        case GivenSources():
+            (own,) = parts
+            return own
+        case MergedSources():
+            attack, *rest = parts
+            stochastic = with_given_parts(sources.stochastic, rest)
+            assert isinstance(stochastic, StochasticSources | GivenSources)
+            return replace(sources, attack=attack, stochastic=stochastic)
+        case _:
+            return sources
+
+
 def _row_axis(stack: Stack) -> int:
     """Of a stack's sources, the axis that broadcasts against, or tiles, the batch."""
     return 1 if stack.experts is None else 2
 
 
-def source_axes(sources: Sources, batch: int, experts: bool = False) -> Any:
+def source_axes(sources: Sources, batch: int, experts: bool = False, pool: bool = False) -> Any:
     """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component.
 
-    ``experts``: they are of experts' matrices.
+    ``experts``: they are of experts' matrices. ``pool``: each row has several (A9).
     """
-    sources, n = at_rest(sources), 2 if experts else 1
+    sources, n = at_rest(sources), (2 if experts else 1) + pool
     shape = sources.components.shape
     per_row = shape[n] == batch
     lead = (*(None,) * n, "batch" if per_row else None, *("seq" if size > 1 else None for size in shape[n + 1 : -1]))

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from param_decomp_jax.ci import ImportanceReader, LazyLogits, Logits, StackFeatures
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.masked import Stream
-from param_decomp_jax.method.masks import Bundle, GivenSources, tile
+from param_decomp_jax.method.masks import Bundle, GivenSources, given_parts, tile, with_given_parts
 from param_decomp_jax.sharding.mesh import constrain, cut
 
 
@@ -29,13 +29,13 @@ class Rows(NamedTuple):
 
 class LayeredRows(NamedTuple):
     """The arrays that have the batch as their second axis, behind the layers. ``features``: `StackFeatures`, None for
-    others. ``bundles``: by stream."""
+    others. ``bundles``: by stream, those of its sources that are given."""
 
     records: Any
     head_inputs: Any
     logits: Any
     features: Any
-    bundles: list[Bundle | None]
+    bundles: list[list[Bundle | None]]
 
 
 BatchRows = tuple[Rows, LayeredRows]
@@ -91,17 +91,14 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
         head_inputs=reader.head_inputs,
         logits=outputs.by_stack if isinstance(outputs, Logits) else None,
         features=features if by_stack else None,
-        bundles=[_bundle_by_row(stream, reader) for stream in streams],
+        bundles=[[_bundle_by_row(own, reader) for own in given_parts(stream.sources)] for stream in streams],
     )
     return rows, layered
 
 
-def _bundle_by_row(stream: Stream, reader: ImportanceReader) -> Bundle | None:
-    """Given sources with a row for every batch row; None where all rows share one, or none is given. The rows are the
-    second axis of experts' sources, too: that of experts comes behind it."""
-    sources = stream.sources
-    if not isinstance(sources, GivenSources):
-        return None
+def _bundle_by_row(sources: GivenSources, reader: ImportanceReader) -> Bundle | None:
+    """Given sources with a row for every batch row; None where all rows share one. The rows are the second axis of
+    experts' sources, too: that of experts comes behind it."""
     bundle = _experts_behind_rows(sources.bundle, reader, 1, 2)
     if all(x.shape[1] == 1 for x in jax.tree.leaves(bundle)):
         return None
@@ -129,12 +126,12 @@ def _with_rows(
     features = rows.features if layered.features is None else layered.features
     logits = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
 
-    def stream_part(stream: Stream, routes: Array | None, bundle: Bundle | None) -> Stream:
-        sources = stream.sources
-        if isinstance(sources, GivenSources):
-            own = sources.bundle if bundle is None else _experts_behind_rows(bundle, reader, 2, 1)
-            sources = GivenSources(own, batch)
-        return Stream(stream.live, sources, routes)
+    def stream_part(stream: Stream, routes: Array | None, bundles: list[Bundle | None]) -> Stream:
+        parts = [
+            GivenSources(given.bundle if own is None else _experts_behind_rows(own, reader, 2, 1), batch)
+            for given, own in zip(given_parts(stream.sources), bundles, strict=True)
+        ]
+        return Stream(stream.live, with_given_parts(stream.sources, parts), routes)
 
     new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
     return clean_pass, replace(reader, outputs=logits, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new

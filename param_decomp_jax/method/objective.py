@@ -1,31 +1,42 @@
 """The objective (section 8, point 4): every term of a decomposition on one batch, and their weighted sum."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.ci import Summarise, per_component, squashings
+from param_decomp_jax.decomposition.schedules import value_at
 from param_decomp_jax.method.adversary import effective
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import (
     DirectTerm,
     ImportanceMinimality,
+    Means,
     importance_minimality,
+    mean_frequency,
     penalty_sum,
 )
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle
-from param_decomp_jax.method.recon import Reconstruction, TermDraws, errors, streams
+from param_decomp_jax.method.recon import Merged, Reconstruction, TermDraws, draw_particle, errors, streams
 from param_decomp_jax.method.state import Decomposition
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_jax.sharding.mesh import at_rest
 
 Metrics = dict[str, Float[Array, ""]]
+
+
+class Found(NamedTuple):
+    """What an objective finds besides its total. ``means``: by term, those of L6 after the step."""
+
+    metrics: Metrics
+    means: dict[str, Means]
 
 
 def term_keys(spec: Decomposition, key: PRNGKeyArray) -> Callable[[str], PRNGKeyArray]:
@@ -38,15 +49,17 @@ def term_keys(spec: Decomposition, key: PRNGKeyArray) -> Callable[[str], PRNGKey
 class Objective:
     """The terms of a decomposition at one training step.
 
-    ``draws``: from the name of a reconstruction term to its draws, or to their key (`term_keys`).
+    ``draws``: from the name of a reconstruction term to its draws, or to their key (`term_keys`). ``means``: the
+    state's (L6); none, where terms that need them have the batch's own frequencies, as in an evaluation.
     """
 
     spec: Decomposition
     step: Int[Array, ""]
     draws: Callable[[str], TermDraws]
+    means: dict[str, Means] = field(default_factory=dict)
 
-    def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], Metrics]:
-        """``Σ coeff · term`` (point 4), and every term by name without its coefficient.
+    def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], Found]:
+        """``Σ coeff · term`` (point 4), every term by name without its coefficient, and the means after this step.
 
         ``raw``: raw sources of the persistent terms, by name.
         """
@@ -60,7 +73,7 @@ class Objective:
 
         summarise = penalties if minimised else None
         reconstructions, sums = self.reconstructions(batch, raw, summarise)
-        total, metrics = jnp.zeros(()), {}
+        total, metrics, means = jnp.zeros(()), Metrics(), dict[str, Means]()
         whole = replace(batch, components=at_rest(batch.components))
         if reconstructions and spec.compute_dtype == "bfloat16":
             # Else XLA splits V and U for faithfulness (N4) before the divergences, and keeps the parts meanwhile.
@@ -74,14 +87,19 @@ class Objective:
                     term_sums = {name: S[..., minimised.index(term)] for name, S in sums.items()}
                     value, frequency = importance_minimality(term, term_sums, batch.n_positions)
                     if term.frequency is not None and frequency is not None:
+                        if term.name in self.means:
+                            metrics[f"loss/{term.name}_frequency_batch"] = frequency
+                            frequency, means[term.name] = mean_frequency(
+                                term.frequency, self.means[term.name], term_sums, batch.n_positions, self.step
+                            )
                         metrics[f"loss/{term.name}_frequency"] = frequency
-                        total += term.frequency.coeff * frequency
+                        total += value_at(term.frequency.coeff, self.step, spec.steps) * frequency
                 case Reconstruction():
                     value = reconstructions[term.name]
             metrics[f"loss/{term.name}"] = value
-            total += term.coeff * value
+            total += value_at(term.coeff, self.step, spec.steps) * value
         metrics["loss/total"] = total
-        return total, metrics
+        return total, Found(metrics, means)
 
     def reconstructions(
         self,
@@ -103,8 +121,13 @@ class Objective:
             on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
             found: list[list[Stream]] = []
             for term in on:
-                bundle = effective(attacks[term.name], raw[term.name]) if term.name in attacks else None
-                found.append(streams(term, batch, self.draws(term.name), bundle))
+                draws, bundle, adv_fraction = self.draws(term.name), None, None
+                if term.name in attacks:
+                    particle = draw_particle(term, draws, batch.clean_pass.leading)
+                    bundle = effective(attacks[term.name], raw[term.name], particle)
+                if isinstance(term.sources, Merged):
+                    adv_fraction = value_at(term.sources.adv_fraction, self.step, spec.steps)
+                found.append(streams(term, batch, draws, bundle, adv_fraction))
             all_streams = [stream for own in found for stream in own]
             kinds = [term.error for term, own in zip(on, found, strict=True) for _ in own]
             everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(target.sites)))

@@ -1,4 +1,4 @@
-"""The optimisers of components and CI function (T1), and the gradient clip of section 8."""
+"""The optimisers of components and CI function (T1, T7), and the gradient clip of section 8."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import AnySchedule
+from param_decomp_jax.method.muon import Muon, muon
 
 
 @dataclass(frozen=True)
 class _Optimizer:
     """``weight_decay``: decoupled (default 0, unlike optax). ``clip_norm``: bound on the gradient's global norm."""
 
-    schedule: Schedule
+    schedule: AnySchedule
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip_norm: float | None = None
@@ -39,12 +40,15 @@ class Adafactor(_Optimizer):
     """
 
 
-Optimizer = AdamW | Lion | Adafactor
-"""All but `AdamW` trade T1 for memory."""
+Optimizer = AdamW | Muon | Lion | Adafactor
+"""`Lion` and `Adafactor` trade T1 for memory."""
 
 
-def transformation(spec: Optimizer, total: int) -> optax.GradientTransformation:
-    """The optax transformation, without the clip. ``total``: steps of the whole training (T2)."""
+def transformation(spec: Optimizer, total: int, axes: Any) -> optax.GradientTransformation:
+    """The optax transformation, without the clip.
+
+    ``total``: steps of the whole training (T2). ``axes``: descriptions of the parameters, in their structure.
+    """
 
     def rate(count: Any) -> Any:
         return spec.schedule(count, total)
@@ -52,6 +56,8 @@ def transformation(spec: Optimizer, total: int) -> optax.GradientTransformation:
     match spec:
         case AdamW(betas=(b1, b2), weight_decay=decay):
             return optax.adamw(rate, b1, b2, eps=1e-8, weight_decay=decay)
+        case Muon():
+            return muon(spec, rate, axes)
         case Lion(betas=(b1, b2), weight_decay=decay):
             return optax.lion(rate, b1, b2, weight_decay=decay)
         case Adafactor(weight_decay=decay):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
-from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.decomposition.draws import positions, uniform
+from param_decomp_jax.decomposition.schedules import AnySchedule
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, attack, initial_sources
+from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, Pool, attack, initial_sources
 from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.masked import MaskedLinears, Stream, split_rows, summary_record
 from param_decomp_jax.method.masks import (
@@ -21,6 +23,7 @@ from param_decomp_jax.method.masks import (
     Constant,
     ConstantSources,
     GivenSources,
+    MergedSources,
     SourceKind,
     Sources,
     Stochastic,
@@ -53,8 +56,20 @@ class Chunks:
     sites_per_chunk: int
 
 
+@dataclass(frozen=True)
+class Merged:
+    """A8: in each row of the batch the sources of an attack, with probability ``adv_fraction``, or stochastic ones.
+
+    The term's routing is that of the stochastic rows.
+    """
+
+    attack: PersistentAttack
+    stochastic: Stochastic
+    adv_fraction: float | AnySchedule
+
+
 LiveSets = AllSites | EachSite | Chunks
-SourceSpec = Stochastic | Constant | FreshAttack | PersistentAttack
+SourceSpec = Stochastic | Constant | FreshAttack | PersistentAttack | Merged
 
 
 ErrorKind = Literal["output", "hidden_acts"]
@@ -65,7 +80,7 @@ class Reconstruction:
     """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``)."""
 
     name: str
-    coeff: float
+    coeff: float | AnySchedule
     live: LiveSets
     routing: Routing
     sources: SourceSpec
@@ -85,9 +100,20 @@ def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
             return tuple(everything[start : start + size] for start in range(0, n_sites, size))
 
 
+def attack_of(term: Reconstruction) -> PersistentAttack | None:
+    """The attack of a term whose sources persist."""
+    match term.sources:
+        case PersistentAttack() as attack:
+            return attack
+        case Merged(attack=attack):
+            return attack
+        case _:
+            return None
+
+
 def n_samples(term: Reconstruction) -> int:
     """Draws per live set: those of R5, but one where every draw would be the same."""
-    draws_sources = isinstance(term.sources, Stochastic | FreshAttack)
+    draws_sources = isinstance(term.sources, Stochastic | FreshAttack | Merged)
     return term.n_samples if draws_sources or not isinstance(term.routing, Everywhere) else 1
 
 
@@ -108,7 +134,7 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
     match term.sources:
         case FreshAttack(n_steps=n):
             return n * n_forwards(term, n_sites)
-        case PersistentAttack(n_warmup_steps=n):
+        case PersistentAttack(n_warmup_steps=n) | Merged(attack=PersistentAttack(n_warmup_steps=n)):
             return n
         case _:
             return 0
@@ -226,10 +252,15 @@ class ForwardDraws(eqx.Module):
     ``routes``: ``[*leading, live sites]`` in canonical order; None where every position is routed. ``sources``: of the
     stacks with a live site, in [0, 1]: stochastic sources as they enter the masks, or where a fresh attack starts;
     None for constant and persistent sources. Rows of sites that are not live are not used.
+
+    ``rows``: of a merged term (A8), the number of every row that decides whether it is adversarial: it is where
+    `adv_fraction` is above the number. ``particle``: of a pool (A9), the source that every row uses.
     """
 
     routes: Bool[Array, "*leading live"] | None
     sources: Bundle | None
+    rows: Float[Array, " B"] | None = None
+    particle: Int[Array, " B"] | None = None
 
 
 TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
@@ -251,18 +282,47 @@ def draw_forwards(
             routes_key, sources_key = jax.random.split(jax.random.fold_in(key, len(found)))
             routes = draw_routes(term.routing, routes_key, at, len(live))
             sources: Bundle | None
+            rows: Array | None = None
             match term.sources:
                 case Stochastic() as kind:
                     sources = draw_stochastic(kind, sources_key, sites, live, at, use_delta)
+                case Merged(stochastic=kind):
+                    sources = draw_stochastic(kind, sources_key, sites, live, at, use_delta)
+                    rows = draw_rows(sources_key, leading[0])
                 case FreshAttack() as kind:
                     sources = initial_sources(kind, sources_key, sites, live, leading, use_delta)
                 case Constant() | PersistentAttack():
                     sources = None
-            found.append(ForwardDraws(routes, sources))
+            found.append(ForwardDraws(routes, sources, rows, _drawn_particle(term, key, leading[0])))
     for ascent in range(n_routed_ascents(term)):
         routes = draw_ascent_routes(term, key, jnp.asarray(ascent), at, len(sites))
         found.append(ForwardDraws(routes, None))
     return found
+
+
+ROWS = 1 << 24
+"""What the key of a forward's sources is folded with for `draw_rows`: beyond the numbers of sites."""
+
+
+def draw_rows(key: PRNGKeyArray, batch: int) -> Float[Array, " B"]:
+    """A8: the number of every row that decides whether it is adversarial. ``key``: that of the forward's sources."""
+    return uniform(jax.random.fold_in(key, ROWS), positions((batch,)), 1)[:, 0]
+
+
+def draw_particle(term: Reconstruction, draws: TermDraws, leading: tuple[int, ...]) -> Int[Array, "B *ones"] | None:
+    """A9: the source of its pool that every row uses in this step, with an axis of size 1 for each of positions; None
+    where there is no pool."""
+    found = draws[0].particle if isinstance(draws, Sequence) else _drawn_particle(term, draws, leading[0])
+    return None if found is None else found.reshape(-1, *(1 for _ in leading[1:]))
+
+
+def _drawn_particle(term: Reconstruction, key: PRNGKeyArray, batch: int) -> Int[Array, " B"] | None:
+    attack = attack_of(term)
+    if attack is None or not isinstance(attack.scope, Pool):
+        return None
+    u = uniform(jax.random.fold_in(key, 1), positions((batch,)), 1)[:, 0]  # 0 is the key of the one forward
+    # Where fp32 rounds u · size up to size, it is the last.
+    return jnp.minimum((u * attack.scope.size).astype(jnp.int32), attack.scope.size - 1)
 
 
 def draw_ascent_routes(
@@ -294,8 +354,12 @@ def streams(
     batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
+    adv_fraction: float | Float[Array, ""] | None = None,
 ) -> list[Stream]:
-    """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here."""
+    """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here.
+
+    ``adv_fraction``: of a merged term (A8), at this step.
+    """
     n_sites = len(batch.target.sites)
     if isinstance(draws, Sequence):
         wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
@@ -306,7 +370,7 @@ def streams(
         for _ in range(n_samples(term)):
             number = len(found)
             own = draws[number] if isinstance(draws, Sequence) else jax.random.fold_in(draws, number)
-            found.append(_stream(term, batch, live, own, bundle))
+            found.append(_stream(term, batch, live, own, bundle, adv_fraction))
     return found
 
 
@@ -316,14 +380,16 @@ def _stream(
     live: tuple[int, ...],
     draws: PRNGKeyArray | ForwardDraws,
     bundle: Bundle | None,
+    adv_fraction: float | Float[Array, ""] | None,
 ) -> Stream:
     """One forward of a term; ``draws``: its own, or the key for them."""
     clean_pass = batch.clean_pass
     sites, use_delta, n_rows = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
     given: Bundle | None = None
+    own_rows: Array | None = None
     if isinstance(draws, ForwardDraws):
-        routes, given = draws.routes, draws.sources
-        is_random = isinstance(term.sources, Stochastic | FreshAttack)
+        routes, given, own_rows = draws.routes, draws.sources, draws.rows
+        is_random = isinstance(term.sources, Stochastic | FreshAttack | Merged)
         assert is_random == (given is not None), f"{term.name} {'needs' if is_random else 'takes no'} given sources"
         live_stacks = [stack.name for stack in sites.stacks if set(live) & set(stack.sites)]
         missing = [] if given is None else [name for name in live_stacks if name not in given]
@@ -335,6 +401,17 @@ def _stream(
     match term.sources:
         case Stochastic() as kind:
             sources = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, n_rows)
+        case Merged(stochastic=kind):
+            assert bundle is not None
+            drawn = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, n_rows)
+            rows = draw_rows(draws, n_rows) if given is None else own_rows
+            assert adv_fraction is not None
+            assert rows is not None, f"{term.name} needs given rows"
+            adversarial = jnp.less(rows, adv_fraction)
+            row_size = prod(clean_pass.leading[1:])
+            sources = MergedSources(given_sources(clean_pass, bundle), drawn, adversarial, row_size)
+            if routes is not None:
+                routes = routes | adversarial.reshape(-1, *(1,) * (routes.ndim - 1))
         case Constant() as kind:
             sources = ConstantSources(kind)
         case PersistentAttack():
@@ -362,9 +439,10 @@ def reconstruction(
     batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
+    adv_fraction: float | Float[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """Mean error over the term's forwards, without its coefficient. ``bundle``: sources of a persistent term."""
-    found = streams(term, batch, draws, bundle)
+    """Mean error over the term's forwards, without its coefficient. ``bundle``, ``adv_fraction``: as in `streams`."""
+    found = streams(term, batch, draws, bundle, adv_fraction)
     return jnp.mean(errors(batch, found, [term.error] * len(found))[0])
 
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from param_decomp_jax.ci import CIConfig, CIFunction, Squashing, init_ci
-from param_decomp_jax.decomposition.components import Components, init_components
+from param_decomp_jax.decomposition.components import Components, components_axes, init_components
+from param_decomp_jax.decomposition.schedules import AnySchedule, Knots, Schedule
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import Adversary, PersistentAttack, init_adversary, kept_adversary
-from param_decomp_jax.method.losses import Term
+from param_decomp_jax.method.losses import ImportanceMinimality, Means, Term, has_means
 from param_decomp_jax.method.offload import store
 from param_decomp_jax.method.optim import Optimizer, transformation
-from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.method.recon import Merged, Reconstruction, attack_of
 from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 
@@ -51,10 +52,26 @@ class Decomposition:
     def persistent(self) -> dict[str, tuple[Reconstruction, PersistentAttack]]:
         """The terms whose sources live in the train state, by name, each with its attack."""
         return {
-            term.name: (term, term.sources)
+            term.name: (term, attack)
             for term in self.terms
-            if isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
+            if isinstance(term, Reconstruction) and (attack := attack_of(term)) is not None
         }
+
+    @property
+    def logged_schedules(self) -> dict[str, AnySchedule]:
+        """Learning rates and scheduled coefficients, by the names that metrics have under ``schedules/``."""
+        found: dict[str, float | AnySchedule] = {
+            "components_lr": self.components_optimizer.schedule,
+            "ci_fns_lr": self.ci_optimizer.schedule,
+            **{f"{name}_lr": attack.optimizer.schedule for name, (_, attack) in self.persistent.items()},
+        }
+        for term in self.terms:
+            found[f"{term.name}_coeff"] = term.coeff
+            if isinstance(term, ImportanceMinimality) and term.frequency is not None:
+                found[f"{term.name}_frequency_coeff"] = term.frequency.coeff
+            if isinstance(term, Reconstruction) and isinstance(term.sources, Merged):
+                found[f"{term.name}_adv_fraction"] = term.sources.adv_fraction
+        return {name: value for name, value in found.items() if isinstance(value, Schedule | Knots)}
 
     def key(self, purpose: Literal["init", "train", "eval"]) -> PRNGKeyArray:
         """The root of all draws of one purpose; the same numbers on every machine (M4)."""
@@ -63,7 +80,7 @@ class Decomposition:
 
 
 class State(eqx.Module):
-    """Everything of the trajectory (T5). ``step`` counts finished steps."""
+    """Everything of the trajectory (T5). ``step`` counts finished steps. ``frequency_means``: by term (L6)."""
 
     components: Components
     ci: CIFunction
@@ -71,6 +88,7 @@ class State(eqx.Module):
     ci_moments: Any
     adversaries: dict[str, Adversary]
     step: Int[Array, ""]
+    frequency_means: dict[str, Means] = eqx.field(default_factory=dict)
 
     @property
     def learned(self) -> "Learned":
@@ -101,8 +119,9 @@ def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, .
     components = init_components(keys.components, sites)
     ci = init_ci(decomposition.ci, keys.ci, sites)
     memory = decomposition.memory
-    components_moments = transformation(decomposition.components_optimizer, decomposition.steps).init(components)
-    ci_moments = transformation(decomposition.ci_optimizer, decomposition.steps).init(ci)
+    steps, of_components = decomposition.steps, components_axes(components)
+    components_moments = transformation(decomposition.components_optimizer, steps, of_components).init(components)
+    ci_moments = transformation(decomposition.ci_optimizer, steps, ci.axes()).init(ci)
 
     def adversary(number: int, attack: PersistentAttack) -> Adversary:
         key = jax.random.fold_in(keys.sources, number)
@@ -118,4 +137,9 @@ def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, .
             for number, (name, (_, attack)) in enumerate(decomposition.persistent.items())
         },
         step=jnp.zeros((), jnp.int32),
+        frequency_means={
+            term.name: {s.name: jnp.zeros((*s.lead, s.C), jnp.float32) for s in sites.stacks}
+            for term in decomposition.terms
+            if isinstance(term, ImportanceMinimality) and has_means(term)
+        },
     )

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from param_decomp_jax.decomposition.components import Components, components_axes
-from param_decomp_jax.method.adversary import Adversary
+from param_decomp_jax.method.adversary import Adversary, Pool
 from param_decomp_jax.method.masks import source_axes
 from param_decomp_jax.method.state import Decomposition, State
 from param_decomp_jax.sharding.mesh import AnyMesh, Axes, is_axes, replace_fields
@@ -24,9 +24,14 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
     components, ci = components_axes(state.components), state.ci.axes()
     of_experts = {name for name, factors in state.components.items() if factors.V.ndim > 3}
 
-    def adversary_axes(adversary: Adversary) -> Any:
+    def adversary_axes(name: str, adversary: Adversary) -> Any:
+        pool = isinstance(decomposition.persistent[name][1].scope, Pool)
+
         def bundle(sources: Any) -> Any:
-            return {name: source_axes(s, decomposition.batch_size, name in of_experts) for name, s in sources.items()}
+            return {
+                stack: source_axes(s, decomposition.batch_size, stack in of_experts, pool)
+                for stack, s in sources.items()
+            }
 
         axes: Any = jax.tree.map(lambda _: WHOLE, adversary)
         return replace_fields(
@@ -43,24 +48,37 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
         ci=ci,
         components_moments=moments_axes(state.components_moments, state.components, components),
         ci_moments=moments_axes(state.ci_moments, state.ci, ci),
-        adversaries={name: adversary_axes(a) for name, a in state.adversaries.items()},
+        adversaries={name: adversary_axes(name, a) for name, a in state.adversaries.items()},
+        frequency_means=jax.tree.map(
+            lambda x: Axes((*(None,) * (len(x.shape) - 1), "component")), state.frequency_means
+        ),
     )
 
 
 def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
-    """Logical axes of an optimiser's state: what in it has the parameters' structure lies like them."""
+    """Logical axes of an optimiser's state: what in it has the parameters' structure, or part of it and else None, lies
+    like them."""
     structure: Any = jax.tree.structure(parameters)
 
     def alike(part: Any) -> bool:
-        return bool(jax.tree.structure(part) == structure)
+        return bool(jax.tree.structure(part, is_leaf=_is_none) == structure)
 
     def part_axes(part: Any) -> Any:
         if not alike(part):
             return WHOLE
-        # A factored moment (Adafactor's) has fewer axes than its parameter.
-        return jax.tree.map(lambda a, p, x: a if x.shape == p.shape else WHOLE, axes, parameters, part, is_leaf=is_axes)
+
+        def own(a: Axes, p: Any, x: Any) -> Axes | None:
+            if x is None:
+                return None
+            return a if x.shape == p.shape else WHOLE  # a factored moment (Adafactor's) has fewer axes
+
+        return jax.tree.map(own, axes, parameters, part, is_leaf=is_axes)
 
     return jax.tree.map(part_axes, moments, is_leaf=alike)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def moments_shardings(mesh: AnyMesh, optimizer: optax.GradientTransformation, components: Components) -> Any:

@@ -15,6 +15,7 @@ from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.inputs import site_inputs
 from param_decomp_jax.decomposition.components import Components, components_axes, with_views
 from param_decomp_jax.decomposition.draws import positions
+from param_decomp_jax.decomposition.schedules import value_at
 from param_decomp_jax.method.adversary import (
     Adversary,
     PersistentAttack,
@@ -26,10 +27,10 @@ from param_decomp_jax.method.adversary import (
 from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.losses import faithfulness
 from param_decomp_jax.method.masks import Bundle
-from param_decomp_jax.method.objective import Metrics, Objective, term_keys
+from param_decomp_jax.method.objective import Found, Metrics, Objective, term_keys
 from param_decomp_jax.method.offload import fetch, store
 from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.method.recon import ErrorKind, ForwardDraws, Reconstruction, warm_up_error
+from param_decomp_jax.method.recon import ErrorKind, ForwardDraws, Reconstruction, draw_particle, warm_up_error
 from param_decomp_jax.method.state import Decomposition, Learned, State
 from param_decomp_jax.sharding.mesh import at_rest, constrain, held, hold, replace_fields
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
@@ -98,12 +99,13 @@ def step_outcome(
 
     with jax.named_scope("clean_pass"):
         clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
-    adversaries, gradients, metrics = losses_and_ascents(problem, state, clean_pass, objective, copies)
+    adversaries, gradients, found = losses_and_ascents(problem, state, clean_pass, objective, copies)
     memory = spec.memory
     with jax.named_scope("components_update"):
         components, components_moments, components_norm = descend(
             spec.components_optimizer,
             spec.steps,
+            components_axes(state.components),
             state.components,
             gradients.components,
             fetch(memory, "components_moments", state.components_moments, gradients.components),
@@ -112,23 +114,21 @@ def step_outcome(
         ci, ci_moments, ci_norm = descend(
             spec.ci_optimizer,
             spec.steps,
+            state.ci.axes(),
             state.ci,
             gradients.ci,
             fetch(memory, "ci_moments", state.ci_moments, gradients.ci),
         )
 
-    metrics |= {
+    metrics = found.metrics | {
         "grad_norms/summary/components": components_norm,
         "grad_norms/summary/ci_fns": ci_norm,
         "grad_norms/summary/total": jnp.hypot(components_norm, ci_norm),
-        "schedules/components_lr": spec.components_optimizer.schedule(state.step, spec.steps),
-        "schedules/ci_fns_lr": spec.ci_optimizer.schedule(state.step, spec.steps),
+        **{f"schedules/{name}": schedule(state.step, spec.steps) for name, schedule in spec.logged_schedules.items()},
     }
-    for name, (_, attack) in spec.persistent.items():
-        metrics[f"schedules/{name}_lr"] = attack.optimizer.schedule(state.step, spec.steps)
     components_moments = store(memory, "components_moments", components_moments)
     ci_moments = store(memory, "ci_moments", ci_moments)
-    state = State(components, ci, components_moments, ci_moments, adversaries, state.step + 1)
+    state = State(components, ci, components_moments, ci_moments, adversaries, state.step + 1, found.means)
     return StepOutcome(state, metrics, gradients)
 
 
@@ -166,10 +166,11 @@ def with_copies(problem: Problem, learned: Learned, copies: HeldCopies) -> Learn
 def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
     """The terms of ``spec`` at the state's step, with draws of seed and step or with given ones."""
     if draws is None:
-        return Objective(spec, state.step, term_keys(spec, jax.random.fold_in(spec.key("train"), state.step)))
+        keys = term_keys(spec, jax.random.fold_in(spec.key("train"), state.step))
+        return Objective(spec, state.step, keys, state.frequency_means)
     missing = {term.name for term in spec.terms if isinstance(term, Reconstruction)} - draws.keys()
     assert not missing, f"no draws are given for {', '.join(sorted(missing))}"
-    return Objective(spec, state.step, draws.__getitem__)
+    return Objective(spec, state.step, draws.__getitem__, state.frequency_means)
 
 
 def keeps_outputs(problem: Problem) -> bool:
@@ -275,25 +276,25 @@ def loss_gradients(
     importance: DifferentiableImportance,
     raw: dict[str, Bundle],
     copies: HeldCopies,
-) -> tuple[Gradients, Metrics]:
+) -> tuple[Gradients, Found]:
     """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
 
-    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Metrics]:
+    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Found]:
         factors, _ = with_copies(problem, Learned(components, state.ci), copies)
         reader = importance_reader(problem, state.ci, outputs, clean_pass, copies)
         with jax.named_scope("losses"):
             return objective.total_loss(DecomposedBatch(clean_pass, factors, reader), raw)
 
-    (_, metrics), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
+    (_, found), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
         state.components, importance.outputs, raw
     )
     through_ci, to_ci = importance.pullback(to_outputs)  # C5: a scalar CI function reads V
-    return Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources), metrics
+    return Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources), found
 
 
 def losses_and_ascents(
     problem: Problem, state: State, clean_pass: CleanPass, objective: Objective, copies: HeldCopies
-) -> tuple[dict[str, Adversary], Gradients, Metrics]:
+) -> tuple[dict[str, Adversary], Gradients, Found]:
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
     spec = problem.decomposition
     importance = differentiable_importance(problem, state, clean_pass, copies)
@@ -310,9 +311,10 @@ def losses_and_ascents(
 
     def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
-            error = warm_up_error(term, batch, objective.draws(term.name))
+            draws = objective.draws(term.name)
+            error, particle = warm_up_error(term, batch, draws), draw_particle(term, draws, clean_pass.leading)
             written_out = spec.memory.writes_out_ascents(attack.n_warmup_steps)
-            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps, written_out))
+            return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps, written_out, particle))
 
     def ascended(attack: PersistentAttack, own: Bundle, adversary: Adversary) -> Adversary:
         return update(adversary, lambda a: ascend(attack, a, own, state.step, spec.steps))
@@ -324,15 +326,16 @@ def losses_and_ascents(
     }
 
     raw = {name: adversary.raw for name, adversary in adversaries.items()}
-    gradients, metrics = loss_gradients(problem, objective, state, clean_pass, importance, raw, copies)
+    gradients, found = loss_gradients(problem, objective, state, clean_pass, importance, raw, copies)
 
     for name, (term, attack) in spec.persistent.items():
         # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
         with jax.named_scope("last_ascents"):
-            own = jax.tree.map(lambda g, c=term.coeff: g / c, gradients.sources[name])
+            coeff = value_at(term.coeff, state.step, spec.steps)
+            own = jax.tree.map(lambda g, c=coeff: g / c, gradients.sources[name])
             then = partial(ascended, attack, own)
             adversaries[name] = when_on(spec, attack, state, then, untouched, adversaries[name])
-    return adversaries, gradients, metrics
+    return adversaries, gradients, found
 
 
 def when_on(
@@ -351,10 +354,16 @@ def when_on(
     return new
 
 
-def descend(spec: Optimizer, steps: int, parameters: Any, gradient: Any, moments: Any) -> tuple[Any, Any, Array]:
-    """Clip, then the optimiser: new parameters, new moments, and the gradient's norm before the clip."""
+def descend(
+    spec: Optimizer, steps: int, axes: Any, parameters: Any, gradient: Any, moments: Any
+) -> tuple[Any, Any, Array]:
+    """Clip, then the optimiser: new parameters, new moments, and the gradient's norm before the clip.
+
+    ``axes``: descriptions of the parameters.
+    """
     norm = global_norm(gradient)
-    updates, moments = transformation(spec, steps).update(clip(gradient, norm, spec.clip_norm), moments, parameters)
+    optimizer = transformation(spec, steps, axes)
+    updates, moments = optimizer.update(clip(gradient, norm, spec.clip_norm), moments, parameters)
     return optax.apply_updates(parameters, updates), moments, norm
 
 

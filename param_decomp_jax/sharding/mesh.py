@@ -37,6 +37,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "split_of_node": ("tensor", "fsdp"),
     # While a site is computed its components are split over the tensor axis alone: activations travel, not weights.
     "component_in_use": ("tensor",),
+    # Of an array of matrices: whole ones, some of them on each device of a replica, or on each device of all. The
+    # replicas come last, so that what they have of the first is collected within the place of a device.
+    "matrix_of_replica": ("tensor", "fsdp", "nodes"),
+    "matrix": ("tensor", "fsdp", "nodes", "replica"),
 }
 """Logical axis to mesh axes. A logical axis that is not here is not split; changing strategy is changing this table."""
 
@@ -148,6 +152,12 @@ def sharding(mesh: AnyMesh, shape: Sequence[int], names: Sequence[str | None]) -
 def whole(mesh: AnyMesh) -> NamedSharding:
     """Every device holds all of it."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def n_devices() -> int:
+    """Devices of the mesh in force; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else prod(_sizes(mesh).values())
 
 
 def n_parts(name: str, size: int) -> int:

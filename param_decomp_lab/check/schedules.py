@@ -1,5 +1,6 @@
-"""The table of schedules that `pd check` prints: learning rates and annealed parameters."""
+"""The table of schedules that `pd check` prints: learning rates, coefficients that move, and annealed parameters."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule
 from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
 from param_decomp_jax.method.state import Decomposition
 from param_decomp_lab.check.plots import curve
@@ -24,7 +25,7 @@ class Course:
     """A scheduled quantity. ``begins``: the first step at which it is used."""
 
     name: str
-    value: Schedule | Anneal
+    value: AnySchedule | Anneal
     begins: int = 0
 
     def at(self, steps: list[int], total: int) -> list[float]:
@@ -33,20 +34,36 @@ class Course:
 
 
 def courses(spec: Decomposition) -> list[Course]:
-    """Learning rates, then annealed parameters of importance terms; constant exponents are left out."""
+    """Learning rates, then by term its scheduled coefficient and annealed parameters; constant numbers are left out."""
     found = [
         Course("components lr", spec.components_optimizer.schedule),
         Course("CI function lr", spec.ci_optimizer.schedule),
     ]
+    begins = {name: attack.first_step(spec.steps) for name, (_, attack) in spec.persistent.items()}
     for name, (_, attack) in spec.persistent.items():
-        found.append(Course(f"{name} lr", attack.optimizer.schedule, attack.first_step(spec.steps)))
+        found.append(Course(f"{name} lr", attack.optimizer.schedule, begins[name]))
     for term in spec.terms:
-        match term:
-            case ImportanceMinimality(name=name, penalty=Lp(p)) if p.final != p.start and p.start_frac < 1:
-                found.append(Course(f"{name} p", p))
-            case ImportanceMinimality(name=name, penalty=SmoothL0(gamma)):
-                found.append(Course(f"{name} γ", gamma))
+        moving: list[tuple[str, float | AnySchedule | Anneal]] = [("coeff", term.coeff)]
+        if isinstance(term, ImportanceMinimality):
+            moving += _parameters(term)
+        found += [
+            Course(f"{term.name} {name}", value, begins.get(term.name, 0))
+            for name, value in moving
+            if isinstance(value, Schedule | Knots | Anneal)
+        ]
     return found
+
+
+def _parameters(term: ImportanceMinimality) -> Iterator[tuple[str, float | AnySchedule | Anneal]]:
+    match term.penalty:
+        case Lp(Anneal() as p):
+            yield "p", p if p.moves else p.start
+        case Lp(p):
+            yield "p", p
+        case SmoothL0(gamma):
+            yield "γ", gamma
+    if term.frequency is not None:
+        yield "frequency coeff", term.frequency.coeff
 
 
 def schedules_table(spec: Decomposition, width: int) -> Table:

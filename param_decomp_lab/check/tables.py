@@ -17,7 +17,7 @@ from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.architecture import is_shape
 from param_decomp_lab.config.method_schema import PDConfig
 from param_decomp_lab.setup.known_target import KnownTarget
-from param_decomp_lab.ui.descriptions import describe_term
+from param_decomp_lab.ui.descriptions import describe_schedule, describe_term
 from param_decomp_lab.ui.numbers import amount, byte_size, exact
 from param_decomp_lab.ui.tables import plain_table
 
@@ -67,7 +67,12 @@ def terms_table(terms: Iterable[Term], n_sites: int | None, steps: int) -> Table
             if n_sites is not None:
                 forwards += n_forwards(term, n_sites)
                 ascents += n_attack_passes(term, n_sites)
-        table.add_row(titled(term.name, describe_term(term, n_sites, steps)), exact(term.coeff), *cells)
+        words, coeff = describe_term(term, n_sites, steps), "scheduled"
+        if isinstance(term.coeff, float | int):
+            coeff = exact(term.coeff)
+        else:
+            words += f"; coefficient {describe_schedule(term.coeff)}"
+        table.add_row(titled(term.name, words), coeff, *cells)
     if n_sites is not None:
         table.add_section()
         words = f"{forwards + ascents:,} masked passes, each with its backward, and 1 clean forward"

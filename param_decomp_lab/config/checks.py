@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from param_decomp_lab.config.loss_parts import RepeatAcrossBatchScope
+from param_decomp_lab.config.loss_parts import RepeatAcrossBatchScope, bounds
 from param_decomp_lab.config.loss_schema import (
     ImportanceMinimalityLoss,
     Loss,
-    PersistentPGD,
+    PersistentAdversary,
     PersistentPGDReconLoss,
 )
 from param_decomp_lab.config.method_schema import (
@@ -62,6 +62,7 @@ def wrapper_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
     for check in (
         _equal_micro_batches,
         _equal_evaluation_micro_batches,
+        _one_optimizer,
         _of_a_toy,
         _of_a_language_model,
         _bos_of_text,
@@ -84,6 +85,17 @@ def _unequal_micro_batches(wrapper: Wrapper, size: int, key: str) -> Iterator[Mi
     if size % devices == 0 and size // devices % parts:
         on = f"{size} rows on {devices} device{'s'[: devices > 1]}"
         yield Mistake("memory.micro_batches", f"is {parts}; {key} ({on}) cannot be cut into as many equal parts")
+
+
+def _one_optimizer(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    chosen = wrapper.memory.optimizers
+    for key, name, own in (
+        ("components", chosen.components, method.pd.components_optimizer),
+        ("ci_fn", chosen.ci_fn, method.pd.ci_fn_optimizer),
+    ):
+        if name != "adamw" and own.type != "adamw":
+            instead = f"is {name}, in place of AdamW, but pd.{key}_optimizer is {own.type}"
+            yield Mistake(f"memory.optimizers.{key}", f"{instead}; remove one of the two")
 
 
 def _of_a_toy(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
@@ -196,14 +208,15 @@ def _takes_roots(loss: Strict) -> bool:
     if not isinstance(loss, ImportanceMinimalityLoss) or loss.penalty != "lp":
         return False
     anneals = loss.p_anneal_final_p is not None and loss.p_anneal_start_frac < 1
-    return anneals or loss.pnorm != int(loss.pnorm)
+    least, greatest = bounds(loss.pnorm)
+    return anneals or least != greatest or least != int(least)
 
 
 def _takes_log_of_odd_power(loss: Strict) -> bool:
     """Whether the loss takes the logarithm of sums of odd powers of υ, given that p is an integer."""
     if not isinstance(loss, ImportanceMinimalityLoss) or loss.penalty != "lp":
         return False
-    return loss.pnorm % 2 == 1 and (loss.beta > 0 or loss.frequency is not None)
+    return bounds(loss.pnorm)[0] % 2 == 1 and (loss.beta > 0 or loss.frequency is not None)
 
 
 def _one_output(a: Strict, b: Strict) -> bool:
@@ -225,7 +238,7 @@ def _source_mistakes(method: MethodFile, section: str) -> Iterator[Mistake]:
 
 
 def _unequal_sources(term: Strict, size: int, section: str) -> Iterator[Mistake]:
-    scope = term.scope if isinstance(term, PersistentPGD) else None
+    scope = getattr(term, "scope", None) if isinstance(term, PersistentAdversary) else None
     if isinstance(scope, RepeatAcrossBatchScope) and size % scope.n_sources:
         sources = f"the n_sources of {_kind(term)} ({scope.n_sources})"
         yield Mistake(f"{section}.batch_size", f"is {size}; it must be a multiple of {sources}")
@@ -286,13 +299,13 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
             "its rank, and a warm-up only moves them; 0 leaves them as they are"
         )
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
-        if isinstance(metric, PersistentPGD) and metric.start_frac > 0:
+        if isinstance(metric, PersistentAdversary) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
     for n, loss in enumerate(method.pd.loss_metrics):
         key = f"pd.loss_metrics.{n}"
         if isinstance(loss, ImportanceMinimalityLoss):
             yield from _importance_warnings(key, loss)
-        if isinstance(loss, PersistentPGD) and loss.start_frac * method.pd.steps > method.pd.steps - 1:
+        if isinstance(loss, PersistentAdversary) and loss.start_frac * method.pd.steps > method.pd.steps - 1:
             yield f"{key}.start_frac: is {loss.start_frac}, after the last of {method.pd.steps} steps: never on"
         if isinstance(loss, PersistentPGDReconLoss) and loss.n_samples > 1:
             yield f"{key}.n_samples: is {loss.n_samples}, but forwards routed everywhere are alike: one is made (R5)"
@@ -344,6 +357,8 @@ def _importance_warnings(key: str, loss: ImportanceMinimalityLoss) -> Iterator[s
     if loss.penalty == "smooth_l0":
         if final is not None:
             yield f"{key}.p_anneal_final_p: has no effect with penalty: smooth_l0"
+        if not isinstance(loss.pnorm, float):
+            yield f"{key}.pnorm: is a schedule, which has no effect with penalty: smooth_l0"
     elif final is not None and loss.p_anneal_start_frac == 1:
         yield f"{key}.p_anneal_final_p: has no effect, for p_anneal_start_frac is 1 (its default)"
     elif loss.least_p < 1 and loss.eps < 1e-6:

@@ -4,21 +4,24 @@ from collections.abc import Sequence
 
 from param_decomp_jax import ci
 from param_decomp_jax.method import losses, optim, state
+from param_decomp_jax.method.muon import Muon
 from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.loss_schema import Loss
 from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.method_schema import (
+    AdamWConfig,
     AnyCI,
     ChunkwiseCI,
     GlobalCI,
     LayerwiseCI,
-    OptimizerConfig,
+    MuonConfig,
+    RuntimeConfig,
     TransformerCIConfig,
 )
 from param_decomp_lab.config.resolve import RunConfig
-from param_decomp_lab.config.term_maker import TermMaker, core_schedule
+from param_decomp_lab.config.term_maker import TermMaker, core_schedule, core_value
 from param_decomp_lab.metrics import Metric
 from param_decomp_lab.schema.site_names import PREFIXES
 
@@ -35,8 +38,10 @@ def decomposition(config: RunConfig) -> state.Decomposition:
         use_delta=pd.use_delta_component,
         ci=_ci(pd.ci_config),
         terms=tuple(term(loss, name, config) for loss, name in terms),
-        components_optimizer=_optimizer(pd.components_optimizer, config.wrapper.memory.optimizers.components),
-        ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn),
+        components_optimizer=_optimizer(
+            pd.components_optimizer, config.wrapper.memory.optimizers.components, config.method.runtime
+        ),
+        ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn, config.method.runtime),
         warmup=state.FaithfulnessWarmup(
             # Components that come from another run have been warmed up there.
             steps=pd.faithfulness_warmup_steps if config.wrapper.init_from is None else 0,
@@ -69,12 +74,23 @@ def measured_terms(metrics: Sequence[Loss | Metric], config: RunConfig) -> list[
 
 def term(loss: Loss, name: str, config: RunConfig) -> losses.Term:
     """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
-    pd, coeff = config.method.pd, 1.0 if loss.coeff is None else loss.coeff
+    pd, coeff = config.method.pd, 1.0 if loss.coeff is None else core_value(loss.coeff)
     return loss.term(TermMaker(name, coeff, pd.n_mask_samples, pd.sampling, delta_product(config)))
 
 
-def _optimizer(config: OptimizerConfig, name: OptimizerName) -> optim.Optimizer:
-    settings = (core_schedule(config.lr_schedule), config.betas, config.weight_decay, config.grad_clip_norm)
+def _optimizer(config: AdamWConfig | MuonConfig, name: OptimizerName, runtime: RuntimeConfig) -> optim.Optimizer:
+    schedule = core_schedule(config.lr_schedule)
+    if isinstance(config, MuonConfig):
+        return Muon(
+            schedule,
+            beta=config.beta,
+            consistent_rms=config.consistent_rms,
+            weight_decay=config.weight_decay,
+            clip_norm=config.grad_clip_norm,
+            n_iterations=config.ns_steps,
+            dtype=config.ns_dtype or ("bfloat16" if runtime.autocast_bf16 else "float32"),
+        )
+    settings = (schedule, config.betas, config.weight_decay, config.grad_clip_norm)
     match name:
         case "adamw":
             return optim.AdamW(*settings)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Ascent, Routing, ScheduleConfig, Scope
+from param_decomp_lab.config.loss_parts import (
+    DEFAULT_ROUTING,
+    Ascent,
+    PoolConfig,
+    Routing,
+    Scheduled,
+    Scope,
+    above_0,
+    bounds,
+)
 from param_decomp_lab.schema.kinds import by_type, registered
 from param_decomp_lab.schema.mistakes import Wrong, rule_error
 from param_decomp_lab.schema.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
@@ -28,7 +37,7 @@ class Loss(Strict):
     """Keys that every LOSS has. ``coeff`` is required in `pd.loss_metrics` and absent in `eval.metrics`."""
 
     type: str
-    coeff: float | None = None
+    coeff: Scheduled[float] | None = None
     name: Name | None = None
 
     usual: ClassVar[Mapping[str, Any]] = {}
@@ -50,10 +59,13 @@ LOSSES: dict[str, type[Loss]] = {}
 
 @registered(LOSSES)
 class FaithfulnessLoss(Loss):
+    """L1, or L5 with ``normalize`` "per_site"."""
+
     type: Literal["FaithfulnessLoss"]
+    normalize: Literal["entries", "per_site"] = "entries"
 
     def term(self, make: "TermMaker") -> "Term":
-        return make.faithfulness()
+        return make.faithfulness(self.normalize)
 
 
 @registered(LOSSES)
@@ -137,8 +149,9 @@ class ChunkwiseSubsetReconLoss(Loss):
 class FrequencyConfig(Strict):
     """The batch-size-invariant form of the frequency penalty (L2), in place of the β part."""
 
-    coeff: NonNegative
+    coeff: Scheduled[NonNegative]
     reference_token_count: Positive
+    ema_halflife_steps: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
 
 @registered(LOSSES)
@@ -146,15 +159,16 @@ class ImportanceMinimalityLoss(Loss):
     """L2, L4. ``penalty``, ``gamma`` and ``frequency`` extend the torch schema; smooth_l0 uses gamma instead of p."""
 
     type: Literal["ImportanceMinimalityLoss"]
-    pnorm: Positive
+    pnorm: Scheduled[Positive]
     beta: NonNegative
     eps: NonNegative = 1e-12
     p_anneal_start_frac: Fraction = 1.0
     p_anneal_final_p: Positive | None = None
     p_anneal_end_frac: Fraction = 1.0
     penalty: Literal["lp", "smooth_l0"] = "lp"
-    gamma: ScheduleConfig | None = None
+    gamma: Scheduled[Positive] | None = None
     frequency: FrequencyConfig | None = None
+    normalize_at_one: bool = False
 
     @property
     def _anneals(self) -> bool:
@@ -165,13 +179,24 @@ class ImportanceMinimalityLoss(Loss):
         """The least that p is during training (L4); infinity where no p has an effect."""
         if self.penalty != "lp":
             return inf
-        return min(self.pnorm, self.p_anneal_final_p or self.pnorm) if self._anneals else self.pnorm
+        least, _ = bounds(self.pnorm)
+        return min(least, self.p_anneal_final_p or least) if self._anneals else least
 
     @rule
     def _anneal_ends_after_its_start(self) -> Iterator[Wrong]:
         if self._anneals and self.p_anneal_start_frac > self.p_anneal_end_frac:
             order = f"is {self.p_anneal_end_frac}, before p_anneal_start_frac ({self.p_anneal_start_frac})"
             yield "p_anneal_end_frac", f"{order}; the anneal ends where it starts or later"
+
+    @rule
+    def _one_course_of_p(self) -> Iterator[Wrong]:
+        if isinstance(self.pnorm, float):
+            return
+        if bounds(self.pnorm)[0] == 0:
+            yield "pnorm", f"must stay above 0: {above_0(self.pnorm)}"
+        for key in ("p_anneal_start_frac", "p_anneal_final_p", "p_anneal_end_frac"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield key, "anneals a number, but pnorm is a schedule; remove it, and write the anneal into pnorm"
 
     @rule
     def _frequency_in_place_of_beta(self) -> Iterator[Wrong]:
@@ -185,9 +210,8 @@ class ImportanceMinimalityLoss(Loss):
                 yield "gamma", "belongs to penalty: smooth_l0; remove it or choose that penalty"
         elif self.gamma is None:
             yield "gamma", "is required with penalty: smooth_l0"
-        elif 0 in (self.gamma.start_val, self.gamma.final_val_frac) or self.gamma.warmup_pct > 0:
-            instead = "start_val and final_val_frac above 0, and warmup_pct: 0"
-            yield "gamma", f"must stay above 0 (0/0 at an importance of 0): {instead}"
+        elif bounds(self.gamma)[0] == 0:
+            yield "gamma", f"must stay above 0 (0/0 at an importance of 0): {above_0(self.gamma)}"
 
     @rule
     def _finite_gradient(self) -> Iterator[Wrong]:
@@ -196,13 +220,14 @@ class ImportanceMinimalityLoss(Loss):
 
     def term(self, make: "TermMaker") -> "Term":
         if self.gamma is not None:
-            penalty: Lp | SmoothL0 = make.smooth_l0(self.gamma)
+            penalty: Lp | SmoothL0 = make.smooth_l0(self.gamma, self.normalize_at_one)
         else:
-            final = self.pnorm if self.p_anneal_final_p is None else self.p_anneal_final_p
-            penalty = make.lp(self.eps, self.pnorm, final, self.p_anneal_start_frac, self.p_anneal_end_frac)
+            anneal = self.p_anneal_final_p, self.p_anneal_start_frac, self.p_anneal_end_frac
+            penalty = make.lp(self.eps, self.pnorm, *anneal, self.normalize_at_one)
         frequency = None
         if self.frequency is not None:
-            frequency = make.frequency(self.frequency.coeff, self.frequency.reference_token_count)
+            own = self.frequency
+            frequency = make.frequency(own.coeff, own.reference_token_count, own.ema_halflife_steps)
         return make.importance_minimality(penalty, self.beta, frequency)
 
 
@@ -212,7 +237,7 @@ class FreshPGD(Loss):
     init: Literal["random", "ones", "zeroes"]
     step_size: Positive
     n_steps: Natural
-    mask_scope: Literal["unique_per_datapoint", "shared_across_batch"]
+    mask_scope: Literal["unique_per_datapoint", "per_row", "shared_across_batch"]
 
     usual: ClassVar = {"init": "random", "step_size": 0.1, "n_steps": 20, "mask_scope": "shared_across_batch"}
 
@@ -245,20 +270,25 @@ class PGDReconSubsetLoss(FreshPGD):
         return make.reconstruction(self._attack(make), routing=self.routing)
 
 
-class PersistentPGD(Loss):
-    """Persistent PGD (A2 to A7)."""
+class PersistentAdversary(Loss):
+    """What losses with persistent sources have in common (A2 to A7)."""
 
     optimizer: Ascent
-    scope: Scope
     use_sigmoid_parameterization: bool = False
     n_warmup_steps: Natural = 0
     start_frac: Fraction = 0.0
-    n_samples: Count = 1
 
-    def _attack(self, make: "TermMaker") -> "PersistentAttack":
+    def _attack(self, make: "TermMaker", scope: Scope | PoolConfig) -> "PersistentAttack":
         return make.persistent_attack(
-            self.optimizer, self.scope, self.use_sigmoid_parameterization, self.n_warmup_steps, self.start_frac
+            self.optimizer, scope, self.use_sigmoid_parameterization, self.n_warmup_steps, self.start_frac
         )
+
+
+class PersistentPGD(PersistentAdversary):
+    """Persistent PGD (A2 to A7)."""
+
+    scope: Scope
+    n_samples: Count = 1
 
 
 @registered(LOSSES)
@@ -266,7 +296,9 @@ class PersistentPGDReconLoss(PersistentPGD):
     type: Literal["PersistentPGDReconLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
-        return make.reconstruction(self._attack(make))  # R5: routed everywhere, so computed once whatever n_samples is
+        return make.reconstruction(
+            self._attack(make, self.scope)
+        )  # R5: routed everywhere, so computed once whatever n_samples is
 
 
 @registered(LOSSES)
@@ -275,7 +307,45 @@ class PersistentPGDReconSubsetLoss(PersistentPGD):
     routing: Routing = DEFAULT_ROUTING
 
     def term(self, make: "TermMaker") -> "Term":
-        return make.reconstruction(self._attack(make), routing=self.routing, n_samples=self.n_samples)
+        return make.reconstruction(self._attack(make, self.scope), routing=self.routing, n_samples=self.n_samples)
+
+
+class Merged(PersistentAdversary):
+    """A8."""
+
+    adv_fraction: Scheduled[Fraction]
+    routing: Routing = DEFAULT_ROUTING
+
+    @rule
+    def _is_a_probability(self) -> Iterator[Wrong]:
+        highest = bounds(self.adv_fraction)[1]
+        if highest > 1:
+            yield "adv_fraction", f"rises to {highest:g}; it is a probability, at most 1"
+
+    def _merged(self, make: "TermMaker", scope: Scope | PoolConfig) -> "Term":
+        return make.reconstruction(make.merged(self._attack(make, scope), self.adv_fraction), routing=self.routing)
+
+
+@registered(LOSSES)
+class MergedStochasticSubsetPPGDReconLoss(Merged):
+    """A8."""
+
+    type: Literal["MergedStochasticSubsetPPGDReconLoss"]
+    scope: Scope
+
+    def term(self, make: "TermMaker") -> "Term":
+        return self._merged(make, self.scope)
+
+
+@registered(LOSSES)
+class MergedStochasticSubsetPooledPPGDReconLoss(Merged):
+    """A8, with the sources of A9."""
+
+    type: Literal["MergedStochasticSubsetPooledPPGDReconLoss"]
+    pool: PoolConfig
+
+    def term(self, make: "TermMaker") -> "Term":
+        return self._merged(make, self.pool)
 
 
 REFUSED = ("CIMaskedAttnPatternsReconLoss", "StochasticAttnPatternsReconLoss")
@@ -293,8 +363,12 @@ def not_refused(raw: Any) -> Any:
 def _with_coefficient(loss: Loss) -> Iterator[Wrong]:
     if loss.coeff is None:
         yield "coeff", "is required for a loss"
-    elif isinstance(loss, PersistentPGD) and loss.coeff <= 0:
-        yield "coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"
+    elif isinstance(loss, PersistentAdversary) and bounds(loss.coeff)[0] <= 0:
+        if isinstance(loss.coeff, float):
+            yield "coeff", f"is {loss.coeff}; a persistent attack needs coeff > 0 (A4)"
+        else:
+            why = "a persistent attack divides by its coefficient (A4)"
+            yield "coeff", f"must stay above 0 at every step, for {why}: {above_0(loss.coeff)}"
 
 
 TrainingLoss = Annotated[

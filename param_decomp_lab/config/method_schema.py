@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic import Strict as Strictness
 
-from param_decomp_lab.config.loss_parts import ScheduleConfig
+from param_decomp_lab.config.loss_parts import Scheduled
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.metric_schema import Measured
 from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.spelling import nearest_alike
 from param_decomp_lab.schema.strict import (
     NO_MEANING,
     Count,
@@ -140,13 +141,37 @@ class ChunkwiseCI(Strict):
 AnyCI = LayerwiseCI | GlobalCI | ChunkwiseCI
 
 
-class OptimizerConfig(Strict):
-    """AdamW (T1)."""
+class AdamWConfig(Strict):
+    """T1."""
 
-    lr_schedule: ScheduleConfig
+    type: Literal["adamw"] = "adamw"
+    lr_schedule: Scheduled[NonNegative]
     weight_decay: NonNegative = 0.0
     betas: Annotated[tuple[Beta, Beta], Strictness(False)] = (0.9, 0.999)
     grad_clip_norm: Positive | None = None
+
+
+class MuonConfig(Strict):
+    """T7. ``ns_dtype``: of Newton-Schulz (N5); null: bfloat16 with `autocast_bf16`, else float32."""
+
+    type: Literal["muon"]
+    lr_schedule: Scheduled[NonNegative]
+    beta: Beta = 0.95
+    consistent_rms: Positive | None = 0.2
+    weight_decay: NonNegative = 0.0
+    grad_clip_norm: Positive | None = None
+    ns_steps: Annotated[int, Field(ge=1, le=100)] = 5
+    ns_dtype: Literal["float32", "bfloat16"] | None = None
+
+
+def _adamw_unless_said(raw: Any) -> Any:
+    """A mapping without `type`, or a misspelled one, with that of AdamW: files had no other optimiser for long."""
+    if isinstance(raw, dict) and not any(isinstance(key, str) and nearest_alike(key, ["type"]) for key in raw):
+        return {**raw, "type": "adamw"}
+    return raw
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type"), BeforeValidator(_adamw_unless_said)]
 
 
 class PDConfig(Strict):

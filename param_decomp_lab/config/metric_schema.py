@@ -14,9 +14,10 @@ from param_decomp_lab.schema.strict import Strict, rule_here
 
 def _without_coefficient(metric: Strict) -> Iterator[Wrong]:
     if isinstance(metric, Loss) and metric.coeff is not None:
+        given = metric.coeff if isinstance(metric.coeff, float) else "a schedule"
         yield (
             "coeff",
-            f"is {metric.coeff}, but metrics are reported without a coefficient; remove it or set it to null",
+            f"is {given}, but metrics are reported without a coefficient; remove it or set it to null",
         )
 
 

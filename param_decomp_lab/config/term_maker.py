@@ -3,21 +3,35 @@
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knot, Knots, Schedule
 from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     FreshAttack,
+    MomentumAscent,
+    PerBatch,
     PerBatchPerPosition,
     PersistentAttack,
+    Pool,
     RepeatAcrossBatch,
+    SGDAscent,
     SignAscent,
     SingleSource,
 )
+from param_decomp_jax.method.adversary import Ascent as CoreAscent
 from param_decomp_jax.method.adversary import Scope as CoreScope
 from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
 from param_decomp_jax.method.masks import Constant, Stochastic
-from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, ErrorKind, LiveSets, Reconstruction, SourceSpec
+from param_decomp_jax.method.recon import (
+    AllSites,
+    Chunks,
+    EachSite,
+    ErrorKind,
+    LiveSets,
+    Merged,
+    Reconstruction,
+    SourceSpec,
+)
 from param_decomp_jax.method.routing import Everywhere, StaticProbability, UniformKSubset
 from param_decomp_jax.method.routing import Routing as CoreRouting
 from param_decomp_jax.nn.split_product import DeltaProduct
@@ -25,11 +39,17 @@ from param_decomp_lab.config.loss_parts import (
     AdamConfig,
     Ascent,
     BroadcastAcrossBatchScope,
+    KnotsConfig,
+    MomentumConfig,
     PerBatchPerPositionScope,
+    PerBatchScope,
+    PoolConfig,
     RepeatAcrossBatchScope,
     Routing,
     ScheduleConfig,
+    ScheduleLike,
     Scope,
+    SGDConfig,
     SignConfig,
     SingleSourceScope,
     StaticProbabilityRouting,
@@ -46,7 +66,7 @@ class TermMaker:
     """
 
     name: str
-    coeff: float
+    coeff: float | AnySchedule
     n_mask_samples: int
     sampling: Literal["continuous", "binomial"]
     delta_product: DeltaProduct
@@ -87,40 +107,70 @@ class TermMaker:
         init: Literal["random", "ones", "zeroes"],
         step_size: float,
         n_steps: int,
-        mask_scope: Literal["unique_per_datapoint", "shared_across_batch"],
+        mask_scope: Literal["unique_per_datapoint", "per_row", "shared_across_batch"],
     ) -> FreshAttack:
         """A1."""
         return FreshAttack(init, step_size, n_steps, mask_scope)
 
     def persistent_attack(
-        self, optimizer: Ascent, scope: Scope, sigmoid: bool, n_warmup_steps: int, start_frac: float
+        self, optimizer: Ascent, scope: Scope | PoolConfig, sigmoid: bool, n_warmup_steps: int, start_frac: float
     ) -> PersistentAttack:
-        """A2 to A7."""
+        """A2 to A7, A9."""
         return PersistentAttack(_ascent(optimizer), _scope(scope), sigmoid, n_warmup_steps, start_frac)
+
+    def merged(self, attack: PersistentAttack, adv_fraction: ScheduleLike) -> Merged:
+        """A8: of some rows of the batch the sources of ``attack``, of the others stochastic ones."""
+        return Merged(attack, self.stochastic, core_value(adv_fraction))
 
     # ---- other terms ----
 
-    def faithfulness(self) -> Faithfulness:
-        return Faithfulness(self.name, self.coeff, self.delta_product)
+    def faithfulness(self, normalize: Literal["entries", "per_site"]) -> Faithfulness:
+        return Faithfulness(self.name, self.coeff, self.delta_product, normalize)
 
     def importance_minimality(
         self, penalty: Lp | SmoothL0, beta: float, frequency: Frequency | None
     ) -> ImportanceMinimality:
         return ImportanceMinimality(self.name, self.coeff, penalty, beta, frequency)
 
-    def lp(self, eps: float, start: float, final: float, start_frac: float, end_frac: float) -> Lp:
-        """(υ + eps)^p, whose p anneals from ``start`` to ``final`` between two fractions of the steps (L4)."""
-        return Lp(Anneal(start, final, start_frac, end_frac), eps)
+    def lp(
+        self,
+        eps: float,
+        p: ScheduleLike,
+        final: float | None,
+        start_frac: float,
+        end_frac: float,
+        normalize_at_one: bool,
+    ) -> Lp:
+        """(υ + eps)^p, where p is a schedule, or a number that anneals to ``final`` between two fractions of the steps
+        (L4)."""
+        if isinstance(p, float):
+            return Lp(Anneal(p, p if final is None else final, start_frac, end_frac), eps, normalize_at_one)
+        return Lp(core_schedule(p), eps, normalize_at_one)
 
-    def smooth_l0(self, gamma: ScheduleConfig) -> SmoothL0:
-        return SmoothL0(core_schedule(gamma))
+    def smooth_l0(self, gamma: ScheduleLike, normalize_at_one: bool) -> SmoothL0:
+        return SmoothL0(core_schedule(gamma), normalize_at_one)
 
-    def frequency(self, coeff: float, reference_token_count: float) -> Frequency:
-        return Frequency(coeff, reference_token_count)
+    def frequency(
+        self, coeff: ScheduleLike, reference_token_count: float, ema_halflife_steps: float | None
+    ) -> Frequency:
+        return Frequency(core_value(coeff), reference_token_count, ema_halflife_steps)
 
 
-def core_schedule(config: ScheduleConfig) -> Schedule:
-    return Schedule(config.start_val, config.fn_type, config.warmup_pct, config.final_val_frac)
+def core_value(value: ScheduleLike) -> float | AnySchedule:
+    """The core's form of a SCHEDULE; a number stays one."""
+    return value if isinstance(value, float) else core_schedule(value)
+
+
+def core_schedule(value: ScheduleLike) -> AnySchedule:
+    """The core's form of a SCHEDULE; a number becomes the constant schedule."""
+    match value:
+        case ScheduleConfig():
+            return Schedule(value.start_val, value.fn_type, value.warmup_pct, value.final_val_frac)
+        case KnotsConfig():
+            points = (Knot(point.at, point.frac, point.interp) for point in value.points)
+            return Knots(value.max_val, tuple(points))
+        case _:
+            return Schedule(value)
 
 
 def _routing(config: Routing | None) -> CoreRouting:
@@ -135,18 +185,22 @@ def _routing(config: Routing | None) -> CoreRouting:
             assert_never(config)
 
 
-def _ascent(config: Ascent) -> AdamAscent | SignAscent:
+def _ascent(config: Ascent) -> CoreAscent:
     schedule = core_schedule(config.lr_schedule)
     match config:
         case AdamConfig():
             return AdamAscent(schedule, config.beta1, config.beta2, config.eps)
         case SignConfig():
             return SignAscent(schedule)
+        case SGDConfig():
+            return SGDAscent(schedule)
+        case MomentumConfig(momentum=momentum):
+            return MomentumAscent(schedule, momentum)
         case _:
             assert_never(config)
 
 
-def _scope(config: Scope) -> CoreScope:
+def _scope(config: Scope | PoolConfig) -> CoreScope:
     match config:
         case SingleSourceScope():
             return SingleSource()
@@ -156,5 +210,9 @@ def _scope(config: Scope) -> CoreScope:
             return RepeatAcrossBatch(n)
         case PerBatchPerPositionScope():
             return PerBatchPerPosition()
+        case PerBatchScope():
+            return PerBatch()
+        case PoolConfig(size_per_batch_element=size):
+            return Pool(size)
         case _:
             assert_never(config)

@@ -13,10 +13,9 @@ from jaxtyping import Array, PRNGKeyArray
 from matplotlib.figure import Figure
 
 from param_decomp_jax.analysis.importances import read_batch
-from param_decomp_jax.method.adversary import PersistentAttack
 from param_decomp_jax.method.masks import Stochastic
 from param_decomp_jax.method.objective import Objective, term_keys
-from param_decomp_jax.method.recon import Reconstruction
+from param_decomp_jax.method.recon import Reconstruction, attack_of
 from param_decomp_jax.method.state import Learned, State
 from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_outputs
 from param_decomp_jax.sharding.mesh import replace_fields
@@ -94,7 +93,7 @@ class Evaluation:
         read = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
         losses_key, metrics_key = jax.random.split(key)
         objective = Objective(spec, state.step, term_keys(spec, losses_key))
-        _, losses = objective.total_loss(read, {})
+        _, (losses, _) = objective.total_loss(read, {})
         adversaries, errors = attack_batch(self._persistent, adversaries, read, state, spec.steps, losses_key)
         batch = Batch(read.clean_pass, read.components, read.reader, self._sampling, metrics_key)
         return adversaries, {
@@ -225,7 +224,7 @@ def _shared(settings: Iterable[Setting | None]) -> Setting | None:
 
 
 def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:
-    return isinstance(term, Reconstruction) and isinstance(term.sources, PersistentAttack)
+    return isinstance(term, Reconstruction) and attack_of(term) is not None
 
 
 def without_training_state(state: State) -> State:

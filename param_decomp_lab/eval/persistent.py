@@ -7,13 +7,22 @@ evaluation and treats each batch as training treats a step (A3, A4): warm-up asc
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from param_decomp_jax.decomposition.schedules import value_at
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.masks import Bundle
-from param_decomp_jax.method.recon import Reconstruction, reconstruction, warm_up_error
+from param_decomp_jax.method.recon import (
+    Merged,
+    Reconstruction,
+    attack_of,
+    draw_particle,
+    reconstruction,
+    warm_up_error,
+)
 from param_decomp_jax.method.state import State
 
 Adversaries = dict[str, Adversary]
@@ -24,6 +33,8 @@ FIRST_NUMBER = 1 << 16
 
 def always_on(term: Reconstruction) -> Reconstruction:
     """A metric's term: there is nothing to wait for."""
+    if isinstance(term.sources, Merged):
+        return replace(term, sources=replace(term.sources, attack=replace(term.sources.attack, start_frac=0.0)))
     assert isinstance(term.sources, PersistentAttack)
     return replace(term, sources=replace(term.sources, start_frac=0.0))
 
@@ -34,8 +45,9 @@ def fresh_adversaries(
     """Where the attacks of one evaluation begin, by term name."""
     started = {}
     for number, term in enumerate(terms):
-        assert isinstance(term.sources, PersistentAttack)
-        started[term.name] = init_adversary(term.sources, jax.random.fold_in(key, number), sites, leading, use_delta)
+        attack = attack_of(term)
+        assert attack is not None
+        started[term.name] = init_adversary(attack, jax.random.fold_in(key, number), sites, leading, use_delta)
     return started
 
 
@@ -50,16 +62,26 @@ def attack_batch(
     """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
     moved, errors = {}, {}
     for number, term in enumerate(terms):
-        spec = term.sources
-        assert isinstance(spec, PersistentAttack)
-        term_key = jax.random.fold_in(key, FIRST_NUMBER + number)
-        climb = warm_up_error(term, batch, term_key)
-        adversary = warm_up(spec, adversaries[term.name], climb, state.step, total)
-
-        def error(raw: Bundle, term: Reconstruction = term, term_key: PRNGKeyArray = term_key) -> Array:
-            assert isinstance(term.sources, PersistentAttack)
-            return reconstruction(term, batch, term_key, effective(term.sources, raw))
-
-        errors[term.name], gradient = jax.value_and_grad(error)(adversary.raw)
-        moved[term.name] = ascend(spec, adversary, gradient, state.step, total)
+        moved[term.name], errors[term.name] = _attack_by(
+            term, adversaries[term.name], batch, state, total, jax.random.fold_in(key, FIRST_NUMBER + number)
+        )
     return moved, errors
+
+
+def _attack_by(
+    term: Reconstruction, adversary: Adversary, batch: DecomposedBatch, state: State, total: int, key: PRNGKeyArray
+) -> tuple[Adversary, Float[Array, ""]]:
+    """One term's adversary after a batch, and its error."""
+    spec, adv_fraction = attack_of(term), None
+    assert spec is not None
+    if isinstance(term.sources, Merged):
+        adv_fraction = value_at(term.sources.adv_fraction, jnp.minimum(state.step, total - 1), total)
+    particle = draw_particle(term, key, batch.clean_pass.leading)
+    climb = warm_up_error(term, batch, key)
+    adversary = warm_up(spec, adversary, climb, state.step, total, particle=particle)
+
+    def error(raw: Bundle) -> Array:
+        return reconstruction(term, batch, key, effective(spec, raw, particle), adv_fraction)
+
+    value, gradient = jax.value_and_grad(error)(adversary.raw)
+    return ascend(spec, adversary, gradient, state.step, total), value

@@ -1,12 +1,19 @@
 """The resolved ``config.yaml`` in a few readable lines. Any key may be missing: old runs have old keys."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from param_decomp_lab.config.loss_parts import Scheduled, ScheduleLike, bounds
 from param_decomp_lab.schema.site_names import matches_module
+from param_decomp_lab.schema.strict import Positive
 from param_decomp_lab.ui.numbers import exact, number
+
+_PNORM: TypeAdapter[ScheduleLike] = TypeAdapter(Scheduled[Positive])
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ def least_p(config: Mapping[str, Any]) -> float:
     given: list[Any] = []
     for entry in _list(config, "pd", "loss_metrics"):
         if entry.get("type") == "ImportanceMinimalityLoss" and entry.get("penalty", "lp") == "lp":
-            given.append(entry.get("pnorm"))
+            with suppress(ValidationError):
+                given.append(bounds(_PNORM.validate_python(entry.get("pnorm")))[0])
             if entry.get("p_anneal_start_frac", 1) != 1:
                 given.append(entry.get("p_anneal_final_p"))
     return min((float(p) for p in given if _is_number(p)), default=inf)
@@ -142,7 +150,7 @@ def one_line(value: Any) -> str:
                 for key, item in pairs
             )
         case list() | tuple():
-            return ", ".join(one_line(item) for item in value)
+            return ", ".join(f"({one_line(item)})" if isinstance(item, Mapping) else one_line(item) for item in value)
         case int() | float():
             return exact(value)
         case _:

@@ -316,7 +316,7 @@ class _Findings:
             case Strict() if id(value) in self._by_model:
                 finding, sections = self._by_model[id(value)], (*above, (path, type(value)))
                 for key, message in finding.unknown.items():
-                    place = _place_of(key, sections)
+                    place = _place_of(key, sections, value)
                     if place is not None:
                         misplaced.add(_joined(place, key))
                         where = f"in {place}" if place else "at the top level of the file"
@@ -336,15 +336,17 @@ def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _place_of(key: str, sections: tuple[tuple[str, type[Strict]], ...]) -> str | None:
+def _place_of(key: str, sections: tuple[tuple[str, type[Strict]], ...], found: Strict) -> str | None:
     """The section to which a key belongs that is unknown in the last of ``sections``: one around it, or one within it.
 
-    None for a key that belongs to none of them, or that is more likely a misspelled one.
+    None for a key that belongs to none of them, or that is more likely a misspelled one. ``found``: the last section
+    as it was read; where it has a number, a key has no place.
     """
     path, own = sections[-1]
     if nearest_alike(key, own.model_fields) is not None:
         return None
-    within = [(_joined(path, name), model) for name, model in _sections(own)]
+    values = found.__dict__
+    within = [(_joined(path, name), model) for name, model in _sections(own) if not isinstance(values.get(name), float)]
     places = [place for place, model in (*reversed(sections[:-1]), *within) if key in model.model_fields]
     return places[0] if places else None
 
@@ -356,9 +358,11 @@ def _in_place(model: type[Strict], raw: dict[Any, Any], known: dict[str, Any]) -
     left = {key: value for key, value in raw.items() if isinstance(key, str) and key not in model.model_fields}
     for section, inner in _sections(model):
         own = found.get(section)
+        if not (own is None or isinstance(own, dict)):
+            continue
         theirs = [key for key in left if key in inner.model_fields and nearest_alike(key, model.model_fields) is None]
         moved = {key: left.pop(key) for key in theirs}
-        if moved and (own is None or isinstance(own, dict)):
+        if moved:
             found[section] = moved | (own or {})
         if isinstance(own, dict):
             outer = [key for key in own if key not in inner.model_fields and key in model.model_fields]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +109,7 @@ def _fresh(job: Job) -> State:
         unlearned.delete()
     with job.processes.sharing_errors():
         components, ci = restore_parent(parent, learned_shapes(job.setup.problem, job.setup.mesh), job.processes)
-    return State(components, ci, fresh.components_moments, fresh.ci_moments, fresh.adversaries, fresh.step)
+    return replace(fresh, components=components, ci=ci)
 
 
 def _parent(job: Job) -> Parent | None:
@@ -141,7 +140,7 @@ def _from_data(job: Job, state: State) -> State:
             moments = add(moments, job.setup.weights, job.setup.train(number))
             bar.advance(number + 1)
     components = initial_components_program(job.outline).function(moments, job.setup.weights)
-    return _with_components(state, components)
+    return replace(state, components=components)
 
 
 def _warm_up(job: Job, state: State) -> State:
@@ -166,7 +165,7 @@ def _warm_up(job: Job, state: State) -> State:
             bar.show(f"faithfulness {float(loss):.3g}")
     if not np.isfinite(float(loss)):
         raise NonFiniteLoss(f"faithfulness is {float(loss)} in the warm-up (lr {job.spec.warmup.lr})")
-    return _with_components(state, components)
+    return replace(state, components=components)
 
 
 def _calibrate(job: Job, state: State) -> State:
@@ -177,7 +176,3 @@ def _calibrate(job: Job, state: State) -> State:
     inputs = job.setup.train.inputs(0, 1, 1)
     ci = calibration_program(job.outline).function(state.components, state.ci, job.setup.weights, inputs)
     return replace(state, ci=ci)
-
-
-def _with_components(state: State, components: Any) -> State:
-    return State(components, state.ci, state.components_moments, state.ci_moments, state.adversaries, state.step)

@@ -13,21 +13,34 @@ from param_decomp_jax.ci import (
     GlobalTransformer,
     LayerwiseMLP,
 )
-from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule
 from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
     FreshAttack,
+    MomentumAscent,
+    PerBatch,
     PerBatchPerPosition,
     PersistentAttack,
+    Pool,
     RepeatAcrossBatch,
     Scope,
+    SGDAscent,
     SignAscent,
     SingleSource,
 )  # fmt: skip
 from param_decomp_jax.method.losses import DirectTerm, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.method.masks import Constant, Stochastic
-from param_decomp_jax.method.recon import AllSites, Chunks, EachSite, LiveSets, Reconstruction, SourceSpec, live_sets
+from param_decomp_jax.method.recon import (
+    AllSites,
+    Chunks,
+    EachSite,
+    LiveSets,
+    Merged,
+    Reconstruction,
+    SourceSpec,
+    live_sets,
+)
 from param_decomp_jax.method.routing import Everywhere, Routing, StaticProbability, UniformKSubset
 from param_decomp_jax.sharding.memory import HELD_GROUPS, INTERMEDIATES, MemoryPolicy
 from param_decomp_lab.ui.numbers import exact
@@ -51,14 +64,16 @@ def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
 def describe_importance_minimality(term: ImportanceMinimality) -> str:
     match term.penalty:
         case Lp(p, eps):
-            moves = p.final != p.start and p.start_frac < 1
-            text = f"(υ + {exact(eps)})^p, p {exact(p.start)}" + (f" → {exact(p.final)}" if moves else "")
+            text = f"(υ + {exact(eps)})^p, p {describe_schedule(p)}"
         case SmoothL0(gamma):
             text = f"υ² / (υ² + γ²), γ {describe_schedule(gamma)}"
+    text += ", over its value at 1" if term.penalty.normalize_at_one else ""
     if term.frequency is None:
         return f"{text}; β {exact(term.beta)}"
-    frequency = term.frequency
-    return f"{text}; frequency {exact(frequency.coeff)} at {exact(frequency.reference_token_count)} positions"
+    own = term.frequency
+    text += f"; frequency {describe_schedule(own.coeff)} at {exact(own.reference_token_count)} positions"
+    halflife = own.ema_halflife_steps
+    return text if halflife is None else f"{text}, a mean over steps with a half-life of {exact(halflife)}"
 
 
 def describe_live_sets(live: LiveSets, n_sites: int | None) -> str:
@@ -100,6 +115,9 @@ def describe_sources(sources: SourceSpec, steps: int) -> str:
             return f"fresh PGD, {n_steps} steps of {exact(step_size)} from {init}, {scope}"
         case PersistentAttack():
             return describe_persistent(sources, steps)
+        case Merged(attack, Stochastic(sampling), adv_fraction):
+            share = f"in a share of {describe_schedule(adv_fraction)} of the rows, everywhere"
+            return f"{describe_persistent(attack, steps)}, {share}; stochastic {sampling} sources in the others"
         case _:
             assert_never(sources)
 
@@ -110,6 +128,10 @@ def describe_persistent(attack: PersistentAttack, steps: int) -> str:
             climbs = f"Adam (β {exact(beta1)}, {exact(beta2)}) lr {describe_schedule(schedule)}"
         case SignAscent(schedule):
             climbs = f"sign lr {describe_schedule(schedule)}"
+        case SGDAscent(schedule):
+            climbs = f"sgd lr {describe_schedule(schedule)}"
+        case MomentumAscent(schedule, momentum):
+            climbs = f"momentum {exact(momentum)} lr {describe_schedule(schedule)}"
         case _:
             assert_never(attack.optimizer)
     ascents = f"{attack.n_warmup_steps} + 1 ascents per step"
@@ -130,14 +152,27 @@ def describe_scope(scope: Scope) -> str:
             return f"repeat_across_batch of {n}"
         case PerBatchPerPosition():
             return "per_batch_per_position"
+        case PerBatch():
+            return "per_batch"
+        case Pool(size):
+            return f"pool of {size} a row"
         case _:
             assert_never(scope)
 
 
-def describe_schedule(schedule: Schedule) -> str:
-    warmup = f" after {exact(100 * schedule.warmup_pct)} % warm-up" if schedule.warmup_pct else ""
-    final = f" {schedule.kind} to {exact(schedule.start * schedule.final_val_frac)}"
-    return f"{exact(schedule.start)}{'' if schedule.kind == 'constant' else final}{warmup}"
+def describe_schedule(schedule: float | AnySchedule | Anneal) -> str:
+    match schedule:
+        case Schedule(start, kind, warmup_pct, final_val_frac):
+            warmup = f" after {exact(100 * warmup_pct)} % warm-up" if warmup_pct else ""
+            final = "" if kind == "constant" else f" {kind} to {exact(start * final_val_frac)}"
+            return f"{exact(start)}{final}{warmup}"
+        case Anneal(start, end):
+            return exact(start) + (f" → {exact(end)}" if schedule.moves else "")
+        case Knots(peak, points):
+            first, last = (exact(peak * point.frac) for point in (points[0], points[-1]))
+            return f"{first} to {last} by {len(points)} knots, {exact(peak)} at most"
+        case _:
+            return exact(schedule)
 
 
 def describe_ci(ci: CIConfig) -> str:

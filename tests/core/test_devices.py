@@ -22,12 +22,15 @@ from param_decomp_jax.method import step as step_module
 from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
+    PerBatch,
     PerBatchPerPosition,
     PersistentAttack,
+    Pool,
     RepeatAcrossBatch,
 )
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, penalty_sum
 from param_decomp_jax.method.masks import Sources, Stochastic
+from param_decomp_jax.method.muon import Muon
 from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.method.routing import Everywhere, UniformKSubset
 from param_decomp_jax.method.state import State
@@ -83,7 +86,9 @@ def make_problem() -> Problem:
         attacked("PersistentPGDReconLoss_rows", PerBatchPerPosition()),
         attacked("PersistentPGDReconLoss_tiled", RepeatAcrossBatch(2)),
     )
-    return tiny.problem(terms, tiny.target(CONFIG, CHOSEN), ci=tiny.TRANSFORMER, batch_size=LEADING[0])
+    muon = Muon(Schedule(5e-3), clip_norm=0.5)
+    target = tiny.target(CONFIG, CHOSEN)
+    return tiny.problem(terms, target, ci=tiny.TRANSFORMER, ci_optimizer=muon, batch_size=LEADING[0])
 
 
 def make_tms_problem() -> Problem:
@@ -139,8 +144,8 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
             assert (n_parts(moment[stack.name].V), n_parts(moment[stack.name].U)) == (by_component(stack.C),) * 2
     assert shape == ALONE or max(by_component(stack.C) for stack in trained) > 1
     for name, adversary in state.adversaries.items():
-        per_row = isinstance(problem.decomposition.persistent[name][1].scope, PerBatchPerPosition)
-        for bundle in (adversary.raw, adversary.mean, adversary.square):
+        per_row = isinstance(problem.decomposition.persistent[name][1].scope, PerBatchPerPosition | PerBatch | Pool)
+        for bundle in (kept for kept in (adversary.raw, adversary.mean, adversary.square) if kept is not None):
             for stack in problem.target.sites.stacks:
                 sources: Sources = bundle[stack.name]
                 assert sources.delta is not None

@@ -12,7 +12,7 @@ import pytest
 
 from param_decomp_aot.traffic import traffic
 from param_decomp_jax.decomposition.components import Factors, components_axes
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, Knot, Knots, Schedule
 from param_decomp_jax.method.losses import (
     Frequency,
     ImportanceMinimality,
@@ -20,6 +20,7 @@ from param_decomp_jax.method.losses import (
     SmoothL0,
     faithfulness,
     importance_minimality,
+    penalty_of,
     penalty_sum,
 )  # fmt: skip
 from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
@@ -200,6 +201,15 @@ def test_penalties_follow_the_step(step: int) -> None:
     """L4 for p, T2 for γ; the step is traced."""
     assert_importance(TERMS["Lp, beta"], UPPERS, 1e-5, step)
     assert_importance(TERMS["smooth L0, beta"], UPPERS, 1e-5, step)
+
+
+def test_p_on_a_schedule() -> None:
+    """Also at step ``total``, for which the evaluation after the last step asks."""
+    upper = jnp.asarray(UPPERS["b"])
+    for p in (Schedule(2.0, "linear", 0.0, 0.01), Knots(2.0, (Knot(0.0, 1.0), Knot(1.0, 0.01)))):
+        for step, value in ((0, 2.0), (TOTAL - 1, 0.02), (TOTAL, 0.02)):
+            got = penalty_of(Lp(p, 1e-3), upper, jnp.asarray(step), TOTAL)
+            np.testing.assert_allclose(got, (upper + 1e-3) ** value, rtol=1e-5)
 
 
 def test_importances_that_are_exactly_zero() -> None:

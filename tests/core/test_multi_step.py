@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import Knot, Knots, Schedule
 from param_decomp_jax.method import multi_step as program_module
 from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.method.losses import Faithfulness
@@ -25,7 +25,7 @@ PROBLEM = tiny.problem(
     (
         Reconstruction("Stochastic", 1.0, AllSites(), UniformKSubset(), Stochastic()),
         Reconstruction("Persistent", 0.5, AllSites(), Everywhere(), ATTACK),
-        Faithfulness("Faithful", 1.0),
+        Faithfulness("Faithful", Knots(1.0, (Knot(0.0, 1.0), Knot(0.5, 0.5, "hold"), Knot(1.0, 0.0, "cosine")))),
     ),
     toys.target(toys.SPARSE, toys.EVERY_MATRIX),
     ci=tiny.SHARED,

@@ -11,6 +11,7 @@ import pytest
 
 from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_jax.method.optim import Adafactor, AdamW, Lion, Optimizer, clip, global_norm, transformation
+from param_decomp_jax.sharding.mesh import Axes
 from tests import reference as ref
 from tests.core import tiny
 
@@ -30,7 +31,7 @@ def gradients_of_steps() -> list[dict[str, np.ndarray]]:
 
 
 def run_core(spec: Optimizer, params: Any, gradients: list[Any]) -> list[Any]:
-    optimizer = transformation(spec, TOTAL)
+    optimizer = transformation(spec, TOTAL, jax.tree.map(lambda _: Axes(()), params))
 
     @jax.jit
     def step(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
@@ -142,7 +143,9 @@ def test_adafactor() -> None:
 @pytest.mark.parametrize(("spec", "share"), [(AdamW, 2.0), (Lion, 1.0), (Adafactor, 0.02)])
 def test_what_an_optimiser_keeps(spec: type, share: float) -> None:
     """Elements of its state over those of the parameters."""
-    state = jax.eval_shape(transformation(spec(Schedule(1.0)), TOTAL).init, {"V": jnp.zeros((3, 128, 256))})
+    state = jax.eval_shape(
+        transformation(spec(Schedule(1.0)), TOTAL, {"V": Axes(())}).init, {"V": jnp.zeros((3, 128, 256))}
+    )
     assert sum(x.size for x in jax.tree.leaves(state)) / (3 * 128 * 256) == pytest.approx(share, abs=0.01)
 
 

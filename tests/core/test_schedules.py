@@ -1,6 +1,7 @@
-"""Schedules (T2) and the annealing of p (L4), against the reference at every step."""
+"""Schedules (T2, T8) and the annealing of p (L4), T2 and L4 against the reference at every step."""
 
 import itertools
+from functools import partial
 
 import jax
 import numpy as np
@@ -8,25 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knot, Knots, Schedule
+from param_decomp_jax.method.adversary import BroadcastAcrossBatch, PersistentAttack, SignAscent
+from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
+from param_decomp_jax.method.recon import AllSites, Reconstruction
+from param_decomp_jax.method.routing import Everywhere
+from param_decomp_jax.method.step import step_outcome
 from tests import reference as ref
+from tests.core import tiny, toys
 
 STEPS = 7
 """Examples are evaluated at so many steps at once; one shape, one compilation."""
 
 
-def evaluate(schedule: Schedule | Anneal, steps: list[int], total: int) -> np.ndarray:
+def evaluate(schedule: AnySchedule | Anneal, steps: list[int], total: int) -> np.ndarray:
     return np.asarray(jax.vmap(lambda step: schedule(step, total))(np.array(steps)))
 
 
 def reference(schedule: Schedule, steps: list[int], total: int) -> list[float]:
-    config = {
-        "start_val": schedule.start,
-        "fn_type": schedule.kind,
-        "warmup_pct": schedule.warmup_pct,
-        "final_val_frac": schedule.final_val_frac,
-    }
-    return [ref.schedule(config, step, total) for step in steps]
+    return [ref.schedule(tiny.schema_schedule(schedule), step, total) for step in steps]
 
 
 def assert_like_reference(schedule: Schedule, steps: list[int], total: int) -> None:
@@ -105,6 +106,85 @@ def test_any_schedule(
 ) -> None:
     schedule = Schedule(start, kind, warmup, 1.0 if kind == "constant" else final)  # type: ignore[arg-type]
     assert_like_reference(schedule, *steps_and_total)
+
+
+# ---- T8 ----
+
+RISE_STAY_FALL = Knots(2.0, (Knot(0.0, 0.5), Knot(0.25, 1.0), Knot(0.5, 1.0, "hold"), Knot(1.0, 0.2, "cosine")))
+ATTACK = PersistentAttack(SignAscent(Schedule(0.1)), BroadcastAcrossBatch())
+
+
+def test_knots_written_out() -> None:
+    values = evaluate(RISE_STAY_FALL, list(range(9)), 9)
+    fall = [2.0 - 1.6 * (1 - np.cos(np.pi * u)) / 2 for u in (0, 0.25, 0.5, 0.75, 1)]
+    np.testing.assert_allclose(values, [1.0, 1.5, 2.0, 2.0, *fall], rtol=1e-6)
+    assert evaluate(RISE_STAY_FALL, [9, 100], 9).tolist() == [values[-1]] * 2, "an evaluation comes after the last step"
+
+
+def test_knots_between_steps() -> None:
+    """The first knot's ``interp`` has no effect; a knot that no step falls on is passed."""
+    knots = Knots(1.0, (Knot(0.0, 0.0, "hold"), Knot(0.1, 0.3, "hold"), Knot(0.2, 1.0), Knot(1.0, 0.0)))
+    np.testing.assert_allclose(evaluate(knots, [0, 1, 2], 3), [0.0, 0.625, 0.0], rtol=1e-6)
+    assert evaluate(knots, [0], 1) == 0.0
+    assert evaluate(knots, [0, 1], 2).tolist() == [0.0, 0.0]
+
+
+def test_jumps_are_at_their_step() -> None:
+    """T8: a knot is met at the first step with step / (steps − 1) ≥ at, also where float32 would round below it."""
+    missed = 0
+    for total, knot in [(n + 1, k) for n in (3, 10, 77, 1000, 99_999) for k in {1, n // 3, (7 * n) // 10, n - 1}]:
+        at = knot / (total - 1)
+        missed += float(np.float32(knot) / np.float32(total - 1)) < at
+        jump = Knots(1.0, (Knot(0.0, 0.25), Knot(at, 1.0, "hold"), Knot(1.0, 0.0)))
+        assert evaluate(jump, [knot - 1, knot], total).tolist() == [0.25, 1.0], (total, knot)
+    assert missed > 3
+
+
+EARLIER = {
+    "constant": (Schedule(3e-3), (Knot(0.0, 1.0), Knot(1.0, 1.0))),
+    "linear": (Schedule(3e-3, "linear", 0.0, 0.1), (Knot(0.0, 1.0), Knot(1.0, 0.1))),
+    "cosine": (Schedule(3e-3, "cosine", 0.0, 0.1), (Knot(0.0, 1.0), Knot(1.0, 0.1, "cosine"))),
+}
+
+
+@pytest.mark.parametrize("kind", EARLIER)
+def test_knots_can_say_what_schedules_say(kind: str) -> None:
+    schedule, points = EARLIER[kind]
+    steps, knots = list(range(20)), Knots(3e-3, points)
+    np.testing.assert_allclose(evaluate(knots, steps, 20), evaluate(schedule, steps, 20), rtol=2e-6)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(evaluate(knots, steps, 20), evaluate(schedule, steps, 20), rtol=1e-12)
+
+
+def test_a_step_whose_numbers_are_on_schedules() -> None:
+    """It computes what a step with their values as numbers does, and logs the coefficients."""
+    at, total = 6, 10
+    moving = RISE_STAY_FALL, Schedule(0.3, "linear", 0.0, 0.1)
+    outcomes = []
+    for knots, line, p in (
+        (*moving, RISE_STAY_FALL),
+        (*(float(schedule(at, total)) for schedule in moving), Anneal(*2 * [float(RISE_STAY_FALL(at, total))])),
+    ):
+        terms = (
+            Reconstruction("Persistent", knots, AllSites(), Everywhere(), ATTACK),
+            ImportanceMinimality("Minimal", line, Lp(p, 1e-6), frequency=Frequency(knots, 9.0)),
+            Faithfulness("Faithful", line),
+        )
+        problem = tiny.problem(
+            terms, toys.target(toys.SPARSE, {"linear1": 3, "linear2": 2}), ci=tiny.SHARED, steps=total
+        )
+        state = tiny.ruffled_state(problem, step=at, leading=(toys.ROWS,))
+        step = jax.jit(partial(step_outcome, problem))
+        outcomes.append(step(state, toys.weights(toys.SPARSE), toys.features(toys.SPARSE)))
+    got, want = outcomes
+    logged = {name: float(got.metrics.pop(name)) for name in got.metrics.keys() - want.metrics.keys()}
+    assert logged == {
+        f"schedules/{name}_coeff": pytest.approx(float(schedule(at, total)))
+        for name, schedule in zip(
+            ("Persistent", "Minimal_frequency", "Minimal", "Faithful"), [moving[0]] * 2 + [moving[1]] * 2, strict=True
+        )
+    }
+    tiny.assert_alike(jax.tree.leaves(want), jax.tree.leaves(got), 1e-5)
 
 
 # ---- L4 ----

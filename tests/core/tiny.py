@@ -34,24 +34,31 @@ from param_decomp_jax.ci.readout import ReadoutCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.decomposition.draws import positions
-from param_decomp_jax.decomposition.schedules import Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule, value_at
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import (
     AdamAscent,
     Adversary,
+    Ascent,
     BroadcastAcrossBatch,
     FreshAttack,
+    MomentumAscent,
+    PerBatch,
     PerBatchPerPosition,
     PersistentAttack,
+    Pool,
     RepeatAcrossBatch,
+    SGDAscent,
+    SignAscent,
     SingleSource,
 )  # fmt: skip
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.inspection import step_draws, unstack_sites
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.method.masks import Bundle, Stochastic, StochasticSources
+from param_decomp_jax.method.muon import Muon, MuonState, either
 from param_decomp_jax.method.optim import AdamW
-from param_decomp_jax.method.recon import ForwardDraws, Reconstruction, draw_forwards, live_sets, n_samples
+from param_decomp_jax.method.recon import ForwardDraws, Merged, Reconstruction, draw_forwards, live_sets, n_samples
 from param_decomp_jax.method.state import Decomposition, State, init_state
 from param_decomp_jax.method.step import Gradients, Problem, StepOutcome, run_clean_pass, step_outcome
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
@@ -149,6 +156,9 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
         return noise(x, x.shape[-2] ** -0.5 if len(x.shape) > 1 else 0.3)
 
     def moments(state: Tree) -> Tree:
+        if isinstance(state, MuonState):
+            momentum = jax.tree.map(lambda x: noise(x, 0.01), state.momentum)
+            return MuonState(jnp.asarray(step, jnp.int32), momentum, *moments((state.others,)))
         adam, *rest = state
         adam = adam._replace(
             count=jnp.asarray(step, jnp.int32),
@@ -176,6 +186,7 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
         ci_moments=moments(shapes.ci_moments),
         adversaries={name: adversary(name, a) for name, a in shapes.adversaries.items()},
         step=jnp.asarray(step, jnp.int32),
+        frequency_means=jax.tree.map(lambda x: jnp.asarray(squares(x, 0.3)), shapes.frequency_means),
     )
     return jax.device_put(state)  # `jnp.asarray` would compile a program for each shape
 
@@ -306,14 +317,22 @@ def ref_bundle(bundle: Bundle, sites: Sites, live: tuple[int, ...] | None = None
 
 
 def ref_moments(moments: Tree, convert: Callable[[Tree], Tree]) -> Tree:
+    if isinstance(moments, MuonState):
+        first = either(moments.momentum, moments.others.mu)
+        second = either(jax.tree.map(jnp.zeros_like, moments.momentum), moments.others.nu)
+        return {"m": convert(first), "v": convert(second), "count": int(moments.n_updates)}
     adam = moments[0]
     return {"m": convert(adam.mu), "v": convert(adam.nu), "count": int(adam.count)}
 
 
 def ref_adversary_moments(adversary: Adversary, sites: Sites) -> Tree:
-    """Sign ascents have none; the reference leaves the zeros given here as they are."""
-    if adversary.mean is None or adversary.square is None:
-        return ref.zero_moments(ref_bundle(adversary.raw, sites))
+    """Sign ascents have none; the reference leaves the zeros given here as they are. Momentum has one, which the
+    reference calls v."""
+    zeros = ref.zero_moments(ref_bundle(adversary.raw, sites))
+    if adversary.mean is None:
+        return zeros
+    if adversary.square is None:
+        return zeros | {"v": ref_bundle(adversary.mean, sites)}
     m, v = ref_bundle(adversary.mean, sites), ref_bundle(adversary.square, sites)
     return {"m": m, "v": v, "count": int(adversary.count)}
 
@@ -327,12 +346,19 @@ def ref_state(state: State, sites: Sites) -> Tree:
         "ci_moments": ref_moments(state.ci_moments, lambda t: ref_ci(t, sites)),
         "sources": {name: ref_bundle(a.raw, sites) for name, a in state.adversaries.items()},
         "source_moments": {name: ref_adversary_moments(a, sites) for name, a in state.adversaries.items()},
-    }
+    } | ({"frequency_means": means} if (means := ref_means(state, sites)) else {})
 
 
-def ref_gradients(gradients: Gradients, problem: Problem) -> Tree:
+def ref_means(state: State, sites: Sites) -> Tree:
+    """L6: by term and site."""
+    by_term = jax.device_get(state.frequency_means).items()
+    return {term: ref.tree_map(array, unstack_sites(sites, own)) for term, own in by_term}
+
+
+def ref_gradients(gradients: Gradients, problem: Problem, step: int) -> Tree:
     """As the reference reports them: those of the sources are of their term's own error (A4)."""
-    sites, coeffs = problem.target.sites, {term.name: term.coeff for term in problem.decomposition.terms}
+    sites, spec = problem.target.sites, problem.decomposition
+    coeffs = {term.name: value_at(term.coeff, step, spec.steps) for term in spec.terms}
     return {
         "components": ref_components(gradients.components, sites),
         "ci": ref_ci(gradients.ci, sites),
@@ -406,13 +432,14 @@ def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray, **hooked: Call
     return ref.MixtureTarget(forward)
 
 
-def schema_schedule(schedule: Schedule) -> Tree:
-    return {
-        "start_val": schedule.start,
-        "fn_type": schedule.kind,
-        "warmup_pct": schedule.warmup_pct,
-        "final_val_frac": schedule.final_val_frac,
-    }
+def schema_schedule(schedule: float | AnySchedule) -> Any:
+    match schedule:
+        case Schedule(start, kind, warmup_pct, final_val_frac):
+            return {"start_val": start, "fn_type": kind, "warmup_pct": warmup_pct, "final_val_frac": final_val_frac}
+        case Knots():
+            return dataclasses.asdict(schedule)
+        case _:
+            return schedule
 
 
 def schema_scope(scope: Any) -> Tree:
@@ -425,17 +452,34 @@ def schema_scope(scope: Any) -> Tree:
             return {"type": "repeat_across_batch", "n_sources": n}
         case PerBatchPerPosition():
             return {"type": "per_batch_per_position"}
+        case PerBatch():
+            return {"type": "per_batch"}
     raise TypeError(type(scope))
 
 
+def schema_ascent(ascent: Ascent) -> Tree:
+    match ascent:
+        case AdamAscent(_, beta1, beta2, eps):
+            return {"type": "adam", "beta1": beta1, "beta2": beta2, "eps": eps}
+        case SignAscent():
+            return {"type": "sign"}
+        case SGDAscent():
+            return {"type": "sgd"}
+        case MomentumAscent(_, momentum):
+            return {"type": "momentum", "momentum": momentum}
+
+
 def schema_attack(attack: PersistentAttack) -> Tree:
-    optimizer: Tree = {"type": "sign"}
-    if isinstance(attack.optimizer, AdamAscent):
-        o = attack.optimizer
-        optimizer = {"type": "adam", "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+    if isinstance(attack.scope, Pool):
+        shared: Tree = {"pool": {"size_per_batch_element": attack.scope.size}}
+    else:
+        shared = {"scope": schema_scope(attack.scope)}
     return {
-        "optimizer": {**optimizer, "lr_schedule": schema_schedule(attack.optimizer.schedule)},
-        "scope": schema_scope(attack.scope),
+        **shared,
+        "optimizer": {
+            **schema_ascent(attack.optimizer),
+            "lr_schedule": schema_schedule(attack.optimizer.schedule),
+        },
         "use_sigmoid_parameterization": attack.sigmoid,
         "n_warmup_steps": attack.n_warmup_steps,
         "start_frac": attack.start_frac,
@@ -444,20 +488,22 @@ def schema_attack(attack: PersistentAttack) -> Tree:
 
 def schema_term(term: Term) -> Tree:
     """The schema's entry for a term; its name says the type (`StochasticReconLoss`, `StochasticReconLoss_2`)."""
-    entry: Tree = {"type": term.name.split("_")[0], "name": term.name, "coeff": term.coeff}
+    entry: Tree = {"type": term.name.split("_")[0], "name": term.name, "coeff": schema_schedule(term.coeff)}
     match term:
         case Faithfulness():
-            pass
+            entry["normalize"] = term.normalize
         case ImportanceMinimality(penalty=penalty, frequency=frequency):
-            entry["beta"] = term.beta
+            entry |= {"beta": term.beta, "normalize_at_one": penalty.normalize_at_one}
             match penalty:
-                case Lp(p, eps):
+                case Lp(Anneal() as p, eps):
                     entry |= {"pnorm": p.start, "p_anneal_final_p": p.final, "eps": eps}
                     entry |= {"p_anneal_start_frac": p.start_frac, "p_anneal_end_frac": p.end_frac}
+                case Lp(p, eps):
+                    entry |= {"pnorm": schema_schedule(p), "eps": eps}
                 case SmoothL0(gamma):
                     entry |= {"penalty": "smooth_l0", "gamma": schema_schedule(gamma)}
             if frequency is not None:
-                entry["frequency"] = dataclasses.asdict(frequency)
+                entry["frequency"] = {**vars(frequency), "coeff": schema_schedule(frequency.coeff)}
         case Reconstruction(live=live, sources=sources):
             entry["n_samples"] = term.n_samples
             if hasattr(live, "sites_per_chunk"):
@@ -467,10 +513,23 @@ def schema_term(term: Term) -> Tree:
                     entry |= {"mask_scope": sources.scope, "step_size": sources.step_size, "n_steps": sources.n_steps}
                 case PersistentAttack():
                     entry |= schema_attack(sources)
+                case Merged(attack, _, adv_fraction):
+                    entry |= {**schema_attack(attack), "adv_fraction": schema_schedule(adv_fraction)}
     return entry
 
 
-def schema_optimizer(spec: AdamW) -> Tree:
+def schema_optimizer(spec: AdamW | Muon) -> Tree:
+    if isinstance(spec, Muon):
+        return {
+            "type": "muon",
+            "lr_schedule": schema_schedule(spec.schedule),
+            "beta": spec.beta,
+            "consistent_rms": spec.consistent_rms,
+            "weight_decay": spec.weight_decay,
+            "grad_clip_norm": spec.clip_norm,
+            "ns_steps": spec.n_iterations,
+            "ns_dtype": spec.dtype,
+        }
     return {
         "lr_schedule": schema_schedule(spec.schedule),
         "betas": spec.betas,
@@ -549,6 +608,10 @@ def ref_forward_draws(term: Reconstruction, draws: Sequence[ForwardDraws], sites
             entry["routes"] = {sites.all[site].name: array(draw.routes[..., i]) for i, site in enumerate(live)}
         if draw.sources is not None:
             entry["sources"] = ref_bundle(draw.sources, sites, live)
+        if draw.rows is not None:
+            entry["rows"] = array(draw.rows)
+        if draw.particle is not None:
+            entry["particle"] = np.asarray(draw.particle)
         by_forward.append(entry)
     ordered = [by_forward[live * samples + sample] for sample in range(samples) for live in range(len(lives))]
     return ordered + by_forward[n_forwards:]
@@ -561,7 +624,13 @@ def ref_draws(problem: Problem, step: int, leading: tuple[int, ...] = LEADING) -
     """All draws of a training step."""
     terms = {term.name: term for term in problem.decomposition.terms}
     draws = _jit_step_draws(problem, step, leading)
-    return {name: ref_forward_draws(terms[name], own, problem.target.sites) for name, own in draws.items()}
+    found = {name: ref_forward_draws(terms[name], own, problem.target.sites) for name, own in draws.items()}
+    for name, term in terms.items():
+        if isinstance(term, Reconstruction) and isinstance(term.sources, Merged):
+            (own,) = found[name]
+            fraction = schema_schedule(term.sources.adv_fraction)
+            own["adversarial"] = ref.adversarial_rows(own.pop("rows"), fraction, int(step), problem.decomposition.steps)
+    return found
 
 
 def leading_axes(of: AnyTarget, inputs: Any) -> tuple[int, ...]:
@@ -620,7 +689,7 @@ def assert_step(problem: Problem, got: StepOutcome, want: ref.StepResult, tolera
     return max(
         assert_alike({**terms, "total": want.total}, metrics, tolerance),
         assert_alike(wanted_norms, norms, tolerance),
-        assert_alike(want.gradients, ref_gradients(got.gradients, problem), tolerance),
+        assert_alike(want.gradients, ref_gradients(got.gradients, problem, int(got.state.step) - 1), tolerance),
         assert_alike(want.state, ref_state(got.state, problem.target.sites), tolerance),
     )
 

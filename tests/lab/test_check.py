@@ -68,7 +68,11 @@ def test_long_paths_are_shown_whole(tmp_path: Path) -> None:
 
 def test_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = check(ROOT / "configs" / "toys" / "tms_5-2-id.yaml")
+    knots = "{max_val: 2, points: [{at: 0, frac: 1}, {at: 1, frac: 0.5}]}"
+    said = check(ROOT / "configs" / "toys" / "tms_5-2-id.yaml", f"pd.loss_metrics.1.coeff={knots}")
+    assert "StochasticReconLoss scheduled 1 0" in said
+    assert "coefficient 2 to 1 by 2 knots, 2 at most" in said
+    assert "StochasticReconLoss coeff 2 ⠉" in said
     assert "TMS, 5 features in 2, 1 hidden layer" in said
     assert "to be trained first (10,000 steps)" in said
     assert "linear1 5 × 2 20 140" in said

@@ -131,6 +131,9 @@ def test_the_report_says_so() -> None:
         ({"pnorm": 0.9, "eps": 1e-6}, True),
         ({"p_anneal_start_frac": 0.0, "p_anneal_final_p": 1.0}, False),
         ({"p_anneal_final_p": 0.4}, False),  # never annealed
+        ({"pnorm": {"start_val": 2.0, "fn_type": "linear", "final_val_frac": 0.4}}, True),
+        ({"pnorm": {"max_val": 2.0, "points": [{"at": 0, "frac": 1}, {"at": 1, "frac": 0.4}]}}, True),
+        ({"pnorm": {"max_val": 2.0, "points": [{"at": 0, "frac": 1}, {"at": 1, "frac": 0.5}]}}, False),
         (
             {"p_anneal_start_frac": 0.0, "p_anneal_final_p": 0.4, "penalty": "smooth_l0", "gamma": {"start_val": 0.1}},
             False,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from param_decomp_jax import ci
-from param_decomp_jax.decomposition.schedules import Anneal, Schedule
+from param_decomp_jax.decomposition.schedules import Anneal, Knot, Knots, Schedule
 from param_decomp_jax.method import adversary, losses, masks, optim, recon, routing
 from param_decomp_jax.method.state import Decomposition, FaithfulnessWarmup
 from param_decomp_jax.sharding.memory import (
@@ -26,6 +26,7 @@ from param_decomp_jax.sharding.memory import (
     PUBLISHED,
     MemoryPolicy,
 )
+from param_decomp_lab.check.schedules import courses
 from param_decomp_lab.config import RunConfig, difference, load_config, match_sites, term_names
 from param_decomp_lab.config.core_specs import decomposition, measured_terms, term
 from param_decomp_lab.config.loss_parts import ScheduleConfig
@@ -37,6 +38,7 @@ from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mappi
 from param_decomp_lab.schema.mistakes import ConfigSource
 from param_decomp_lab.schema.site_names import PREFIXES
 from param_decomp_lab.schema.strict import validate
+from param_decomp_lab.ui.descriptions import describe_importance_minimality
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
@@ -131,6 +133,7 @@ def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
     }
     assert got["pd"].items() >= defaults.items()
     assert got["pd"]["ci_fn_optimizer"] == {
+        "type": "adamw",
         "lr_schedule": schedule,
         "weight_decay": 0.0,
         "betas": [0.9, 0.999],
@@ -318,7 +321,18 @@ def test_defaults_of_losses_and_metrics() -> None:
 
 
 SMOOTH = "{type: ImportanceMinimalityLoss, coeff: 1, pnorm: 2, beta: 0, penalty: smooth_l0, gamma: {start_val: 0.1}"
+KNOTS = (
+    "{max_val: 2, points: [{at: 0, frac: 1}, {at: 0.25, frac: 1, interp: hold}, {at: 1, frac: 1e-1, interp: cosine}]}"
+)
 VALID = [
+    f"pd.loss_metrics.2.coeff={KNOTS}",
+    "pd.loss_metrics.1.coeff={start_val: 1, warmup_pct: 0.5}",
+    f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1, beta: 0, pnorm: {KNOTS}}}",
+    f"pd.components_optimizer.lr_schedule={KNOTS}",
+    "pd.ci_fn_optimizer.lr_schedule=1e-4",
+    f"pd.loss_metrics.2.optimizer={{type: sign, lr_schedule: {KNOTS}}}",
+    "pd.loss_metrics.0=" + SMOOTH.replace("{start_val: 0.1}", KNOTS) + "}",
+    "pd.loss_metrics.0=" + SMOOTH + f", frequency: {{coeff: {KNOTS}, reference_token_count: 32768}}}}",
     "pd.loss_metrics.0=" + SMOOTH + "}",
     "pd.loss_metrics.0=" + SMOOTH + ", frequency: {coeff: 1e-7, reference_token_count: 32768}}",
     "pd.loss_metrics.2.scope={type: repeat_across_batch, n_sources: 16}",
@@ -375,7 +389,46 @@ def reverse_residual() -> str:
     return f"{CI}={json.dumps({'mode': 'global', 'fn_type': 'global_reverse_residual', **keys})}"
 
 
+def knots(*points: str, max_val: float = 2) -> str:
+    return f"{{max_val: {max_val}, points: [{', '.join('{' + point + '}' for point in points)}]}}"
+
+
+TO_0 = knots("at: 0, frac: 1", "at: 1, frac: 0")
+LR = "pd.ci_fn_optimizer.lr_schedule"
 REFUSED = [
+    (f"{LR}={knots('at: 0, frac: 1')}", f"{LR}.points: needs at least 2 item(s), not 1"),
+    (f"{LR}={knots('at: 0, frac: 1', 'at: 1, frac: 1', max_val=0)}", f"{LR}.max_val: should be greater than 0, not 0"),
+    (f"{LR}={knots('at: 0, frac: 1', 'at: 1, frac: 2')}", f"{LR}.points.1.frac: should be less than or equal to 1"),
+    (
+        f"{LR}={knots('at: 0.1, frac: 1', 'at: 1, frac: 1')}",
+        f"{LR}.points.0.at: is 0.1; the first knot must have at: 0",
+    ),
+    (f"{LR}={knots('at: 0, frac: 1', 'at: 0.9, frac: 1')}", f"{LR}.points.1.at: is 0.9; the last knot must have at: 1"),
+    (f"{LR}={knots('at: 0, frac: 1', 'at: 0, frac: 1', 'at: 1, frac: 1')}", f"{LR}.points.1.at: is 0.0, not above 0.0"),
+    (f"{LR}={knots('at: 0, frac: 0.5', 'at: 1, frac: 0')}", "write max_val: 1 and divide every frac by 0.5"),
+    (f"{LR}={knots('at: 0, frac: 0', 'at: 1, frac: 0')}", f"{LR}.points: have frac: 0 everywhere; write the number 0"),
+    (f"{LR}={{max_value: 1, start_val: 1}}", f"{LR}.points: is required"),
+    (f"{LR}=null", f"{LR}: should be a valid number, not null"),
+    (
+        f"pd.loss_metrics.2.coeff={TO_0}",
+        "pd.loss_metrics.2.coeff: must stay above 0 at every step, for a persistent att",
+    ),
+    ("pd.loss_metrics.2.coeff={start_val: 1, warmup_pct: 0.1}", "final_val_frac above 0, and warmup_pct: 0"),
+    (f"pd.loss_metrics.0.pnorm={TO_0}", "pd.loss_metrics.0.pnorm: must stay above 0: give every knot a frac above 0"),
+    (f"pd.loss_metrics.0={SMOOTH.replace('{start_val: 0.1}', TO_0)}}}", "pd.loss_metrics.0.gamma: must stay above 0"),
+    (
+        f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1, beta: 0, p_anneal_final_p: 1, pnorm: {KNOTS}}}",
+        "pd.loss_metrics.0.p_anneal_final_p: anneals a number, but pnorm is a schedule; remove it",
+    ),
+    (
+        f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1, beta: 0, eps: 0, pnorm: {KNOTS}}}",
+        "pd.loss_metrics.0.eps: is 0",
+    ),
+    (
+        f"pd.loss_metrics.0={SMOOTH.replace('gamma: {start_val: 0.1}', 'gamma: null, start_val: 0.1')}}}",
+        "unknown key 'start_val'; it belongs in pd.loss_metrics.0.gamma: check its indentation",
+    ),
+    (f"eval.metrics.7.coeff={KNOTS}", "eval.metrics.7.coeff: is a schedule, but metrics"),
     ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
     ("pd.sigmoid_type=two_sided_leaky_hard", "pd.sigmoid_type: two_sided_leaky_hard falls below 0 without end"),
     ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
@@ -442,6 +495,23 @@ REFUSED = [
     (
         "memory.micro_batches=3",
         "memory.micro_batches: is 3; pd.batch_size (64 rows on 8 devices) cannot be cut into as",
+    ),
+    (
+        "pd.ci_fn_optimizer={type: muno, lr_schedule: 1.0e-3}",
+        "pd.ci_fn_optimizer: unknown 'type' 'muno'; did you mean 'muon'",
+    ),
+    (
+        "pd.ci_fn_optimizer={typ: muon, lr_schedule: 1.0e-3}",
+        "pd.ci_fn_optimizer.typ: unknown key 'typ'; did you mean 'type'",
+    ),
+    (
+        "pd.components_optimizer={type: muon, lr_schedule: 1.0e-3, betas: [0.9, 0.9]}",
+        "pd.components_optimizer.betas: unknown key 'betas'; did you mean 'beta'",
+    ),
+    (
+        "pd.loss_metrics.2={type: MergedStochasticSubsetPPGDReconLoss, coeff: 1, adv_fraction: {start_val: 0.7, "
+        "final_val_frac: 2, fn_type: linear}, scope: {type: per_batch}, optimizer: {type: sgd, lr_schedule: 1}}",
+        "pd.loss_metrics.2.adv_fraction: rises to 1.4; it is a probability, at most 1",
     ),
     ("eval.slow_every=1500", "eval.slow_every: is 1500; it must be a multiple of every (1000)"),
     ("eval.metrics.0.n_batches=1", "eval.metrics.0.n_batches: unknown key 'n_batches'; did you mean 'n_batches_accum'"),
@@ -547,6 +617,12 @@ REFUSED_AT_ANOTHER_KEY = [
 @pytest.mark.parametrize(("override", "expected"), REFUSED_AT_ANOTHER_KEY)
 def test_refusals_between_keys(override: str, expected: str) -> None:
     assert expected in refusal(override)
+
+
+def test_one_optimizer() -> None:
+    """Muon and an optimiser that saves memory."""
+    message = refusal("memory.optimizers.ci_fn=lion", "pd.ci_fn_optimizer={type: muon, lr_schedule: 1.0e-3}")
+    assert "memory.optimizers.ci_fn: is lion, in place of AdamW, but pd.ci_fn_optimizer is muon; remove one" in message
 
 
 def test_anneal_order_and_all_problems_at_once() -> None:
@@ -1051,6 +1127,46 @@ def test_decomposition_of_the_example() -> None:
     )
 
 
+def test_schedules_reach_the_core() -> None:
+    """In each of their forms, at each place."""
+    points = (Knot(0.0, 1.0), Knot(0.25, 1.0, "hold"), Knot(1.0, 0.1, "cosine"))
+    by_knots, with_warmup = Knots(2.0, points), Schedule(1.0, "constant", 0.5)
+    spec = decomposition(
+        example(
+            f"pd.loss_metrics.0.pnorm={KNOTS}",
+            "pd.loss_metrics.0.p_anneal_final_p=null",
+            "pd.loss_metrics.0.p_anneal_start_frac=1",
+            f"pd.loss_metrics.0.frequency={{coeff: {KNOTS}, reference_token_count: 3}}",
+            "pd.loss_metrics.0.beta=0",
+            "pd.loss_metrics.1.coeff={start_val: 1, warmup_pct: 0.5}",
+            f"pd.loss_metrics.2.coeff={KNOTS}",
+            f"pd.loss_metrics.2.optimizer={{type: sign, lr_schedule: {KNOTS}}}",
+            f"pd.components_optimizer.lr_schedule={KNOTS}",
+            "pd.ci_fn_optimizer.lr_schedule=1e-4",
+        )
+    )
+    frequency = losses.Frequency(by_knots, 3.0)
+    minimality = losses.ImportanceMinimality(
+        "ImportanceMinimalityLoss", 1e-6, losses.Lp(by_knots, 1e-12), 0.0, frequency
+    )
+    assert spec.terms[0] == minimality
+    assert [term.coeff for term in spec.terms[1:]] == [with_warmup, by_knots, 1e7]
+    ((_, attack),) = spec.persistent.values()
+    assert attack.optimizer == adversary.SignAscent(by_knots)
+    assert (spec.components_optimizer.schedule, spec.ci_optimizer.schedule) == (by_knots, Schedule(1e-4))
+    assert [course.name for course in courses(spec)] == [
+        "components lr",
+        "CI function lr",
+        "PersistentPGDReconLoss lr",
+        "ImportanceMinimalityLoss p",
+        "ImportanceMinimalityLoss frequency coeff",
+        "StochasticReconSubsetLoss coeff",
+        "PersistentPGDReconLoss coeff",
+    ]
+    by = "2 to 0.2 by 3 knots, 2 at most"
+    assert describe_importance_minimality(minimality) == f"(υ + 1e−12)^p, p {by}; frequency {by} at 3 positions"
+
+
 def test_choices_reach_the_core() -> None:
     spec = decomposition(
         example(
@@ -1182,16 +1298,29 @@ def test_swish_hard_with_a_constant_integer_p() -> None:
     assert example("pd.sigmoid_type=swish_hard", constant).method.pd.sigmoid_type == "swish_hard"
 
 
+def test_p_on_a_schedule_is_looked_at() -> None:
+    """Where υ falls below 0, in the note on small p, and where it has no effect."""
+    loss = f"pd.loss_metrics.0={{type: ImportanceMinimalityLoss, coeff: 1.0, beta: 0, pnorm: {KNOTS}}}"
+    with pytest.raises(UserError, match=r"give pd.loss_metrics.0 a constant integer p"):
+        example("pd.sigmoid_type=swish_hard", loss)
+    assert any(line.startswith("pd.loss_metrics.0.eps: with 1e-12 and p below 1") for line in example(loss).warnings)
+    smooth = f"pd.loss_metrics.0={SMOOTH}}}"
+    note = "pd.loss_metrics.0.pnorm: is a schedule, which has no effect with penalty: smooth_l0"
+    assert note in example(smooth, f"pd.loss_metrics.0.pnorm={KNOTS}").warnings
+    assert note not in example(smooth).warnings
+
+
 @pytest.mark.parametrize(
     ("p", "more", "valid"),
     [
         (2, "beta: 0.5", True),
+        ("{max_val: 2, points: [{at: 0, frac: 1}, {at: 1, frac: 1}]}", "beta: 0.5", True),
         (1, "beta: 0", True),
         (1, "beta: 0.5", False),
         (3, "beta: 0, frequency: {coeff: 1, reference_token_count: 10}", False),
     ],
 )
-def test_odd_powers_of_what_falls_below_0(p: int, more: str, valid: bool) -> None:
+def test_odd_powers_of_what_falls_below_0(p: int | str, more: str, valid: bool) -> None:
     """The logarithm's argument is 1 + a sum of υ^p, which no bound keeps above 0."""
     overrides = (
         "pd.sigmoid_type=two_sided_leaky_hard",

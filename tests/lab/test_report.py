@@ -541,6 +541,14 @@ def test_terms_of_one_class_are_told_apart() -> None:
     assert [term.name for term in found] == ["StochasticReconLoss", "StochasticReconLoss_2", "other"]
 
 
+def test_a_coefficient_on_a_schedule_is_a_setting() -> None:
+    points = [{"at": 0, "frac": 1}, {"at": 1, "frac": 0.2, "interp": "cosine"}]
+    term = {"type": "StochasticReconLoss", "coeff": {"max_val": 2.0, "points": points}}
+    (found,) = loss_terms({"pd": {"loss_metrics": [term]}})
+    assert found.coeff is None
+    assert found.details == "coeff (max_val 2, points (at 0, frac 1), (at 1, frac 0.2, interp cosine))"
+
+
 def test_thinning_keeps_peaks_and_ends() -> None:
     values = [(i, 1.0) for i in range(10_000)]
     values[4321] = (4321, 50.0)

@@ -1,0 +1,180 @@
+"""The demo by other recipes: how far each comes beside the best baseline, by seed and number of steps.
+
+    pd data tokenize --stdlib --seq-len 64 --out data/demo
+    pd pretrain configs/demo/pretrain.yaml
+    python -m experiments.evidence.demo_variants --steps 3000                       # every variant, three seeds
+    python -m experiments.evidence.demo_variants --steps 10000 --only adamw-3e-3 --only muon-9e-3 --seeds 0
+    python -m experiments.evidence.demo_variants --table                            # only print what is there
+
+Each run is `pd train configs/demo/decompose.yaml` with some keys set, and then `pd eval RUN --baselines --matched
+--batches 2 --batch-size 8 --attack 20`. What is finished is not run again: figures are kept in a JSON file, a line for
+each run. Start it in the background. A run of 3,000 steps takes about three minutes on two cores.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from param_decomp_lab.baselines.measure import Comparison
+from param_decomp_lab.ui.tables import markdown_table
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "demo" / "decompose.yaml"
+
+
+def _adamw(rate: float) -> dict[str, str]:
+    schedule = f"lr_schedule: {{start_val: {rate}, final_val_frac: 0.05, fn_type: cosine}}"
+    return {
+        "pd.components_optimizer": f"{{{schedule}, grad_clip_norm: 0.1}}",
+        "pd.ci_fn_optimizer": f"{{{schedule}}}",
+    }
+
+
+def _muon(rate: float) -> dict[str, str]:
+    return {key: value.replace("{", "{type: muon, ", 1) for key, value in _adamw(rate).items()}
+
+
+def _loss(number: int, entry: str) -> dict[str, str]:
+    return {f"pd.loss_metrics.{number}": entry}
+
+
+_ASCENT = "optimizer: {type: adam, beta1: 0.5, beta2: 0.99, lr_schedule: 0.02}, n_warmup_steps: 2"
+VARIANTS: Mapping[str, Mapping[str, str]] = {
+    "adamw-1e-3": _adamw(1e-3),
+    "adamw-3e-3": _adamw(3e-3),
+    "adamw-9e-3": _adamw(9e-3),
+    "muon-3e-3": _muon(3e-3),
+    "muon-9e-3": _muon(9e-3),
+    "muon-27e-3": _muon(27e-3),
+    # The pair that a merged term replaces: stochastic and persistent, in place of the demo's fresh attack.
+    "pair": {
+        **_loss(1, "{type: StochasticReconSubsetLoss, coeff: 2.5}"),
+        **_loss(2, f"{{type: PersistentPGDReconLoss, coeff: 2.5, scope: {{type: per_batch_per_position}}, {_ASCENT}}}"),
+    },
+    "merged": {
+        **_loss(1, "{type: UnmaskedReconLoss, coeff: 0}"),
+        **_loss(
+            2,
+            "{type: MergedStochasticSubsetPPGDReconLoss, coeff: 5, adv_fraction: 0.5, "
+            f"scope: {{type: per_batch_per_position}}, {_ASCENT}}}",
+        ),
+    },
+}
+"""Keys that differ from the demo's, by the name of the variant."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. ``kl``, ``random``, ``attack``: over the best baseline's at the run's L0. ``minutes``: of training."""
+
+    variant: str
+    steps: int
+    seed: int
+    l0: float
+    kl: float
+    random: float
+    attack: float
+    minutes: float
+
+
+def results(kept: Path) -> list[Result]:
+    lines = kept.read_text().splitlines() if kept.is_file() else []
+    return [Result(**json.loads(line)) for line in lines]
+
+
+def run(out: Path, variant: str, steps: int, seed: int) -> Result:
+    """Trains and measures; the run folder goes again when it is measured."""
+    name = f"demo-{variant}-{steps}-{seed}"
+    folder_name = f"p-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    settings = {
+        "out_dir": str(out),
+        "run_id": folder_name,
+        "run_name": name,
+        "pd.seed": str(seed),
+        "pd.steps": str(steps),
+        "cadence.save_every": "null",
+        "eval.every": str(steps),
+        "eval.slow_every": str(steps),
+        **VARIANTS[variant],
+    }
+    shutil.rmtree(out / folder_name, ignore_errors=True)
+    start = time.monotonic()
+    sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+    _pd("train", str(CONFIG), *sets)
+    minutes = (time.monotonic() - start) / 60
+    folder = out / folder_name
+    file = out / f"{name}.json"
+    measure = ("--baselines", "--matched", "--batches", "2", "--batch-size", "8", "--attack", "20")
+    _pd("eval", str(folder), *measure, "--out", str(file))
+    measured = json.loads(file.read_text())
+    del measured["data"]
+    found = TypeAdapter(Comparison).validate_python(measured)
+    matched = found.matched.values()
+    shutil.rmtree(folder)
+    return Result(
+        variant, steps, seed, found.own.l0,
+        kl=found.own.error / min(p.error for p in matched),
+        random=found.own.random / min(p.random for p in matched),
+        attack=found.own.attacked[-1] / min(p.attacked[-1] for p in matched),
+        minutes=minutes,
+    )  # fmt: skip
+
+
+def _pd(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "param_decomp_lab", *arguments], cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"pd {arguments[0]} ended with status {done.returncode}")
+
+
+def table(found: list[Result]) -> str:
+    """Means over seeds, and from the least to the largest where there are several."""
+
+    def figure(values: list[float]) -> str:
+        spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+        return f"{statistics.mean(values):.3f}{spread}"
+
+    def rows() -> Iterator[list[str]]:
+        for steps in sorted({r.steps for r in found}):
+            for variant in VARIANTS:
+                own = [r for r in found if (r.variant, r.steps) == (variant, steps)]
+                if own:
+                    columns = ([getattr(r, key) for r in own] for key in ("l0", "kl", "random", "attack"))
+                    yield [f"{steps:,}", variant, str(len(own)), *map(figure, columns)]
+
+    return "\n".join(markdown_table("steps | variant | seeds | L0 | KL | random | attack, 20 steps", rows()))
+
+
+def main() -> None:
+    """Runs what is missing, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seeds", default="0,1,2", help="numbers with commas between them")
+    parser.add_argument("--only", action="append", choices=VARIANTS, metavar="VARIANT", help="may be repeated")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo_variants")
+    parser.add_argument("--kept", type=Path, default=ROOT / "docs" / "measurements" / "demo_variants.jsonl")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if not options.table:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for seed in map(int, options.seeds.split(",")):
+            for variant in options.only or VARIANTS:
+                done = {(r.variant, r.steps, r.seed) for r in results(options.kept)}
+                if (variant, options.steps, seed) not in done:
+                    result = run(options.out, variant, options.steps, seed)
+                    with options.kept.open("a") as file:
+                        file.write(json.dumps(asdict(result)) + "\n")
+    print(table(results(options.kept)))
+
+
+if __name__ == "__main__":
+    main()

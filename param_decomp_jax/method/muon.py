@@ -1,0 +1,167 @@
+"""Muon (T7): the momentum of a matrix, with all its singular values brought near 1."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from param_decomp_jax.decomposition.schedules import AnySchedule
+from param_decomp_jax.nn.numerics import wide
+from param_decomp_jax.sharding.mesh import RULES, Axes, constrain, is_axes, n_devices
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Newton-Schulz (Jordan et al. 2024). They are chosen for a steep start: singular values end between 0.7 and 1.2."""
+EPS = 1e-8
+LARGE = 1 << 22
+"""Entries of a matrix that fills a device by itself. Smaller ones of a shape are computed as one batch."""
+
+
+@dataclass(frozen=True)
+class Muon:
+    """T7. ``consistent_rms``: root mean square of an update before the learning rate; None scales by
+    √max(1, columns / rows) instead. ``n_iterations``, ``dtype``: of Newton-Schulz (N5)."""
+
+    schedule: AnySchedule
+    beta: float = 0.95
+    consistent_rms: float | None = 0.2
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    n_iterations: int = 5
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def scale(self, rows: int, columns: int) -> float:
+        """What an orthogonalised matrix of this shape is multiplied by."""
+        if self.consistent_rms is None:
+            return max(1.0, columns / rows) ** 0.5
+        return self.consistent_rms * max(rows, columns) ** 0.5
+
+
+class MuonState(NamedTuple):
+    """``momentum``: of the matrices, in the parameters' structure with None for what is not one. ``others``: Adam's
+    state of that, with None for the matrices."""
+
+    n_updates: Int[Array, ""]
+    momentum: Any
+    others: optax.ScaleByAdamState
+
+
+def muon(spec: Muon, rate: Callable[[Any], Any], axes: Any) -> optax.GradientTransformation:
+    """T7, without the clip.
+
+    ``rate``: the learning rate after so many updates. ``axes``: descriptions of the parameters, in their structure.
+    What enters products is a matrix in its last two axes, or an array of such matrices; the rest is Adam's.
+    """
+    adam = optax.scale_by_adam(0.9, 0.999, eps=EPS)
+
+    def matrices(tree: Any) -> Any:
+        return jax.tree.map(lambda a, x: x if a.product else None, axes, tree, is_leaf=is_axes)
+
+    def others(tree: Any) -> Any:
+        return jax.tree.map(lambda a, x: None if a.product else x, axes, tree, is_leaf=is_axes)
+
+    def init(parameters: Any) -> MuonState:
+        momentum = jax.tree.map(jnp.zeros_like, matrices(parameters))
+        return MuonState(jnp.zeros((), jnp.int32), momentum, adam.init(others(parameters)))
+
+    def update(gradient: Any, state: Any, parameters: Any = None) -> tuple[Any, MuonState]:
+        beta, lr, n = spec.beta, rate(state.n_updates), jnp.asarray(state.n_updates, float)
+        own = matrices(gradient)
+        momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, own)
+        of_momentum, of_gradient = beta / (1 - beta ** (n + 2)), (1 - beta) / (1 - beta ** (n + 1))
+        nesterov = jax.tree.map(lambda m, g: of_momentum * m + of_gradient * g, momentum, own)
+
+        structure: Any
+        leaves, structure = jax.tree.flatten(nesterov)
+        described = jax.tree.leaves(matrices(axes), is_leaf=is_axes)
+        orthogonal = structure.unflatten(orthogonalize(leaves, described, spec))
+
+        def step(x: Array, W: Array) -> Array:
+            return -lr * (spec.scale(*W.shape[-2:]) * x + spec.weight_decay * W)
+
+        of_matrices = jax.tree.map(step, orthogonal, matrices(parameters))
+        adams, others_state = adam.update(others(gradient), state.others)
+        of_others = jax.tree.map(lambda x: -lr * x, adams)
+        return either(of_matrices, of_others), MuonState(state.n_updates + 1, momentum, others_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def either(first: Any, second: Any) -> Any:
+    """Two trees of which one has None where the other has an array, as one."""
+    return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)
+
+
+def orthogonalize(arrays: Sequence[Float[Array, "..."]], axes: Sequence[Axes], spec: Muon) -> list[Float[Array, "..."]]:
+    """`newton_schulz` of the matrices in the last two axes of each array (N5); the results have the arrays' dtypes.
+
+    Matrices of one shape go together. On several devices each device has some of the matrices whole, and gives back the
+    parts: of matrices that are split, all devices would add up a Gram matrix in every iteration.
+    """
+    narrow = (lambda x: x.astype(jnp.bfloat16)) if spec.dtype == "bfloat16" else wide
+    found = list(arrays)
+    together: dict[Any, list[int]] = {}
+    for i, (x, a) in enumerate(zip(arrays, axes, strict=True)):
+        lead, names = a.names[:-2], a.names[-2:]
+        if any(name in RULES for name in lead):  # each component's own matrices, whole where the component is
+            found[i] = newton_schulz(narrow(x), spec.n_iterations).astype(x.dtype)
+            continue
+        rows, columns = x.shape[-2:]
+        alone = i if n_devices() == 1 and rows * columns > LARGE else None
+        key = (columns, rows, names[::-1], alone) if rows > columns else (rows, columns, names, alone)
+        together.setdefault(key, []).append(i)
+    for (rows, columns, names, _), members in together.items():
+        stacks = [_lying(narrow(arrays[i])).reshape(-1, rows, columns) for i in members]
+        results = _by_device(jnp.concatenate(stacks), names, spec.n_iterations)
+        ends = [sum(len(s) for s in stacks[:n]) for n in range(1, len(stacks))]
+        for i, own in zip(members, jnp.split(results, ends), strict=True):
+            x = arrays[i]
+            lying = own.reshape(_lying(x).shape)
+            found[i] = (lying if lying.shape == x.shape else lying.mT).astype(x.dtype)
+    return found
+
+
+def _lying(x: Float[Array, "*lead rows columns"]) -> Float[Array, "*lead less more"]:
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def _by_device(
+    stack: Float[Array, "n rows columns"], names: tuple[str | None, ...], n_iterations: int
+) -> Float[Array, "n rows columns"]:
+    """`newton_schulz` of matrices that lie, at rest, as ``names`` say; every device computes as many of them."""
+    n, rows, columns = stack.shape
+    if n_devices() == 1:
+        if n > 1 and rows * columns > LARGE:
+            return jax.lax.map(lambda x: newton_schulz(x, n_iterations), stack)
+        return newton_schulz(stack, n_iterations)
+    x = jnp.pad(stack, ((0, -n % n_devices()), (0, 0), (0, 0)))
+    # From split matrices to whole ones and back, an axis of the mesh at a time: else XLA has every device collect all.
+    way = ((None, *names), ("matrix_of_replica",), ("matrix",))
+    for place in way:
+        x = constrain(x, *place)
+    x = newton_schulz(x, n_iterations)
+    for place in reversed(way):
+        x = constrain(x, *place)
+    return x[:n]
+
+
+def newton_schulz(x: Float[Array, "*lead rows columns"], n_iterations: int) -> Float[Array, "*lead rows columns"]:
+    """The matrices with the same singular vectors and singular values near 1 (T7); in the dtype of ``x``."""
+    if x.shape[-2] > x.shape[-1]:
+        return newton_schulz(x.mT, n_iterations).mT
+    dtype, (a, b, c) = x.dtype, COEFFICIENTS
+    norm = jnp.sqrt(jnp.sum(wide(x) ** 2, axis=(-2, -1), keepdims=True))
+    x = (wide(x) / (norm + EPS)).astype(dtype)
+
+    def product(x: Array, y: Array) -> Array:
+        # For fp32, GPUs would take TF32 by themselves.
+        return wide(jnp.matmul(x.astype(dtype), y.astype(dtype), precision="highest"))
+
+    for _ in range(n_iterations):
+        gram = product(x, x.mT)
+        # Sums in fp32: in bfloat16 the coefficients would be rounded, too.
+        x = (a * wide(x) + product(b * gram + c * product(gram, gram), x)).astype(dtype)
+    return x
