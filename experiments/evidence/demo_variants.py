@@ -23,9 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from param_decomp_lab.baselines.measure import Comparison
+from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -113,13 +111,11 @@ def run(out: Path, variant: str, steps: int, seed: int) -> Result:
     _pd("train", str(CONFIG), *sets)
     minutes = (time.monotonic() - start) / 60
     folder = out / folder_name
-    file = out / f"{name}.json"
     measure = ("--baselines", "--matched", "--batches", "2", "--batch-size", "8", "--attack", "20")
-    _pd("eval", str(folder), *measure, "--out", str(file))
-    measured = json.loads(file.read_text())
-    del measured["data"]
-    found = TypeAdapter(Comparison).validate_python(measured)
-    matched = found.matched.values()
+    _pd("eval", str(folder), *measure)
+    kept = find_comparison(folder, steps)
+    assert kept is not None
+    found, matched = kept.comparison, kept.comparison.matched.values()
     shutil.rmtree(folder)
     return Result(
         variant, steps, seed, found.own.l0,

@@ -146,12 +146,12 @@ def initial_sources(
     spec: FreshAttack, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], leading: tuple[int, ...], use_delta: bool
 ) -> Bundle:
     """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
-    batch, *rest = leading
-    lead = {
-        "unique_per_datapoint": leading,
-        "per_row": (batch, *(1 for _ in rest)),
-        "shared_across_batch": (1,) * len(leading),
-    }[spec.scope]
+    scopes: dict[str, Scope] = {
+        "unique_per_datapoint": PerBatchPerPosition(),
+        "per_row": PerBatch(),
+        "shared_across_batch": SingleSource(),
+    }
+    lead = source_shape(scopes[spec.scope], leading)
 
     def draw(key: PRNGKeyArray, columns: int) -> Array:
         match spec.init:
@@ -176,7 +176,7 @@ def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start
 
 
 def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
-    """A2, A9: the leading shape of a persistent source, for activations with these leading axes (global)."""
+    """A1, A2, A9: the leading shape of a source, for activations with these leading axes (global)."""
     batch, *rest = leading
     match scope:
         case SingleSource():
@@ -190,7 +190,7 @@ def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
         case PerBatch():
             return (batch, *(1 for _ in rest))
         case Pool(size):
-            return (size, batch, *(1 for _ in rest))
+            return (size, *source_shape(PerBatch(), leading))
 
 
 def init_adversary(

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from param_decomp_jax.decomposition.schedules import AnySchedule
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.mesh import RULES, Axes, constrain, is_axes, n_devices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Newton-Schulz (Jordan et al. 2024). They are chosen for a steep start: singular values end between 0.7 and 1.2."""
+"""Newton-Schulz's, chosen for a steep start (Jordan et al. 2024): singular values end between 0.7 and 1.2."""
 EPS = 1e-8
 LARGE = 1 << 22
 """Entries of a matrix that fills a device by itself. Smaller ones of a shape are computed as one batch."""
@@ -42,9 +43,8 @@ class Muon:
 
 class MuonState(NamedTuple):
     """``momentum``: of the matrices, in the parameters' structure with None for what is not one. ``others``: Adam's
-    state of that, with None for the matrices."""
+    state of that, with None for the matrices; its count is the number of updates of both."""
 
-    n_updates: Int[Array, ""]
     momentum: Any
     others: optax.ScaleByAdamState
 
@@ -65,10 +65,11 @@ def muon(spec: Muon, rate: Callable[[Any], Any], axes: Any) -> optax.GradientTra
 
     def init(parameters: Any) -> MuonState:
         momentum = jax.tree.map(jnp.zeros_like, matrices(parameters))
-        return MuonState(jnp.zeros((), jnp.int32), momentum, adam.init(others(parameters)))
+        return MuonState(momentum, adam.init(others(parameters)))
 
     def update(gradient: Any, state: Any, parameters: Any = None) -> tuple[Any, MuonState]:
-        beta, lr, n = spec.beta, rate(state.n_updates), jnp.asarray(state.n_updates, float)
+        earlier = state.others.count
+        beta, lr, n = spec.beta, rate(earlier), jnp.asarray(earlier, float)
         own = matrices(gradient)
         momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, own)
         of_momentum, of_gradient = beta / (1 - beta ** (n + 2)), (1 - beta) / (1 - beta ** (n + 1))
@@ -85,7 +86,7 @@ def muon(spec: Muon, rate: Callable[[Any], Any], axes: Any) -> optax.GradientTra
         of_matrices = jax.tree.map(step, orthogonal, matrices(parameters))
         adams, others_state = adam.update(others(gradient), state.others)
         of_others = jax.tree.map(lambda x: -lr * x, adams)
-        return either(of_matrices, of_others), MuonState(state.n_updates + 1, momentum, others_state)
+        return either(of_matrices, of_others), MuonState(momentum, others_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -116,7 +117,7 @@ def orthogonalize(arrays: Sequence[Float[Array, "..."]], axes: Sequence[Axes], s
     for (rows, columns, names, _), members in together.items():
         stacks = [_lying(narrow(arrays[i])).reshape(-1, rows, columns) for i in members]
         results = _by_device(jnp.concatenate(stacks), names, spec.n_iterations)
-        ends = [sum(len(s) for s in stacks[:n]) for n in range(1, len(stacks))]
+        ends = list(accumulate(map(len, stacks)))[:-1]
         for i, own in zip(members, jnp.split(results, ends), strict=True):
             x = arrays[i]
             lying = own.reshape(_lying(x).shape)

@@ -310,8 +310,8 @@ def draw_rows(key: PRNGKeyArray, batch: int) -> Float[Array, " B"]:
 
 
 def draw_particle(term: Reconstruction, draws: TermDraws, leading: tuple[int, ...]) -> Int[Array, "B *ones"] | None:
-    """A9: the source of its pool that every row uses in this step, with an axis of size 1 for each of positions; None
-    where there is no pool."""
+    """A9: the source of its pool that every row uses in this step, with an axis of size 1 for each of positions. None
+    for a term without a pool."""
     found = draws[0].particle if isinstance(draws, Sequence) else _drawn_particle(term, draws, leading[0])
     return None if found is None else found.reshape(-1, *(1 for _ in leading[1:]))
 

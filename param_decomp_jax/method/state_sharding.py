@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from param_decomp_jax.decomposition.components import Components, components_axes
+from param_decomp_jax.decomposition.components import Components, components_axes, with_lead
 from param_decomp_jax.method.adversary import Adversary, Pool
 from param_decomp_jax.method.masks import source_axes
 from param_decomp_jax.method.state import Decomposition, State
@@ -49,9 +49,7 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
         components_moments=moments_axes(state.components_moments, state.components, components),
         ci_moments=moments_axes(state.ci_moments, state.ci, ci),
         adversaries={name: adversary_axes(name, a) for name, a in state.adversaries.items()},
-        frequency_means=jax.tree.map(
-            lambda x: Axes((*(None,) * (len(x.shape) - 1), "component")), state.frequency_means
-        ),
+        frequency_means=jax.tree.map(lambda x: with_lead(Axes(("component",)), len(x.shape)), state.frequency_means),
     )
 
 

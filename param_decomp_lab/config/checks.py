@@ -301,6 +301,10 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         if isinstance(metric, PersistentAdversary) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"
+        frequency = metric.frequency if isinstance(metric, ImportanceMinimalityLoss) else None
+        if frequency is not None and frequency.ema_halflife_steps is not None:
+            own = "which is of the evaluation's batches alone"
+            yield f"eval.metrics.{n}.frequency.ema_halflife_steps: has no effect in a metric, {own}"
     for n, loss in enumerate(method.pd.loss_metrics):
         key = f"pd.loss_metrics.{n}"
         if isinstance(loss, ImportanceMinimalityLoss):

@@ -56,8 +56,8 @@ def import_run(
     """Makes the run folder ``out`` of the run ``source``, a folder or a run on wandb.
 
     ``target``: as of `find_target`. ``step``: of the checkpoint; None for the newest. ``overrides``: assignments to the
-    translated configuration. ``out`` appears only when it is complete. Raises UserError for what is no such run, has no
-    counterpart here, or does not fit together; CannotFetch.
+    translated configuration. ``out`` appears only when it is complete. Raises UserError if ``source`` is not such a
+    run, has no counterpart here, or does not fit together; CannotFetch.
     """
     refuse_existing(out, marker=IMPORTED_FILE, overwrite=overwrite)  # before any work is done
     files = find_run_files(source, step, console)

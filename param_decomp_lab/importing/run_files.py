@@ -33,7 +33,7 @@ class RunFiles:
 def find_run_files(text: str, step: int | None, console: Console) -> RunFiles:
     """The files of the run ``text``: a folder, or a run on wandb, whose files are fetched into the cache.
 
-    ``step``: of the checkpoint; None for the newest. Raises UserError for what is no such run, or has no such
+    ``step``: of the checkpoint; None for the newest. Raises UserError if ``text`` is not such a run, or has no such
     checkpoint; CannotFetch.
     """
     run = parse_run_path(text)

@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 _SECTIONS = ("pd", "runtime", "cadence", "target", "data", "eval")
 _LISTS = ("pd.loss_metrics", "eval.metrics")
-"""Of whose entries each can be left out."""
+"""Lists from which single entries can be left out."""
 _STAND_INS: Mapping[str, Any] = {
     "eval": None,
     "pd.loss_metrics": [{"type": "FaithfulnessLoss", "coeff": 1.0}],
@@ -133,7 +133,7 @@ def _get(tree: Any, key: str) -> Any:
 
 
 def _mapping(value: Any) -> Tree:
-    """``value``, or {} for what is no mapping, which the schema refuses."""
+    """``value``, or {} if it is not a mapping, which the schema refuses."""
     return value if isinstance(value, dict) else {}
 
 

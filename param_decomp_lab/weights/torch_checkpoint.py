@@ -1,7 +1,7 @@
 """Arrays from a checkpoint of torch. Only tensors and plain values are read; no code of a pickle is run.
 
-torch is no dependency: what it has written since version 1.6 is read without it (`torch_zip.py`), and what it wrote
-before is opened with ``weights_only=True`` by who has installed it.
+Files of torch 1.6 or later are read without torch (`torch_zip.py`), which is not a dependency. Older ones need it, and
+are opened with ``weights_only=True``.
 """
 
 from collections.abc import Mapping

@@ -158,7 +158,7 @@ def ruffled_state(problem: Problem, step: int = 3, seed: int = 1, leading: tuple
     def moments(state: Tree) -> Tree:
         if isinstance(state, MuonState):
             momentum = jax.tree.map(lambda x: noise(x, 0.01), state.momentum)
-            return MuonState(jnp.asarray(step, jnp.int32), momentum, *moments((state.others,)))
+            return MuonState(momentum, *moments((state.others,)))
         adam, *rest = state
         adam = adam._replace(
             count=jnp.asarray(step, jnp.int32),
@@ -320,7 +320,7 @@ def ref_moments(moments: Tree, convert: Callable[[Tree], Tree]) -> Tree:
     if isinstance(moments, MuonState):
         first = either(moments.momentum, moments.others.mu)
         second = either(jax.tree.map(jnp.zeros_like, moments.momentum), moments.others.nu)
-        return {"m": convert(first), "v": convert(second), "count": int(moments.n_updates)}
+        return {"m": convert(first), "v": convert(second), "count": int(moments.others.count)}
     adam = moments[0]
     return {"m": convert(adam.mu), "v": convert(adam.nu), "count": int(adam.count)}
 

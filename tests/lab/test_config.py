@@ -899,6 +899,14 @@ def test_warnings() -> None:
     assert not [line for line in example("runtime.dp=8").warnings if line.startswith("runtime.dp")]
 
 
+def test_a_mean_over_steps_is_not_measured() -> None:
+    """An evaluation has no earlier steps (L6)."""
+    frequency = "frequency: {coeff: 1, reference_token_count: 9, ema_halflife_steps: 5}"
+    metric = f"{{type: ImportanceMinimalityLoss, pnorm: 1, beta: 0, {frequency}}}"
+    (line,) = (line for line in example(f"eval.metrics=[{metric}]").warnings if line.startswith("eval."))
+    assert line.startswith("eval.metrics.0.frequency.ema_halflife_steps: has no effect in a metric")
+
+
 def test_components_that_are_not_split() -> None:
     C = example().method.pd.decomposition_targets[0].C
     keys = "pd.decomposition_targets.0.C"
