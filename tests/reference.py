@@ -444,16 +444,18 @@ def attention(q: Num, k: Num, v: Num, n_heads: int, freq: Array, causal: bool) -
 def transformer_ci(params: dict, xs: Iterable[Num], n_heads: int, rope_base: float, causal: bool = False) -> Num:
     """C4 `global_shared_transformer`, C9: the sites' inputs `[..., d_s]` -> `[..., sum of C]`.
     `{input {w, b}, blocks [{q, o: [d_model, d_model], k, v: [d_model, n_kv_heads · head width], mlp [{w, b}, ...]}],
-    head {w, b}}`; with SwiGLU the hidden layers of mlp are {gate {w, b}, up {w, b}}."""
+    head {w, b}}`; with SwiGLU the hidden layers of mlp are {gate {w, b}, up {w, b}}; a block with learned norm scales
+    has `norms {attn [d_model], mlp [d_model]}`."""
     x = concatenate([rms_norm(x, FP32_EPS) for x in xs], axis=-1)
     lead = x.shape[:-1]
     h = affine(params["input"], x if len(lead) == 2 else x.reshape(lead[0], 1, x.shape[-1]))
     freq = rope_frequencies(h.shape[-1] // n_heads, rope_base)
     for block in params["blocks"]:
-        n = rms_norm(h, FP32_EPS)
+        scales = block.get("norms", {"attn": 1.0, "mlp": 1.0})
+        n = rms_norm(h, FP32_EPS) * scales["attn"]
         mixed = attention(n @ block["q"], n @ block["k"], n @ block["v"], n_heads, freq, causal)
         h = h + mixed @ block["o"]
-        h = h + mlp(block["mlp"], rms_norm(h, FP32_EPS))
+        h = h + mlp(block["mlp"], rms_norm(h, FP32_EPS) * scales["mlp"])
     logits = affine(params["head"], h)
     return logits.reshape(*lead, logits.shape[-1])
 
@@ -473,16 +475,50 @@ def chunks_of_layers(layers: Mapping[str, int], layers_per_chunk: int) -> list[l
     return [[s for s, layer in layers.items() if layer in chunk] for chunk in chunks]
 
 
-def chunkwise_ci(ci_config: dict, params: list, inputs: dict[str, Num], n_components: dict[str, int]) -> dict:
+NO_POINTS: Mapping[str, Array] = MappingProxyType({})
+
+
+def tap_boundaries(input_tap: str | dict, sites: Iterable[str]) -> list[int]:
+    """C10: the l of every resid(l) that a group of these sites reads."""
+    blocks = sorted({int(found[1]) for s in sites if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", s))})
+    assert blocks, f"no block has a site among {list(sites)}"
+    match input_tap:
+        case "first_block_resid":
+            return blocks[:1]
+        case "all_block_resids":
+            return blocks
+        case {"residual_boundaries": [_, *_] as offsets}:
+            assert all(a < b for a, b in itertools.pairwise([-1, *offsets])), "offsets: from 0, distinct, increasing"
+            return [blocks[0] + offset for offset in offsets]
+    raise ValueError(input_tap)
+
+
+def read_by_group(
+    ci_config: dict, sites: Sequence[str], inputs: Mapping[str, Num], points: Mapping[str, Array]
+) -> list[Num]:
+    """C4, C6, C10: what the one function of these sites reads, `[..., d]` each, not normalised."""
+    tap, patterns = ci_config.get("input_tap"), ci_config.get("input_patterns")
+    if tap is not None:
+        assert not patterns, "a tap takes the place of the inputs that patterns choose from"
+        return [value(points[f"resid.{boundary}"]) for boundary in tap_boundaries(tap, sites)]
+    read = [inputs[s] for s in sites if any(fnmatch(s, p) for p in patterns or ["*"])]
+    assert read, f"nothing of {sites} is read"
+    return read
+
+
+def chunkwise_ci(
+    ci_config: dict,
+    params: list,
+    inputs: dict[str, Num],
+    n_components: dict[str, int],
+    points: Mapping[str, Array] = NO_POINTS,
+) -> dict:
     """C6 `chunkwise_transformer`: logits `[..., C_s]` per site. `groups` of the configuration: the sites of each group.
-    params: of every group, those of `transformer_ci`."""
+    params: of every group, those of `transformer_ci`; `points` as in `function_logits`."""
     settings = attention_settings(ci_config)
-    patterns = ci_config.get("input_patterns") or ["*"]
     logits: dict[str, Num] = {}
     for group, own in zip(ci_config["groups"], params, strict=True):
-        read = [inputs[s] for s in group if any(fnmatch(s, p) for p in patterns)]
-        assert read, f"nothing of {group} is read"
-        joint = transformer_ci(own, read, **settings)
+        joint = transformer_ci(own, read_by_group(ci_config, group, inputs, points), **settings)
         ends = np.cumsum([0] + [n_components[s] for s in group])
         logits |= {s: joint[..., lo:hi] for s, lo, hi in zip(group, ends[:-1], ends[1:], strict=True)}
     return {s: logits[s] for s in inputs}
@@ -514,20 +550,33 @@ def initial_readout(h: Array) -> dict[str, Array]:
 
 
 def ci_logits(
-    ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict, reads: Mapping[str, Num] | None = None
+    ci_config: dict,
+    params: Tree,
+    inputs: dict[str, Num],
+    components: dict,
+    reads: Mapping[str, Num] | None = None,
+    points: Mapping[str, Array] = NO_POINTS,
 ) -> dict:
-    """C4, C6, C7: logits `[..., C_s]` per site. params as in `function_logits`; with a component readout {function:
-    those, readout: {site: see `component_readout`}}. `reads`: what the sites multiply, if it is not `inputs` (F7)."""
+    """C4, C6, C7, C10: logits `[..., C_s]` per site. params and points as in `function_logits`; with a component
+    readout params are {function: those, readout: {site: see `component_readout`}}. `reads`: what the sites multiply, if
+    it is not `inputs` (F7)."""
     if not ci_config.get("component_readout"):
-        return function_logits(ci_config, params, inputs, components)
-    logits = function_logits(ci_config, params["function"], inputs, components)
+        return function_logits(ci_config, params, inputs, components, points)
+    logits = function_logits(ci_config, params["function"], inputs, components, points)
     reads = inputs if reads is None else reads
     return {s: f + component_readout(params["readout"][s], reads[s] @ components[s]["V"]) for s, f in logits.items()}
 
 
-def function_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], components: dict) -> dict:
-    """C4, C6: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a site
-    does not exist (X5); so the logits of a layerwise function mean nothing there.
+def function_logits(
+    ci_config: dict,
+    params: Tree,
+    inputs: dict[str, Num],
+    components: dict,
+    points: Mapping[str, Array] = NO_POINTS,
+) -> dict:
+    """C4, C6, C10: logits `[..., C_s]` per site. `inputs`: clean activations in canonical order (F5), zeros where a
+    site does not exist (X5); so the logits of a layerwise function mean nothing there. `points`: what `clean_points`
+    gives, of which a tap reads the residuals; the values of `inputs` are then not read.
     Layerwise `params`: {site: layers}; global: a layer list, the transformer's dict or that of the blocks; chunkwise: a
     transformer's dict for each group."""
     match ci_config["fn_type"]:
@@ -538,12 +587,13 @@ def function_logits(ci_config: dict, params: Tree, inputs: dict[str, Num], compo
         case "shared_mlp":
             return {s: mlp(params[s], x) for s, x in inputs.items()}
         case "global_shared_mlp":
-            joint = mlp(params, concatenate(list(inputs.values()), axis=-1))
+            joint = mlp(params, concatenate(read_by_group(ci_config, list(inputs), inputs, points), axis=-1))
         case "global_shared_transformer":
-            joint = transformer_ci(params, inputs.values(), **attention_settings(ci_config))
+            read = read_by_group(ci_config, list(inputs), inputs, points)
+            joint = transformer_ci(params, read, **attention_settings(ci_config))
         case "chunkwise_transformer":
             n_components = {s: components[s]["V"].shape[1] for s in inputs}
-            return chunkwise_ci(ci_config, params, inputs, n_components)
+            return chunkwise_ci(ci_config, params, inputs, n_components, points)
     ends = np.cumsum([0] + [components[s]["V"].shape[1] for s in inputs])
     return {s: joint[..., lo:hi] for s, lo, hi in zip(inputs, ends[:-1], ends[1:], strict=True)}
 
@@ -555,10 +605,11 @@ def causal_importance(
     components: dict,
     exists: Mapping[str, Array] = NO_EXPERTS,
     reads: Mapping[str, Num] | None = None,
+    points: Mapping[str, Array] = NO_POINTS,
 ) -> tuple[dict, dict]:
-    """C1-C7, X4: ({site: lambda}, {site: upsilon}) `[..., C_s]`, 0 where a site does not exist; `config` as in
-    `training_step`, `exists` as in `existence`, `reads` as in `ci_logits`."""
-    logits = ci_logits(config["ci_config"], params, inputs, components, reads)
+    """C1-C7, C9, C10, X4: ({site: lambda}, {site: upsilon}) `[..., C_s]`, 0 where a site does not exist; `config` as in
+    `training_step`, `exists` as in `existence`, `reads` as in `ci_logits`, `points` as in `function_logits`."""
+    logits = ci_logits(config["ci_config"], params, inputs, components, reads, points)
     kind = config.get("sigmoid_type", "leaky_hard")
 
     def squashed(function: Callable[[Num, str], Num]) -> dict:
@@ -778,7 +829,7 @@ def clean_pass(target: Target, sites: Sequence[str]) -> Clean:
 
 
 def clean_points(target: Target) -> dict[str, Array]:
-    """R6: {point: activation `[..., d]`} of the clean pass."""
+    """R6, C10: {point: activation `[..., d]`} of the clean pass."""
     seen: dict[str, Array] = {}
     run_target(target, lambda module, x, W: x @ W, lambda mixture, own: own, see=seen.__setitem__)
     return seen
@@ -1390,6 +1441,30 @@ def weighted_singular_vectors(W: Array, S: Array, drawn: Array) -> dict[str, Arr
     return {"V": V, "U": U}
 
 
+def nonlinearity_aligned(
+    W: Array, side: str, C: int, order: Sequence[int] | Array, coordinate_orders: Mapping[int, Array] | Array
+) -> dict[str, Array]:
+    """T9: {V `[d_in, C]`, U `[C, d_out]`} at the start. `side`: as in `Units`. `order` `[n]`: the coordinates of that
+    side in a random order, not used where C = n. `coordinate_orders` `[n, o]`: for each coordinate, the elements of the
+    other side in a random order, used where C > n."""
+    of_coordinate = W.T if side == "output" else W  # row u: w_u
+    n, o = of_coordinate.shape
+    assert n * o >= C, "a component would be empty"
+    if n >= C:
+        coordinates = list(range(n)) if n == C else list(order[:C])
+        one_hot, others = np.eye(n)[coordinates], of_coordinate[coordinates]
+    else:
+        q, r = divmod(C, n)
+        one_hot, others, c = np.zeros((C, n)), np.zeros((C, o)), 0
+        for place, u in enumerate(order):
+            count = q + 1 if place < r else q
+            for j, element in enumerate(coordinate_orders[u]):
+                others[c + j * count // o, element] = of_coordinate[u, element]
+            one_hot[c : c + count, u] = 1.0
+            c += count
+    return {"V": others.T, "U": one_hot} if side == "output" else {"V": one_hot.T, "U": others}
+
+
 def initial_batches(shapes: Iterable[tuple[int, int]], positions: int) -> int:
     """T6: batches of `positions` each that are counted, for all sites' (d_in, d_out)."""
     return math.ceil(16 * max(min(shape) for shape in shapes) / positions)
@@ -1568,7 +1643,10 @@ def training_step(
     clean = clean_pass(target, sites)
     trained = tree_map(Var, {"components": state["components"], "ci": state["ci"]})
     components = tie(trained["components"], config.get("tied_weights"))
-    lower_ci, upper_ci = causal_importance(config, trained["ci"], clean.inputs, components, clean.exists, clean.reads)
+    points = NO_POINTS if config["ci_config"].get("input_tap") is None else clean_points(target)
+    lower_ci, upper_ci = causal_importance(
+        config, trained["ci"], clean.inputs, components, clean.exists, clean.reads, points
+    )
     model = Decomposition(target, error, clean, components, lower_ci)
 
     sources, source_moments = dict(state["sources"]), dict(state["source_moments"])

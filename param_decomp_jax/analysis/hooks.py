@@ -12,8 +12,7 @@ from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLayer, frozen_axes
-
-RESID_PRE, RESID_POST = "hook_resid_pre", "hook_resid_post"
+from param_decomp_jax.targets.points import RESID_POST, RESID_PRE
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,26 @@ from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, causal_importance, importance_reader, run_clean_pass
 from param_decomp_jax.nn.numerics import wide
-from param_decomp_jax.sharding.memory import Intermediate
 from param_decomp_jax.sharding.mesh import Axes, gather_tree, is_axes
 from param_decomp_jax.targets.base import Weights
+from param_decomp_jax.targets.points import Point
 
 
 def read_batch(
-    problem: Problem, learned: Learned, weights: Weights, inputs: Array, outputs: bool = False
+    problem: Problem,
+    learned: Learned,
+    weights: Weights,
+    inputs: Array,
+    outputs: bool = False,
+    points: Collection[Point] = (),
+    inputs_of_sites: bool = False,
 ) -> DecomposedBatch:
     """The clean pass of a batch, and its importances, read as λ; ``learned``: with components of every stack.
 
-    ``outputs`` keeps the sites' outputs too.
+    ``outputs`` keeps the sites' outputs too, ``points`` the activations there, ``inputs_of_sites`` these whatever the
+    CI function reads.
     """
-    clean_pass = run_clean_pass(problem, learned.ci, weights, inputs, outputs)
+    clean_pass = run_clean_pass(problem, learned.ci, weights, inputs, outputs, points, inputs_of_sites)
     ci_outputs = causal_importance(problem, clean_pass, *learned)
     reader = importance_reader(problem, learned.ci, ci_outputs, clean_pass)
     return DecomposedBatch(clean_pass, learned.components, reader)
@@ -141,7 +148,7 @@ def read_sites(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> tuple[CleanPass, dict[str, SiteReading]]:
     """The clean pass of a batch, and what some sites' components do in it, by name."""
-    batch = read_batch(_lazily(problem, {"site_inputs"}), _with_views(problem, learned), weights, inputs)
+    batch = read_batch(_lazily(problem), _with_views(problem, learned), weights, inputs, inputs_of_sites=True)
     clean_pass, components, reader = batch.clean_pass, batch.components, batch.reader
     logits = _logits_by_name(problem, batch, names)
 
@@ -163,10 +170,10 @@ def read_sites(
     }
 
 
-def _lazily(problem: Problem, kept: Collection[Intermediate] = ()) -> Problem:
-    """The same, with logits made where they are read. ``kept``: what is not recomputed."""
+def _lazily(problem: Problem) -> Problem:
+    """The same, with logits made where they are read."""
     target = problem.target
-    memory = replace(target.memory, save=target.memory.save - {"logits"} | set(kept))
+    memory = replace(target.memory, save=target.memory.save - {"logits"})
     return replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
 
 
@@ -175,13 +182,16 @@ def chosen_logits(
     learned: Learned,
     weights: Weights,
     inputs: Array,
-    chosen: Mapping[str, Int[np.ndarray, "layers n"]],
+    chosen: Mapping[str, Int[np.ndarray, "layers n"] | Int[Array, "layers n"]],
+    first: tuple[int, ...] = (),
 ) -> dict[str, Float[Array, "layers *n n"]]:
     """`importance_logits` of a few components of every site, by stack; nothing is made of the others.
 
     ``chosen``: their numbers, by stack; of experts ``[layers, experts, n]``. Of experts the result is ``[layers,
-    experts, *n, n]``, −∞ where a site does not exist (X4).
+    experts, *n, n]``, −∞ where a site does not exist (X4). ``first``: of the first axes of the positions only so many
+    entries, as of the first rows of a batch.
     """
+    kept = tuple(slice(n) for n in first)
     batch = read_batch(_lazily(problem), _with_views(problem, learned), weights, inputs)
     reader = batch.reader
 
@@ -202,8 +212,10 @@ def chosen_logits(
             few = jax.tree.map(lambda a, x: pick(a, x, numbers), axes, tuple(of_layer), is_leaf=is_axes)
             head, V = gather_tree(few, axes, problem.compute_dtype)
             logits = reader.at_layer(stack, features).logits(head, V, reader.groups(stack, experts))
+            logits = logits[kept] if kept else logits
             if stack.experts is None:
                 return logits
+            experts = experts[kept] if kept else experts
             of_each = jax.vmap(lambda e: _of_expert(logits, experts, e, -jnp.inf))
             return of_each(jnp.arange(stack.experts))
 

@@ -204,7 +204,7 @@ class PromptErrors:
     def of(self, maskings: Sequence[Bundle]) -> Float[Array, " maskings"]:
         """O2, of each masking."""
         streams = [Stream(self._live, GivenSources(masks, self.clean_pass.batch)) for masks in maskings]
-        forwards, _ = run_masked(self._batch, streams)
+        forwards = run_masked(self._batch, streams).forwards
         clean, *masked = (self._at_row(f.output) for f in (self.clean_pass.forward, *forwards))
         if self._measure.outputs is None:
             target = self._problem.target

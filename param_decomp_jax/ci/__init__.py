@@ -4,11 +4,18 @@ A CI function has two parts. ``features`` sees the clean inputs of many sites at
 ``logits`` is one site's head on them. Cutting it there lets a head be run where its mask is used, or all at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import PRNGKeyArray
 
-from param_decomp_jax.ci.chunkwise import ChunkwiseTransformer, InputPatterns, UnfitGroups, init_chunkwise, stacks_read
+from param_decomp_jax.ci.chunkwise import (
+    ChunkwiseTransformer,
+    InputPatterns,
+    UnfitGroups,
+    init_chunkwise,
+    runs_of_groups,
+    stacks_read,
+)
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.global_mlp import GlobalMLP, init_global_mlp
 from param_decomp_jax.ci.layerwise import LayerwiseMLP, init_layerwise
@@ -18,20 +25,24 @@ from param_decomp_jax.ci.outputs import (
     LazyLogits,
     Logits,
     StackFeatures,
+    SumComponents,
     Summarise,
     per_component,
+    per_position,
     run_ci_function,
 )
 from param_decomp_jax.ci.readout import with_readout
 from param_decomp_jax.ci.squash import Squashing, squashings
+from param_decomp_jax.ci.taps import Reads, ResidualInputs, Taps, UnfitTaps, all_layers, tap_points
 from param_decomp_jax.ci.transformer import GlobalTransformer, init_transformer
 from param_decomp_jax.decomposition.sites import Sites
 
 __all__ = [
     "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "ComponentReadout", "FunctionConfig", "GlobalMLP",
-    "GlobalTransformer", "ImportanceReader", "InputPatterns", "LayerwiseMLP", "LazyLogits", "Logits", "Squashing",
-    "StackFeatures", "Summarise", "UnfitGroups", "init_ci", "longest_row",
-    "per_component", "run_ci_function", "squashings", "stacks_read", "without_readout",
+    "GlobalTransformer", "ImportanceReader", "InputPatterns", "LayerwiseMLP", "LazyLogits", "Logits", "Reads",
+    "ResidualInputs", "Squashing", "StackFeatures", "SumComponents", "Summarise", "Taps", "UnfitGroups", "UnfitTaps",
+    "init_ci", "longest_row", "per_component", "per_position", "run_ci_function", "squashings", "stacks_read",
+    "tap_points", "taps_of_groups", "with_residual_width", "without_readout",
 ]  # fmt: skip
 
 FunctionConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | ChunkwiseTransformer
@@ -50,6 +61,28 @@ CIConfig = FunctionConfig | ComponentReadout
 def without_readout(config: CIConfig) -> FunctionConfig:
     """The CI function itself."""
     return config.function if isinstance(config, ComponentReadout) else config
+
+
+def taps_of_groups(config: CIConfig, sites: Sites) -> list[tuple[int, ...]]:
+    """The residual streams that each group's function reads, a global one's alone (C10); empty without taps.
+
+    UnfitTaps for a group that has none.
+    """
+    match without_readout(config):
+        case ChunkwiseTransformer(layers_per_chunk=n, taps=Taps() as taps):
+            return [group for run in runs_of_groups(sites, n) for group in run.boundaries(taps)]
+        case GlobalMLP(taps=Taps() as taps) | GlobalTransformer(taps=Taps() as taps):
+            return [taps.boundaries(all_layers(sites))]
+        case _:
+            return []
+
+
+def with_residual_width(config: CIConfig, width: int | None) -> CIConfig:
+    """The configuration for a target whose residual stream has this width."""
+    function = without_readout(config)
+    if not isinstance(function, LayerwiseMLP) and function.taps is not None:
+        function = replace(function, taps=replace(function.taps, width=width))
+    return ComponentReadout(function) if isinstance(config, ComponentReadout) else function
 
 
 def longest_row(config: CIConfig) -> int | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.inputs import SiteInputs, SummableInputs
+from param_decomp_jax.ci.taps import TAPS, Reads, ResidualInputs, Taps, all_layers
 from param_decomp_jax.decomposition.components import with_lead
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
@@ -40,6 +41,17 @@ class Affine(eqx.Module):
         return replace_fields(self, W=Axes((*names, *inputs, columns), product=True), b=Axes((*names, columns)))
 
 
+class GatedAffine(eqx.Module):
+    """A hidden layer of SwiGLU, ``silu(x W_g + b_g) ⊙ (x W_u + b_u)`` (C9)."""
+
+    gate: Affine
+    up: Affine
+
+
+HiddenLayer = Affine | GatedAffine
+"""An affine map with a GELU after it (C4), or a gated layer (C9)."""
+
+
 def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int, gain: float) -> Affine:
     """Weights N(0, gain²/d_in), biases zero, fp32."""
     W = gain / d_in**0.5 * jax.random.normal(key, (*stack, d_in, d_out), jnp.float32)
@@ -47,10 +59,11 @@ def init_affine(key: PRNGKeyArray, stack: tuple[int, ...], d_in: int, d_out: int
 
 
 class JointAffine(eqx.Module):
-    """An affine map of the concatenation of all sites' inputs, its rows kept by stack.
+    """An affine map of the concatenation of all sites' inputs, its rows kept by stack, or of taps (C10).
 
     The concatenation is never built: the map is a sum over sites of each site's rows. ``rows``: of the stacks that are
-    read. ``b``: with a leading axis, if any, of maps that a scan takes apart.
+    read; of taps, under `TAPS`, with an axis of taps in front. ``b``: with a leading axis, if any, of maps that a scan
+    takes apart.
     """
 
     rows: dict[str, Float[Array, "*lead d_in d_out"]]
@@ -85,10 +98,30 @@ class JointAffine(eqx.Module):
 _ROWS = Axes((None, "split"), product=True)
 
 
-def init_joint_affine(key: PRNGKeyArray, stacks: Sequence[Stack], d_out: int) -> JointAffine:
-    """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number."""
-    scale = HIDDEN_GAIN / sum(stack.read_width * len(stack.sites) for stack in stacks) ** 0.5
-    return JointAffine({s.name: scale * draw_rows(key, s, d_out) for s in stacks}, jnp.zeros((d_out,), jnp.float32))
+def init_joint_affine(key: PRNGKeyArray, sites: Sites, d_out: int, taps: Taps | None = None) -> JointAffine:
+    """Into a hidden layer: weights N(0, 2 / Σ d_in), bias zero. A site's rows depend on its canonical number.
+
+    ``taps``: read in place of the inputs of all sites.
+    """
+    b = jnp.zeros((d_out,), jnp.float32)
+    if taps is not None:
+        return JointAffine({TAPS: draw_tap_rows(key, [len(boundaries(taps, sites))], taps.known_width, d_out)}, b)
+    scale = HIDDEN_GAIN / sum(stack.read_width * len(stack.sites) for stack in sites.stacks) ** 0.5
+    return JointAffine({s.name: scale * draw_rows(key, s, d_out) for s in sites.stacks}, b)
+
+
+def boundaries(taps: Taps | None, sites: Sites) -> tuple[int, ...]:
+    """What a function of all sites reads in place of their inputs; nothing without ``taps``."""
+    return () if taps is None else taps.boundaries(all_layers(sites))
+
+
+def read_by(boundaries: tuple[int, ...], reads: Reads) -> SummableInputs:
+    """What the projection of a function with these ``boundaries`` is applied to."""
+    if not boundaries:
+        assert not isinstance(reads, ResidualInputs), "without taps, inputs of sites are read"
+        return reads
+    assert isinstance(reads, ResidualInputs), "taps are residual streams"
+    return reads.kept(boundaries)
 
 
 def draw_rows(key: PRNGKeyArray, stack: Stack, d_out: int) -> Float[Array, "*lead d_in d_out"]:
@@ -96,6 +129,18 @@ def draw_rows(key: PRNGKeyArray, stack: Stack, d_out: int) -> Float[Array, "*lea
     drawn = draw_per_site(lambda k: jax.random.normal(k, (stack.read_width, d_out), jnp.float32), key, stack.sites)
     found: Array = stack.lay_out(drawn)
     return found
+
+
+def draw_tap_rows(
+    key: PRNGKeyArray, taps_of_groups: Sequence[int], width: int, d_out: int
+) -> Float[Array, "taps width d_out"]:
+    """Rows of projections into hidden layers, of groups with so many taps each, one after the other: N(0, 2 / the width
+    of the group's concatenation). A tap's rows depend on its number alone, which counts through all groups."""
+    scale = [HIDDEN_GAIN / (n * width) ** 0.5 for n in taps_of_groups for _ in range(n)]
+    drawn = draw_per_site(
+        lambda k: jax.random.normal(k, (width, d_out), jnp.float32), key, tuple(range(sum(taps_of_groups)))
+    )
+    return jnp.asarray(scale, jnp.float32)[:, None, None] * drawn
 
 
 class GlobalCI(eqx.Module):
@@ -142,6 +187,8 @@ def gelu(x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
 
 
 MLP = tuple[Affine, ...]
+TransformerMLP = tuple[HiddenLayer, ...]
+"""The MLP of a CI transformer's block: hidden layers, all of one kind, and an affine map."""
 
 
 def init_mlp(key: PRNGKeyArray, stack: tuple[int, ...], widths: tuple[int, ...]) -> MLP:
@@ -153,10 +200,29 @@ def init_mlp(key: PRNGKeyArray, stack: tuple[int, ...], widths: tuple[int, ...])
     )
 
 
-def apply_mlp(mlp: MLP, x: Float[Array, "*n d_in"], groups: Groups | None = None) -> Float[Array, "*slots d_out"]:
-    """Affine, exact (erf) GELU, …, affine; no GELU after the last. Result in fp32 or wider. ``groups``: of an MLP for
-    each expert."""
+def init_swiglu(key: PRNGKeyArray, stack: tuple[int, ...], widths: tuple[int, ...]) -> TransformerMLP:
+    """`init_mlp` with gated hidden layers (C9); gate and up are each drawn as a map into a hidden layer."""
+
+    def gated(n: int, d_in: int, d_out: int) -> GatedAffine:
+        keys = jax.random.split(jax.random.fold_in(key, n))
+        return GatedAffine(*(init_affine(own, stack, d_in, d_out, HIDDEN_GAIN) for own in keys))
+
+    *hidden, (d_in, d_out) = pairwise(widths)
+    last = init_affine(jax.random.fold_in(key, len(hidden)), stack, d_in, d_out, 1.0)
+    return (*(gated(n, *sizes) for n, sizes in enumerate(hidden)), last)
+
+
+def apply_mlp(
+    mlp: TransformerMLP, x: Float[Array, "*n d_in"], groups: Groups | None = None
+) -> Float[Array, "*slots d_out"]:
+    """Hidden layers (affine and exact GELU, or gated), then an affine map. Result in fp32 or wider. ``groups``: of an
+    MLP for each expert."""
     *hidden, last = mlp
     for layer in hidden:
-        x = gelu(layer(x, groups)).astype(x.dtype)
+        if isinstance(layer, GatedAffine):
+            y = jax.nn.silu(layer.gate(x, groups)) * layer.up(x, groups)
+        else:
+            y = gelu(layer(x, groups))
+        x = y.astype(x.dtype)
+    assert isinstance(last, Affine), "the last layer of an MLP has no activation"
     return last(x, groups)

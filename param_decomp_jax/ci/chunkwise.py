@@ -1,6 +1,6 @@
 """One CI transformer for each group of sites, usually for each layer (C6)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.ci.affine import HIDDEN_GAIN, Affine, GlobalCI, JointAffine, draw_rows, init_heads
-from param_decomp_jax.ci.inputs import CIInputs, LayerRange
+from param_decomp_jax.ci.affine import HIDDEN_GAIN, Affine, GlobalCI, JointAffine, draw_rows, draw_tap_rows, init_heads
+from param_decomp_jax.ci.inputs import KeptInputs, LayerRange, SummableInputs
 from param_decomp_jax.ci.outputs import StackFeatures
+from param_decomp_jax.ci.taps import TAPS, Reads, ResidualInputs, Taps
 from param_decomp_jax.ci.transformer import EPS, Block, GlobalTransformer, init_blocks, through_blocks
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Segment, Sites, Stack
@@ -42,11 +43,12 @@ class UnfitGroups(ValueError):
 @dataclass(frozen=True)
 class ChunkwiseTransformer:
     """``transformer``: that of every group. ``layers_per_chunk``: layers with sites whose sites form a group.
-    ``inputs``: the sites whose inputs are read; None: all."""
+    ``inputs``: the sites whose inputs are read; None: all. ``taps``: what is read in place of inputs (C10)."""
 
     transformer: GlobalTransformer
     layers_per_chunk: int = 1
     inputs: InputPatterns | None = None
+    taps: Taps | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class Run:
 
     def layers_per_group(self, first: int, stop: int) -> int:
         return (stop - first) // self.n
+
+    def boundaries(self, taps: Taps) -> list[tuple[int, ...]]:
+        """What each of the groups reads, equally many of each."""
+        layers = [layer for _, first, stop in self.layers for layer in range(first, stop)]
+        size = len(layers) // self.n
+        return [taps.boundaries(layers[n : n + size]) for n in range(0, len(layers), size)]
 
 
 def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[Run, ...]:
@@ -94,6 +102,7 @@ def stacks_read(config: ChunkwiseTransformer, sites: Sites) -> frozenset[str]:
     UnfitGroups for a pattern without a site, for a stack of which only some sites are read, and for a group of which
     nothing is.
     """
+    assert config.taps is None, "taps are read in place of inputs"
     if config.inputs is None:
         return frozenset(stack.name for stack in sites.stacks)
     for pattern in config.inputs.patterns:
@@ -129,10 +138,19 @@ class ChunkwiseCI(GlobalCI):
     runs: tuple[Run, ...] = eqx.field(static=True)
     config: ChunkwiseTransformer = eqx.field(static=True)
 
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """`CIFunction.boundaries`."""
+        return tuple(boundary for run in self.runs for boundary in self._boundaries(run))
+
+    def _boundaries(self, run: Run) -> list[int]:
+        """Those of all groups of a run, one group after the other."""
+        return [] if self.config.taps is None else [own for group in run.boundaries(self.config.taps) for own in group]
+
     def features(
-        self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> StackFeatures:
-        """The last hidden state of every group's transformer, from the clean inputs; ``leading`` as for the global one.
+        """The last hidden state of every group's transformer, from what is read; ``leading`` as for the global one.
 
         The stacks of a segment share an array.
         """
@@ -149,9 +167,17 @@ class ChunkwiseCI(GlobalCI):
             shared, tuple((stack.name, segment.stacks[0].name) for segment in segments for stack in segment.stacks)
         )
 
-    def _run_features(
-        self, run: Run, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
-    ) -> Float[Array, "groups *n d"]:
+    def _read(self, run: Run, inputs: Reads) -> tuple[Any, Callable[[Any], SummableInputs], dict[str, Any]]:
+        """What the groups of a run read: arrays with an axis in front that is cut into groups, what makes inputs of
+        one group's arrays, and the rows that these are multiplied by."""
+        if self.config.taps is not None:
+            assert isinstance(inputs, ResidualInputs), "taps are residual streams"
+            boundaries = self._boundaries(run)
+            first = sum(len(self._boundaries(other)) for other in self.runs if other.first < run.first)
+            own = slice(first, first + len(boundaries))
+            rows = jax.tree.map(lambda x: x[own], self.project.rows)
+            return {TAPS: inputs.at(boundaries)}, KeptInputs, rows
+        assert not isinstance(inputs, ResidualInputs), "without taps, inputs of sites are read"
         arrays, of_arrays = inputs.of_layers(run.layers)
         rows = {}
         for segment, first, stop in run.layers:
@@ -159,6 +185,12 @@ class ChunkwiseCI(GlobalCI):
                 if stack.name in self.project.rows:
                     own = slice(first - stack.first, stop - stack.first)
                     rows[stack.name] = jax.tree.map(lambda x, own=own: x[own], self.project.rows[stack.name])
+        return arrays, of_arrays, rows
+
+    def _run_features(
+        self, run: Run, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+    ) -> Float[Array, "groups *n d"]:
+        arrays, of_arrays, rows = self._read(run, inputs)
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
         by_group = jax.tree.map(lambda x: x[run.groups], (self.project.b, self.blocks))
         block_axes = jax.tree.map(Axes.under, self.blocks.axes())
@@ -188,23 +220,26 @@ class ChunkwiseCI(GlobalCI):
 
 
 def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites) -> ChunkwiseCI:
-    """Fresh weights (C6). Raises UnfitGroups."""
+    """Fresh weights (C6, C10). Raises UnfitGroups, UnfitTaps."""
     to_input, to_blocks, to_heads = jax.random.split(key, 3)
     d, runs = config.transformer.d_model, runs_of_groups(sites, config.layers_per_chunk)
-    read = stacks_read(config, sites)
-    widths = widths_of_layers(runs, read)
     n_groups = sum(run.n for run in runs)
 
-    def rows(stack: Stack) -> Array:
+    def rows() -> dict[str, Array]:
+        if config.taps is not None:
+            n_taps = [len(group) for run in runs for group in run.boundaries(config.taps)]
+            return {TAPS: draw_tap_rows(to_input, n_taps, config.taps.known_width, d)}
+        read = stacks_read(config, sites)
+        widths = widths_of_layers(runs, read)
+        return {stack.name: stack_rows(stack, widths) for stack in sites.stacks if stack.name in read}
+
+    def stack_rows(stack: Stack, widths: Mapping[int, int]) -> Array:
         drawn = draw_rows(to_input, stack, d)
         scale = HIDDEN_GAIN / np.sqrt([widths[layer] for layer in stack.layers])
         return jnp.asarray(scale, jnp.float32).reshape(-1, *(1,) * (drawn.ndim - 1)) * drawn
 
     return ChunkwiseCI(
-        project=JointAffine(
-            {stack.name: rows(stack) for stack in sites.stacks if stack.name in read},
-            jnp.zeros((n_groups, d), jnp.float32),
-        ),
+        project=JointAffine(rows(), jnp.zeros((n_groups, d), jnp.float32)),
         blocks=draw_per_site(
             lambda k: init_blocks(config.transformer, *jax.random.split(k)), to_blocks, tuple(range(n_groups))
         ),

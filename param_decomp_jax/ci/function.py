@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
-from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.inputs import SiteInputs
+from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.sharding.memory import MemoryPolicy
 
 
@@ -18,9 +19,15 @@ class CIFunction(Protocol):
     """Whether it reads the inputs of sites in sums over them alone, so that they can be recomputed; others need them
     kept."""
 
-    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
-        """The features that heads share, from every site's clean input: of all sites, or `StackFeatures`; None for a
-        layerwise function.
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The residual streams that features are made of in place of the inputs of sites, by the numbers of the blocks
+        that they enter (C10); empty without taps."""
+        ...
+
+    def features(self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
+        """The features that heads share, from every site's clean input or from residual streams: of all sites, or
+        `StackFeatures`; None for a layerwise function.
 
         ``leading``: axes of an activation before its last one.
         """

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -12,12 +13,14 @@ from param_decomp_jax.ci.affine import (
     Affine,
     GlobalCI,
     JointAffine,
+    boundaries,
     gelu,
     init_affine,
     init_heads,
     init_joint_affine,
+    read_by,
 )  # fmt: skip
-from param_decomp_jax.ci.inputs import CIInputs
+from param_decomp_jax.ci.taps import Reads, Taps
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import constrain, gather_tree, replace_fields
@@ -25,9 +28,10 @@ from param_decomp_jax.sharding.mesh import constrain, gather_tree, replace_field
 
 @dataclass(frozen=True)
 class GlobalMLP:
-    """``hidden``: widths of the hidden layers, at least one."""
+    """``hidden``: widths of the hidden layers, at least one. ``taps``: what it reads; None: the inputs of all sites."""
 
     hidden: tuple[int, ...]
+    taps: Taps | None = None
 
 
 class GlobalMLPCI(GlobalCI):
@@ -36,12 +40,14 @@ class GlobalMLPCI(GlobalCI):
     first: JointAffine
     middle: MLP
     heads: dict[str, Affine]
+    boundaries: tuple[int, ...] = eqx.field(static=True, default=())
 
     def features(
-        self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "*n d"]:
-        """The last hidden layer, from the clean inputs; ``leading``: axes of an activation before its last one."""
-        h = gelu(self.first(inputs, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
+        """The last hidden layer, from what is read; ``leading``: axes of an activation before its last one."""
+        read = read_by(self.boundaries, inputs)
+        h = gelu(self.first(read, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
         for layer in self.middle:
             h = gelu(gather_tree(layer, layer.axes(columns="split"), compute_dtype)(h)).astype(compute_dtype)
         return constrain(h, "batch")
@@ -65,7 +71,8 @@ def init_global_mlp(config: GlobalMLP, key: PRNGKeyArray, sites: Sites) -> Globa
         for n, (d_in, d_out) in enumerate(widths)
     )
     return GlobalMLPCI(
-        first=init_joint_affine(to_first, sites.stacks, config.hidden[0]),
+        first=init_joint_affine(to_first, sites, config.hidden[0], config.taps),
         middle=middle,
         heads=init_heads(to_heads, sites, config.hidden[-1]),
+        boundaries=boundaries(config.taps, sites),
     )

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from param_decomp_jax.ci.affine import MLP, apply_mlp, init_mlp
-from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.inputs import SiteInputs
 from param_decomp_jax.ci.scalar_mlp import apply_scalar_mlps
+from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.nn.grouped import Groups, product_wide
@@ -35,7 +36,11 @@ class _Layerwise(eqx.Module):
     jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
 
-    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return ()
+
+    def features(self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> None:
         return None
 
     def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:

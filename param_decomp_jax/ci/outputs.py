@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.ci.inputs import ChosenExperts, CIInputs
+from param_decomp_jax.ci.inputs import ChosenExperts
 from param_decomp_jax.ci.squash import Squash
+from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.components import Components, site_axes
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.nn.grouped import Groups, OverPositions, group
@@ -60,7 +61,7 @@ CIOutputs = Logits | LazyLogits
 
 def run_ci_function(
     ci: CIFunction,
-    inputs: CIInputs,
+    inputs: Reads,
     leading: tuple[int, ...],
     components: Components,
     compute_dtype: Any,
@@ -68,7 +69,7 @@ def run_ci_function(
     chosen: ChosenExperts | None = None,
     head_inputs: dict[str, Any] | None = None,
 ) -> CIOutputs:
-    """The CI function's outputs on clean, constant ``inputs`` (F5); V is not detached (C5).
+    """The CI function's outputs on clean, constant ``inputs`` (F5, C10); V is not detached (C5).
 
     ``leading``: axes of an activation before its last one. ``chosen``: of the stacks of experts. ``head_inputs``: what
     the CI function's `head_inputs` made of the same inputs.
@@ -206,6 +207,10 @@ class ImportanceReader:
         return None if stack.experts is None else group(chosen, stack.experts)
 
 
+SumComponents = Callable[[Float[Array, "*slots C"]], Any]
+"""From the logits of some components of one site to sums over these components: arrays ``[*slots, …]``."""
+
+
 def per_component(
     reader: ImportanceReader,
     components: Components,
@@ -216,22 +221,55 @@ def per_component(
     """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``; of experts, ``[layers,
     experts, C, …]``."""
 
+    def reduce(stack: Stack, logits: Array, groups: Groups | None) -> Any:
+        return summarise(logits, OverPositions(groups, stack.experts or 0))
+
+    def join(blocks: Array, groups: Groups | None) -> Array:
+        return uncut(blocks, 0 if groups is None else 1, "component")
+
+    return _reduce_sites(reader, components, sites, memory, reduce, join)
+
+
+def per_position(
+    reader: ImportanceReader,
+    components: Components,
+    sites: Sites,
+    memory: MemoryPolicy,
+    sum_components: SumComponents,
+) -> dict[str, Any]:
+    """Sums over each site's components at every position, by stack: arrays ``[layers, *n, …]``; of experts, over those
+    that a position takes."""
+
+    def reduce(stack: Stack, logits: Array, groups: Groups | None) -> Any:
+        found = sum_components(logits)
+        return found if groups is None else jax.tree.map(lambda x: jnp.sum(x, axis=reader.n_leading), found)
+
+    return _reduce_sites(reader, components, sites, memory, reduce, lambda blocks, _: jnp.sum(blocks, axis=0))
+
+
+def _reduce_sites(
+    reader: ImportanceReader,
+    components: Components,
+    sites: Sites,
+    memory: MemoryPolicy,
+    reduce: Callable[[Stack, Array, Groups | None], Any],
+    join: Callable[[Array, Groups | None], Array],
+) -> dict[str, Any]:
+    """What ``reduce`` makes of each site's logits, by stack, with a leading layer axis. ``join``: makes one array of
+    those of a site's blocks of components, which have a leading axis of blocks."""
+
     def reduce_stack(stack: Stack) -> Any:
         slices = reader.slices(stack, stack.first, stack.first + stack.n_layers)
         features = reader.layer_features([stack], stack.first, stack.first + stack.n_layers)
         chosen = reader.chosen.get(stack.name)
-
-        def reduce(logits: Array, groups: Groups | None) -> Any:
-            return summarise(logits, OverPositions(groups, stack.experts or 0))
-
         if isinstance(reader.outputs, Logits):
-            of_layer = lambda logits, chosen: reduce(logits, reader.groups(stack, chosen))  # noqa: E731
+            of_layer = lambda logits, chosen: reduce(stack, logits, reader.groups(stack, chosen))  # noqa: E731
             return jax.vmap(of_layer, in_axes=(0, None if chosen is None else 0))(slices.logits, chosen)
         axes, n_blocks = (reader.axes(stack), site_axes(stack)[0]), component_blocks(memory, stack.C)
 
         def reduce_block(site: Any, block: Any, features: dict[str, Array], groups: Groups | None) -> Any:
             site_ci, V = gather_tree(with_block(site, block), axes, reader.compute_dtype)
-            return reduce(reader.at_layer(stack, features).logits(site_ci, V, groups), groups)
+            return reduce(stack, reader.at_layer(stack, features).logits(site_ci, V, groups), groups)
 
         def reduce_site(_: None, layer: Any) -> tuple[None, Any]:
             site, features, chosen = layer
@@ -241,7 +279,7 @@ def per_component(
                 return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks), features, groups)
             recomputed = jax.checkpoint(reduce_block, prevent_cse=False)
             found = jax.lax.map(lambda block: recomputed(site, block, features, groups), blocks)
-            return None, jax.tree.map(lambda x: uncut(x, 0 if groups is None else 1, "component"), found)
+            return None, jax.tree.map(lambda x: join(x, groups), found)
 
         return over_layers(memory, reduce_site, None, ((slices, components[stack.name].V), features, chosen))[1]
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.ci.function import CIFunction
-from param_decomp_jax.ci.inputs import CIInputs, SiteInputs
+from param_decomp_jax.ci.inputs import SiteInputs
 from param_decomp_jax.ci.squash import two_sided_leaky
+from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.components import row_or_product
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.nn.grouped import Groups
@@ -69,7 +70,13 @@ class ReadoutCI(eqx.Module):
     function: Any
     heads: dict[str, ReadoutHead]
 
-    def features(self, inputs: CIInputs, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Those of the function inside."""
+        found: tuple[int, ...] = self.function.boundaries
+        return found
+
+    def features(self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
         """Those of the function inside."""
         return self.function.features(inputs, leading, compute_dtype, memory)
 

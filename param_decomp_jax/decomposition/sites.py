@@ -10,12 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, product
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
 PRE_IDENTITY = ".pre_identity"
 """Ending of the name and of the kind of a site whose W is the identity, put before a matrix of the target."""
+
+
+UnitKind = Literal["neuron", "attention_head"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a nonlinearity that a matrix gives its output to or reads its input from (L7).
+
+    The coordinates of ``side`` are ``n`` equal contiguous blocks, one for each unit. ``multiplier``: m, the number of
+    query heads that each unit serves.
+    """
+
+    kind: UnitKind
+    side: Literal["output", "input"]
+    n: int
+    multiplier: int = 1
 
 
 @dataclass(frozen=True)
@@ -27,7 +44,8 @@ class Matrix:
     do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
     ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site. ``expert``:
     number of the expert that it is a matrix of, if it is one; the layer's experts have one of each kind. ``lookup``: it
-    is a table, of which rows are looked up (F7); ``reads`` is then what comes out.
+    is a table, of which rows are looked up (F7); ``reads`` is then what comes out. ``faces``: the units of a
+    nonlinearity that one of its sides faces, if one does (L7).
     """
 
     name: str
@@ -40,6 +58,7 @@ class Matrix:
     part_of: str | None = field(default=None, kw_only=True)
     expert: int | None = field(default=None, kw_only=True)
     lookup: bool = field(default=False, kw_only=True)
+    faces: Units | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,8 @@ class Stack:
     """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers.
 
     ``experts``: number of experts whose matrices they are, None for other sites. Arrays of a stack have a leading axis
-    of layers, and behind it one of experts if there are any; ``sites`` are in that order. ``lookup``: as of `Matrix`.
+    of layers, and behind it one of experts if there are any; ``sites`` are in that order. ``lookup``, ``faces``: as of
+    `Matrix`.
     """
 
     name: str
@@ -67,6 +87,7 @@ class Stack:
     sites: tuple[int, ...]
     experts: int | None = None
     lookup: bool = False
+    faces: Units | None = None
 
     @property
     def read_width(self) -> int:
@@ -144,7 +165,7 @@ class Sites:
             # The name of a tied site makes the form of its layer unlike any other.
             tie = (site.name if site.name in in_pairs else "" for _, site in entry[1])
             return [
-                (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, s.expert, t)
+                (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, s.expert, s.faces, t)
                 for (_, s), t in zip(entry[1], tie, strict=True)
             ]
 
@@ -171,7 +192,7 @@ class Sites:
                 assert found == list(range(experts)), f"of {site.kind} only the experts {found} are sites"
                 assert len({layers[0][slot][1].C for slot in own}) == 1, f"experts of {site.kind} differ in C"
             sizes = site.d_in, site.d_out, site.C
-            stacks.append(Stack(name, site.kind, site.reads, first, *sizes, members, experts, site.lookup))
+            stacks.append(Stack(name, site.kind, site.reads, first, *sizes, members, experts, site.lookup, site.faces))
         return Segment(first, stop, tuple(stacks))
 
     @cached_property

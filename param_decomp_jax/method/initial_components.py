@@ -1,4 +1,5 @@
-"""Initial components from data (T6): weighted singular vectors of every matrix."""
+"""Initial components that are not drawn: weighted singular vectors of every matrix (T6), or its neurons and channels of
+heads (T9)."""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from param_decomp_jax.decomposition.components import U_AXES, V_AXES, Components, Factors, init_components
+from param_decomp_jax.decomposition.draws import positions, uniform
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.method.state import init_keys
 from param_decomp_jax.method.step import Problem
@@ -73,6 +75,60 @@ def weighted_singular_vectors(problem: Problem, weights: Weights, moments: Momen
         return Factors(*jax.lax.map(of_layer, (matrices[stack.name], moments[stack.name], drawn[stack.name].V)))
 
     return {stack.name: of_stack(stack) for stack in _trained(sites)}
+
+
+def nonlinearity_aligned(problem: Problem, weights: Weights) -> Components:
+    """The components that training starts from, one for each coordinate of the side that faces a nonlinearity (T9).
+
+    Every site must face units, and none may be an expert's matrix.
+    """
+    sites = problem.target.sites
+    matrices = problem.target.site_weights(weights)
+    key = init_keys(problem.decomposition).components
+
+    def of_stack(stack: Stack) -> Factors:
+        assert stack.faces is not None, f"{stack.name} faces no nonlinearity"
+        assert stack.experts is None, f"{stack.name} are experts' matrices"
+        outwards = stack.faces.side == "output"
+
+        def of_layer(layer: tuple[Array, Array]) -> tuple[Array, Array]:
+            W, number = wide(layer[0]), layer[1]
+            chosen, others = aligned(W.T if outwards else W, stack.C, jax.random.fold_in(key, number))
+            V, U = (others.T, chosen) if outwards else (chosen.T, others)
+            return constrain(V, *V_AXES.names), constrain(U, *U_AXES.names)
+
+        numbers = jnp.asarray(stack.sites, jnp.uint32)
+        return Factors(*jax.lax.map(of_layer, (matrices[stack.name], numbers)))
+
+    return {stack.name: of_stack(stack) for stack in _trained(sites)}
+
+
+def aligned(
+    by_coordinate: Float[Array, "n o"], C: int, key: PRNGKeyArray
+) -> tuple[Float[Array, "C n"], Float[Array, "C o"]]:
+    """Of each of C components the unit vector of its coordinate, and its share of the matrix's vector there (T9).
+
+    ``by_coordinate``: the matrix's vectors, C at most n · o. The random orders are those of `uniform`, with the two
+    keys that ``key`` is split into: of the coordinates at position 0, and of each one's o entries at its own number.
+    """
+    n, o = by_coordinate.shape
+    if n == C:
+        return jnp.eye(n, dtype=by_coordinate.dtype), by_coordinate
+    order_key, shares_key = jax.random.split(key)
+    order = jnp.argsort(uniform(order_key, positions((1,)), n)[0])
+    if n > C:
+        coordinates = order[:C]
+        others = by_coordinate[coordinates]
+    else:
+        counts = C // n + (jnp.arange(n) < C % n)
+        ends = jnp.cumsum(counts)
+        turn = jnp.searchsorted(ends, jnp.arange(C), side="right")  # whose place in the order the component has
+        coordinates, count = order[turn], counts[turn]
+        number = jnp.arange(C) - (ends - counts)[turn]
+        places = jnp.argsort(jnp.argsort(uniform(shares_key, positions((n,)), o)))
+        in_share = places[coordinates] * count[:, None] // o == number[:, None]
+        others = jnp.where(in_share, by_coordinate[coordinates], 0)
+    return (coordinates[:, None] == jnp.arange(n)).astype(by_coordinate.dtype), others
 
 
 def _trained(sites: Sites) -> list[Stack]:

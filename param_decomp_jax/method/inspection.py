@@ -31,6 +31,7 @@ from param_decomp_jax.method.step import (
     GivenDraws,
     Gradients,
     Problem,
+    compared_points,
     differentiable_importance,
     hold_trained,
     keeps_outputs,
@@ -71,10 +72,11 @@ def loss_and_gradients(
     """Losses and gradients of the training step that ``state`` is about to take, without the update.
 
     As in the step, persistent sources first take their warm-up ascents (A3). The losses are ``loss/<term>`` without
-    coefficient and ``loss/total``, all scalars; the gradients are of the total, before any clip, in the structure of
-    `State.components`, of `State.ci`, and of each persistent term's raw sources. ``draws``: in place of the step's.
+    coefficient, their parts (R6), and ``loss/total``, all scalars; the gradients are of the total, before any clip, in
+    the structure of `State.components`, of `State.ci`, and of each persistent term's raw sources (`Gradients`).
+    ``draws``: in place of the step's.
     """
-    clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
+    clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem), compared_points(problem))
     objective = make_objective(problem.decomposition, state, draws)
     copies = hold_trained(problem, state.learned)
     _, gradients, found = losses_and_ascents(problem, state, clean_pass, objective, copies)
@@ -101,7 +103,7 @@ def term_loss_and_gradients(
         objective = Objective(alone.decomposition, state.step, keys, state.frequency_means)
     else:
         objective = make_objective(alone.decomposition, state, draws)
-    clean_pass = run_clean_pass(alone, state.ci, weights, inputs, keeps_outputs(alone))
+    clean_pass = run_clean_pass(alone, state.ci, weights, inputs, keeps_outputs(alone), compared_points(alone))
     copies = hold_trained(alone, state.learned)
     importance = differentiable_importance(alone, state, clean_pass, copies)
     raw = {term: state.adversaries[term].raw for term in alone.decomposition.persistent}

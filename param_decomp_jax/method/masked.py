@@ -5,7 +5,7 @@ side. So a site's causal importance is computed once for all of them, and their 
 *before* they pass the squashing, whose leak (C1) is not linear. That holds under every memory policy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -44,18 +44,21 @@ from param_decomp_jax.sharding.mesh import (
 )
 from param_decomp_jax.sharding.remat import component_blocks, named, over_blocks, token_blocks
 from param_decomp_jax.targets.plain_linears import CHOSEN, frozen_axes, output_record, top_experts
+from param_decomp_jax.targets.points import RESID_PRE, Point
 
 
 @dataclass(frozen=True)
 class Stream:
     """One masked forward: the sites that are live in it (canonical numbers), their sources, their routes.
 
-    ``routes``: ``[…, live sites]``, or None (everywhere).
+    ``routes``: ``[…, live sites]``, or None (everywhere). ``points``: where it is compared with the clean pass, besides
+    at its output (R6).
     """
 
     live: tuple[int, ...]
     sources: SourceKind
     routes: Bool[Array, "*n live"] | None = None
+    points: tuple[Point, ...] = ()
 
 
 class LiveSite(NamedTuple):
@@ -116,6 +119,10 @@ class MaskedLayer:
     """What the streams read has one row for all of them, up to the first masked matrix."""
     features: dict[str, Array] = field(default_factory=dict)
     """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
+    clean_points: dict[str, Float[Array, "B *n d"]] = field(default_factory=dict)
+    """Of the clean pass, by hook, where streams are compared with it."""
+    compared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The numbers of these streams, by hook."""
     records: dict[str, Array] = field(default_factory=dict)
 
     @property
@@ -123,7 +130,17 @@ class MaskedLayer:
         return self.forward.frozen
 
     def enter(self, x: Shaped[Array, "rows *n"]) -> None:
-        pass
+        self.hook(RESID_PRE, x)
+
+    def hook(self, name: str, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "rows *n"]:
+        """Records the squares of what streams differ by from the clean pass, ``[streams, B, …]``."""
+        if name in self.compared:
+            clean = self.clean_points[name]
+            # Rows that all streams share are those of the clean pass.
+            xs = [x] * self.n_streams if x.shape[0] == clean.shape[0] else split_rows(x, self.n_streams)
+            found = jnp.stack([_squared_difference(xs[i], clean) for i in self.compared[name]])
+            self.records[name] = constrain(found, None, "batch")
+        return x
 
     def look_up(
         self, kind: str, rows: Int[Array, "rows *n"], table: Float[Array, "n d"], dtype: Any
@@ -247,6 +264,12 @@ class MaskedLayer:
         return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
+@jax.checkpoint
+def _squared_difference(x: Float[Array, "*n d"], clean: Float[Array, "*n d"]) -> Float[Array, "*n"]:
+    """``‖x − clean‖²`` of every position, in fp32. Nothing is kept for the backward pass but the two."""
+    return jnp.sum((wide(x) - wide(clean)) ** 2, axis=-1)
+
+
 def may_share_rows(dtype: Any) -> bool:
     """Whether products of fewer rows may take the place of others. In float32 they may not: the last bits of a row can
     depend on how many there are, and those of a run are to stay as they are."""
@@ -272,6 +295,7 @@ class MaskedLinears:
     clean residual at its first live layer (tokens, where that is the embedding). ``summarise``: its results are
     recorded; where logits are computed block by block, they are computed once for the masks and for this.
     ``output_name``: the memory policy's name for the outputs of live sites. ``joins_rows``: as in `Target`.
+    ``at_hook``: the clean activations at a hook in some layers, where streams have points.
     """
 
     sites: Sites
@@ -286,6 +310,7 @@ class MaskedLinears:
     summarise: Summarise | None = None
     output_name: Intermediate = "site_outputs"
     joins_rows: bool = False
+    at_hook: Callable[[str, range], Array] | None = None
 
     @cached_property
     def frozen(self) -> Axes:
@@ -338,16 +363,28 @@ class MaskedLinears:
                     found[stack] = streams
         return found
 
+    def compared(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Of the hooks in this layer at which streams are compared: the numbers of these streams."""
+        found: dict[str, tuple[int, ...]] = {}
+        for i, (stream, start) in enumerate(zip(self.streams, self.starts, strict=True)):
+            for point in stream.points if start <= layer else ():
+                if point.layer == layer:
+                    found[point.hook] = (*found.get(point.hook, ()), i)
+        return found
+
     def cuts(self) -> frozenset[int]:
-        """Layers at which a stream starts or other sites are live; edges of segments too where outputs are recorded."""
+        """Layers at which a stream starts, other sites are live, or streams are compared at other points; edges of
+        segments too where outputs are recorded."""
         edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
-        layers = range(min(edges), max(edges) + 1)
+        points = {point.layer for stream in self.streams for point in stream.points}
+        layers = range(min(edges | points), max(edges | {layer + 1 for layer in points}) + 1)
         return frozenset(
             layer
             for layer in layers
             if layer in self.starts
             or (self.record_outputs and layer in edges)
             or self._live(layer) != self._live(layer - 1)
+            or self.compared(layer) != self.compared(layer - 1)
         )
 
     def slices(self, first: int, stop: int) -> Any:
@@ -372,7 +409,13 @@ class MaskedLinears:
         # Of what is held each layer takes its row.
         any_held = self.memory.held_by("components") or self.memory.held_by("heads")
         layers = jnp.arange(first, stop) if any_held else None
-        return live, chosen, self.reader.layer_features(found, first, stop), layers
+        points = {hook: self.clean_point(hook, first, stop) for hook in self.compared(first)}
+        return live, chosen, self.reader.layer_features(found, first, stop), layers, points
+
+    def clean_point(self, hook: str, first: int, stop: int) -> Float[Array, "layers B *n d"]:
+        """The clean pass's activations at a hook in some layers."""
+        assert self.at_hook is not None
+        return self.at_hook(hook, range(first, stop))
 
     def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
         """The experts that the clean pass's positions take in some layers (X3)."""
@@ -433,7 +476,7 @@ class MaskedLinears:
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:
         here = {stack.kind: stack for stack in self.sites.stacks if first in stack.layers}
         recorded = frozenset(here) if self.record_outputs else frozenset[str]()
-        live, chosen, features, layer = slice_
+        live, chosen, features, layer, points = slice_
         if layer is not None:
             for kind, site in live.items():
                 factors, row = self.components[here[kind].name], layer - here[kind].first
@@ -441,8 +484,9 @@ class MaskedLinears:
                 V, U, ci = with_row(own, (factors.V, factors.U, self.reader.of_stack(here[kind])), row)
                 live[kind] = site._replace(V=V, U=U, ci=ci)
         return MaskedLayer(
-            live, self, here, self.n_running(first), recorded, chosen, self._shares_rows(first), features
-        )
+            live, self, here, self.n_running(first), recorded, chosen, self._shares_rows(first), features, points,
+            self.compared(first),
+        )  # fmt: skip
 
 
 def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:

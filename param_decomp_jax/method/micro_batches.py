@@ -32,6 +32,7 @@ class LayeredRows(NamedTuple):
     others. ``bundles``: by stream, those of its sources that are given."""
 
     records: Any
+    points: Any
     head_inputs: Any
     logits: Any
     features: Any
@@ -88,6 +89,7 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
     )
     layered = LayeredRows(
         records=dict(clean_pass.forward.records),
+        points=clean_pass.points,
         head_inputs=reader.head_inputs,
         logits=outputs.by_stack if isinstance(outputs, Logits) else None,
         features=features if by_stack else None,
@@ -121,7 +123,7 @@ def _with_rows(
     batch = rows.at.shape[0]
     forward = clean_pass.forward._replace(output=rows.output, records=layered.records)
     own: dict[str, Any] = {"inputs": rows.inputs, "reference": rows.reference, "at": rows.at, "batch": batch}
-    clean_pass = replace(clean_pass, forward=forward, site_inputs={}, **own)
+    clean_pass = replace(clean_pass, forward=forward, site_inputs={}, points=layered.points, **own)
     outputs = reader.outputs
     features = rows.features if layered.features is None else layered.features
     logits = Logits(layered.logits) if isinstance(outputs, Logits) else LazyLogits(features, outputs.heads)
@@ -131,7 +133,7 @@ def _with_rows(
             GivenSources(given.bundle if own is None else _experts_behind_rows(own, reader, 2, 1), batch)
             for given, own in zip(given_parts(stream.sources), bundles, strict=True)
         ]
-        return Stream(stream.live, with_given_parts(stream.sources, parts), routes)
+        return Stream(stream.live, with_given_parts(stream.sources, parts), routes, stream.points)
 
     new = [stream_part(*each) for each in zip(streams, rows.routes, layered.bundles, strict=True)]
     return clean_pass, replace(reader, outputs=logits, head_inputs=layered.head_inputs, chosen=clean_pass.chosen), new

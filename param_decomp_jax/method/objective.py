@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,24 @@ from param_decomp_jax.method.losses import (
 )
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle
-from param_decomp_jax.method.recon import Merged, Reconstruction, TermDraws, draw_particle, errors, streams
+from param_decomp_jax.method.recon import (
+    Errors,
+    Reconstruction,
+    TermDraws,
+    ascends_output_alone,
+    at_step,
+    attack_of,
+    draw_particle,
+    errors,
+    points_of,
+    reconstruction,
+    streams,
+    term_error,
+)
 from param_decomp_jax.method.state import Decomposition
 from param_decomp_jax.nn.grouped import OverPositions
 from param_decomp_jax.sharding.mesh import at_rest
+from param_decomp_jax.targets.base import Target
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -95,7 +109,8 @@ class Objective:
                         metrics[f"loss/{term.name}_frequency"] = frequency
                         total += value_at(term.frequency.coeff, self.step, spec.steps) * frequency
                 case Reconstruction():
-                    value = reconstructions[term.name]
+                    value, own = reconstructions[term.name], f"{term.name}/"
+                    metrics |= {f"loss/{name}": x for name, x in reconstructions.items() if name.startswith(own)}
             metrics[f"loss/{term.name}"] = value
             total += value_at(term.coeff, self.step, spec.steps) * value
         metrics["loss/total"] = total
@@ -108,6 +123,7 @@ class Objective:
         summarise: Summarise | None = None,
     ) -> tuple[dict[str, Float[Array, ""]], dict[str, Array]]:
         """Every reconstruction term by name, without coefficients, their forwards run together; 0 for one that is off.
+        With them the parts of R6, ``<term>/output`` and ``<term>/<point>``.
 
         Also the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
         """
@@ -121,26 +137,31 @@ class Objective:
             on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
             found: list[list[Stream]] = []
             for term in on:
-                draws, bundle, adv_fraction = self.draws(term.name), None, None
+                bundle = None
                 if term.name in attacks:
-                    particle = draw_particle(term, draws, batch.clean_pass.leading)
-                    bundle = effective(attacks[term.name], raw[term.name], particle)
-                if isinstance(term.sources, Merged):
-                    adv_fraction = value_at(term.sources.adv_fraction, self.step, spec.steps)
-                found.append(streams(term, batch, draws, bundle, adv_fraction))
+                    own = raw[term.name]
+                    if ascends_output_alone(term):  # `output_gradients`
+                        own = jax.lax.stop_gradient(own)
+                    bundle = self._effective(term, batch, own)
+                now = at_step(term, self.step, spec.steps)
+                found.append(streams(term, batch, self.draws(term.name), bundle, now))
             all_streams = [stream for own in found for stream in own]
             kinds = [term.error for term, own in zip(on, found, strict=True) for _ in own]
             everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(target.sites)))
-            means: dict[str, Array] = {}
+            means = {name: jnp.zeros(()) for term in terms for name in _names(term, target)}
             sums: dict[str, Array] = {}
             if all_streams:
                 with_summary = summarise if everywhere else None
-                by_stream, sums = errors(batch, all_streams, kinds, with_summary)
-                by_term = jnp.split(by_stream, list(accumulate(map(len, found)))[:-1])
-                means = {term.name: jnp.mean(e) for term, e in zip(on, by_term, strict=True)}
+                of_all = errors(batch, all_streams, kinds, with_summary)
+                sums, ends = of_all.summaries, list(accumulate(map(len, found)))
+                by_term = zip(on, jnp.split(of_all.by_stream, ends[:-1]), pairwise([0, *ends]), strict=True)
+                for term, by_stream, (first, stop) in by_term:
+                    own_errors = Errors(by_stream, {}, of_all.at_points[first:stop])
+                    value, parts = term_error(own_errors, at_step(term, self.step, spec.steps))
+                    means |= {term.name: value} | {f"{term.name}/{part}": x for part, x in parts.items()}
             if summarise is not None and not everywhere:
                 sums = per_component(batch.reader, batch.components, target.sites, target.memory, summarise)
-            return {term.name: means.get(term.name, jnp.zeros(())) for term in terms}, sums
+            return means, sums
 
         # A6: off means not computed. The set of terms that are on changes at few steps; each set has its own branch.
         stages = sorted({0, *first_steps.values()})
@@ -150,3 +171,40 @@ class Objective:
         branches = [partial(values, n) for n in stages]
         found: tuple[dict[str, Array], dict[str, Array]] = jax.lax.switch(stage, branches)
         return found
+
+    def _effective(self, term: Reconstruction, batch: DecomposedBatch, raw: Bundle) -> Bundle:
+        """A5, A9: the sources in [0, 1] of a persistent term in this step."""
+        attack = attack_of(term)
+        assert attack is not None
+        return effective(attack, raw, draw_particle(term, self.draws(term.name), batch.clean_pass.leading))
+
+    def output_gradients(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> dict[str, Bundle]:
+        """R6: of the terms whose sources ascend the output's error alone, that error's gradient, times the coefficient;
+        0 for one that is off. Components and λ of ``batch`` are constant. ``raw``: as in `total_loss`."""
+        spec, found = self.spec, {}
+        for name, (term, attack) in spec.persistent.items():
+            if not ascends_output_alone(term):
+                continue
+
+            def error(own: Bundle, term: Reconstruction = term) -> Float[Array, ""]:
+                bundle, now = self._effective(term, batch, own), at_step(term, self.step, spec.steps)
+                return reconstruction(replace(term, beside=None), batch, self.draws(term.name), bundle, now)[0]
+
+            coeff, first = value_at(term.coeff, self.step, spec.steps), attack.first_step(spec.steps)
+
+            def gradient(own: Bundle, error: Any = error, coeff: Any = coeff) -> Bundle:
+                return jax.tree.map(lambda g: g * coeff, jax.grad(error)(own))
+
+            if first == 0:
+                found[name] = gradient(raw[name])
+            else:
+                zeros = partial(jax.tree.map, jnp.zeros_like)
+                found[name] = jax.lax.cond(self.step >= first, gradient, zeros, raw[name])
+        return found
+
+
+def _names(term: Reconstruction, target: Target) -> list[str]:
+    """What a term is logged as: its name, and of R6 its parts."""
+    points = points_of(term, target)
+    parts = ("output", *(point.name for point in points)) if points else ()
+    return [term.name, *(f"{term.name}/{part}" for part in parts)]

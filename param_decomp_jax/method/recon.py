@@ -1,6 +1,6 @@
 """Reconstruction (section 5): which sites are live x how positions are routed x where the sources come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from param_decomp_jax.ci import ImportanceReader, Summarise
 from param_decomp_jax.decomposition.draws import positions, uniform
-from param_decomp_jax.decomposition.schedules import AnySchedule
+from param_decomp_jax.decomposition.schedules import AnySchedule, value_at
 from param_decomp_jax.decomposition.sites import Sites, Stack
 from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, Pool, attack, initial_sources
 from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
@@ -35,8 +35,9 @@ from param_decomp_jax.method.routing import Everywhere, Routing, draw_routes
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.memory import Intermediate
 from param_decomp_jax.sharding.mesh import held, hold, indices
-from param_decomp_jax.targets.base import Forward
+from param_decomp_jax.targets.base import Forward, Target
 from param_decomp_jax.targets.plain_linears import output_record
+from param_decomp_jax.targets.points import Point, match_points, point_name
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,22 @@ ErrorKind = Literal["output", "hidden_acts"]
 
 
 @dataclass(frozen=True)
+class Beside:
+    """R6: activations that are compared beside the output, in the same forward.
+
+    ``points``: patterns on the names of the target's points. ``adversary_objective``: what persistent sources ascend,
+    the error of the output alone or the sum.
+    """
+
+    coeff: float | AnySchedule
+    points: tuple[str, ...]
+    adversary_objective: Literal["output", "term"] = "output"
+
+
+@dataclass(frozen=True)
 class Reconstruction:
-    """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``)."""
+    """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``; R6
+    adds what is ``beside``)."""
 
     name: str
     coeff: float | AnySchedule
@@ -86,6 +101,32 @@ class Reconstruction:
     sources: SourceSpec
     n_samples: int = 1
     error: ErrorKind = "output"
+    beside: Beside | None = None
+
+
+class AtStep(NamedTuple):
+    """Numbers of a term at one step. ``adv_fraction``: of a merged term (A8). ``beside``: the coefficient of R6."""
+
+    adv_fraction: float | Float[Array, ""] | None = None
+    beside: float | Float[Array, ""] | None = None
+
+
+def at_step(term: Reconstruction, step: Int[Array, ""], total: int) -> AtStep:
+    """A term's numbers at ``step`` of ``total``; after the last step, those of the last."""
+    step = jnp.minimum(step, total - 1)
+    fraction = value_at(term.sources.adv_fraction, step, total) if isinstance(term.sources, Merged) else None
+    return AtStep(fraction, None if term.beside is None else value_at(term.beside.coeff, step, total))
+
+
+def points_of(term: Reconstruction, target: Target) -> tuple[Point, ...]:
+    """The points of the target at which a term compares, in order. UnfitPoints for patterns that do not fit."""
+    return () if term.beside is None else match_points(target.architecture.points(), term.beside.points)
+
+
+def ascends_output_alone(term: Reconstruction) -> bool:
+    """R6: whether persistent sources ascend another error than parameters descend, which takes forwards of its own."""
+    beside = term.beside
+    return beside is not None and beside.adversary_objective == "output" and attack_of(term) is not None
 
 
 def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
@@ -130,12 +171,12 @@ def n_routed_ascents(term: Reconstruction) -> int:
 
 
 def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
-    """Number of forward and backward passes of an attack before the term's own forwards (A1, A3)."""
+    """Number of forward and backward passes of an attack besides the term's own forwards (A1, A3, R6)."""
     match term.sources:
         case FreshAttack(n_steps=n):
             return n * n_forwards(term, n_sites)
         case PersistentAttack(n_warmup_steps=n) | Merged(attack=PersistentAttack(n_warmup_steps=n)):
-            return n
+            return n + ascends_output_alone(term) * n_forwards(term, n_sites)
         case _:
             return 0
 
@@ -143,11 +184,13 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
 class MaskedForwards(NamedTuple):
     """Results of masked forwards that ran together: each one's own, and the summaries of the sites' logits.
 
-    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`.
+    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`. ``differences``: of each forward, by point,
+    ``‖masked − clean‖²`` (R6).
     """
 
     forwards: list[Forward]
     summaries: dict[str, Array]
+    differences: list[dict[str, Float[Array, ""]]]
 
 
 def run_masked(
@@ -167,7 +210,7 @@ def run_masked(
     residuals = tuple(clean_pass.residual(stream.live) for stream in ordered)
     linears = MaskedLinears(
         target.sites, ordered, residuals, batch.components, batch.reader, clean_pass.at, clean_pass.forward.records,
-        target.memory, record_outputs, summarise, output_name, target.joins_rows,
+        target.memory, record_outputs, summarise, output_name, target.joins_rows, clean_pass.at_hook,
     )  # fmt: skip
     joint = target.forward(clean_pass.weights, clean_pass.inputs, linears, linears.start())
     outputs = split_rows(joint.output, len(ordered))
@@ -183,7 +226,21 @@ def run_masked(
     summaries = {} if summarise is None else {
         stack.name: _stack_record(joint, stack, summary_record(stack.kind)) for stack in target.sites.stacks
     }  # fmt: skip
-    return MaskedForwards([found[i] for i in range(len(streams))], summaries)
+    differences = dict(zip(order, _differences(linears, joint.records), strict=True))
+    numbers = range(len(streams))
+    return MaskedForwards([found[i] for i in numbers], summaries, [differences[i] for i in numbers])
+
+
+def _differences(linears: MaskedLinears, records: Mapping[int, dict[str, Array]]) -> list[dict[str, Float[Array, ""]]]:
+    """Of each stream, by point, the sum of squares of what it differs by from the clean pass: 0 before it starts."""
+    found = [{point.name: jnp.zeros(()) for point in stream.points} for stream in linears.streams]
+    for first, own in records.items():
+        for hook, streams in linears.compared(first).items():
+            sums = jnp.sum(own[hook], axis=tuple(range(2, own[hook].ndim)))  # [layers, streams]
+            for row in range(sums.shape[0]):
+                for place, i in enumerate(streams):
+                    found[i][point_name(hook, first + row)] = sums[row, place]
+    return found
 
 
 def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
@@ -192,24 +249,54 @@ def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
     return jnp.concatenate(parts)
 
 
+class Errors(NamedTuple):
+    """Errors of masked forwards. ``by_stream``: R1, or R2's exception. ``summaries``: as in `MaskedForwards`.
+    ``at_points``: of each forward, by the names of its points, ``‖masked − clean‖² / ‖clean‖²`` (R6)."""
+
+    by_stream: Float[Array, " streams"]
+    summaries: dict[str, Array]
+    at_points: list[dict[str, Float[Array, ""]]]
+
+
+def relative(difference: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
+    """``‖masked − clean‖² / ‖clean‖²`` (R6). In a batch in which no feature of a toy is active both can be 0: there the
+    difference is not divided."""
+    return difference / jnp.where(norm == 0, 1, norm)
+
+
+def with_points(
+    output: Float[Array, ""], at_points: Mapping[str, Float[Array, ""]], coeff: float | Float[Array, ""] | None
+) -> Float[Array, ""]:
+    """R6: the error of the output and ``coeff`` times the mean of those at points; without points, the former."""
+    if not at_points:
+        return output
+    assert coeff is not None
+    return output + coeff * sum(at_points.values()) / len(at_points)
+
+
+def term_error(found: Errors, now: AtStep) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """A term's value from the errors of its forwards: their mean. Also, with points, its parts: the means of the
+    output's error (`output`) and of each point's."""
+    output = jnp.mean(found.by_stream)
+    means = {name: jnp.mean(jnp.stack([own[name] for own in found.at_points])) for name in found.at_points[0]}
+    return with_points(output, means, now.beside), {"output": output, **means} if means else {}
+
+
 def errors(
     batch: DecomposedBatch,
     streams: Sequence[Stream],
     kinds: Sequence[ErrorKind],
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
-) -> tuple[Float[Array, " streams"], dict[str, Array]]:
-    """The reconstruction error of each masked forward (R1, or R2's exception), all of them run joint.
+) -> Errors:
+    """The reconstruction error of each masked forward (R1, or R2's exception), and those at its points (R6), all of
+    them run joint."""
 
-    Also the summaries of all sites' logits (see `MaskedForwards`).
-    """
-
-    def batch_errors(
-        clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]
-    ) -> tuple[Array, dict[str, Array]]:
+    def batch_errors(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> Errors:
         target, clean = clean_pass.target, clean_pass.forward
         part = DecomposedBatch(clean_pass, batch.components, reader)
-        forwards, summaries = run_masked(part, streams, "hidden_acts" in kinds, summarise, output_name)
+        record_outputs = "hidden_acts" in kinds
+        forwards, summaries, differences = run_masked(part, streams, record_outputs, summarise, output_name)
         outputs = [f.output for f, kind in zip(forwards, kinds, strict=True) if kind == "output"]
         with jax.named_scope("error"):
             output_errors = iter(_output_errors(clean_pass, outputs) if outputs else ())
@@ -217,13 +304,15 @@ def errors(
             hidden_acts_error(target.sites, clean, masked) if kind == "hidden_acts" else next(output_errors)
             for masked, kind in zip(forwards, kinds, strict=True)
         ]
-        return jnp.stack(found), summaries
+        norms = clean_pass.point_squares  # of the whole batch, also where this is a part
+        at_points = [{name: relative(x, norms[name]) for name, x in own.items()} for own in differences]
+        return Errors(jnp.stack(found), summaries, at_points)
 
     n = batch.target.memory.micro_batches
     if n == 1:
         return batch_errors(batch.clean_pass, batch.reader, streams)
-    total, summaries = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
-    return total / n, summaries
+    total: Errors = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
+    return total._replace(by_stream=total.by_stream / n)
 
 
 def _output_errors(clean_pass: CleanPass, outputs: Sequence[Any]) -> Float[Array, " streams"]:
@@ -354,12 +443,10 @@ def streams(
     batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
-    adv_fraction: float | Float[Array, ""] | None = None,
+    now: AtStep = AtStep(),  # noqa: B008
 ) -> list[Stream]:
-    """The forwards of a term. ``bundle``: sources of a persistent term. Fresh attacks are carried out here.
-
-    ``adv_fraction``: of a merged term (A8), at this step.
-    """
+    """The forwards of a term. ``bundle``: sources of a persistent term. ``now``: the term's numbers at this step. Fresh
+    attacks are carried out here."""
     n_sites = len(batch.target.sites)
     if isinstance(draws, Sequence):
         wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
@@ -370,7 +457,7 @@ def streams(
         for _ in range(n_samples(term)):
             number = len(found)
             own = draws[number] if isinstance(draws, Sequence) else jax.random.fold_in(draws, number)
-            found.append(_stream(term, batch, live, own, bundle, adv_fraction))
+            found.append(_stream(term, batch, live, own, bundle, now))
     return found
 
 
@@ -380,10 +467,10 @@ def _stream(
     live: tuple[int, ...],
     draws: PRNGKeyArray | ForwardDraws,
     bundle: Bundle | None,
-    adv_fraction: float | Float[Array, ""] | None,
+    now: AtStep,
 ) -> Stream:
     """One forward of a term; ``draws``: its own, or the key for them."""
-    clean_pass = batch.clean_pass
+    clean_pass, points = batch.clean_pass, points_of(term, batch.target)
     sites, use_delta, n_rows = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
     given: Bundle | None = None
     own_rows: Array | None = None
@@ -405,9 +492,9 @@ def _stream(
             assert bundle is not None
             drawn = StochasticSources(kind, draws, use_delta) if given is None else GivenSources(given, n_rows)
             rows = draw_rows(draws, n_rows) if given is None else own_rows
-            assert adv_fraction is not None
+            assert now.adv_fraction is not None
             assert rows is not None, f"{term.name} needs given rows"
-            adversarial = jnp.less(rows, adv_fraction)
+            adversarial = jnp.less(rows, now.adv_fraction)
             row_size = prod(clean_pass.leading[1:])
             sources = MergedSources(given_sources(clean_pass, bundle), drawn, adversarial, row_size)
             if routes is not None:
@@ -418,12 +505,12 @@ def _stream(
             assert bundle is not None
             sources = given_sources(clean_pass, bundle)
         case FreshAttack() as kind:
-            error = attacked_error(batch, live, routes, term.error)
+            error = attacked_error(batch, live, routes, term.error, points, now.beside)
             start = given
             if start is None:
                 start = initial_sources(kind, draws, sites, live, clean_pass.leading, use_delta)
             sources = given_sources(clean_pass, attack(kind, error, start))
-    return Stream(live, sources, routes)
+    return Stream(live, sources, routes, points)
 
 
 def given_sources(clean_pass: CleanPass, bundle: Bundle) -> GivenSources:
@@ -439,19 +526,24 @@ def reconstruction(
     batch: DecomposedBatch,
     draws: TermDraws,
     bundle: Bundle | None = None,
-    adv_fraction: float | Float[Array, ""] | None = None,
-) -> Float[Array, ""]:
-    """Mean error over the term's forwards, without its coefficient. ``bundle``, ``adv_fraction``: as in `streams`."""
-    found = streams(term, batch, draws, bundle, adv_fraction)
-    return jnp.mean(errors(batch, found, [term.error] * len(found))[0])
+    now: AtStep = AtStep(),  # noqa: B008
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Mean error over the term's forwards, without its coefficient, and its parts, if it has some (`term_error`).
+    ``bundle``, ``now``: as in `streams`."""
+    found = streams(term, batch, draws, bundle, now)
+    return term_error(errors(batch, found, [term.error] * len(found)), now)
 
 
 def warm_up_error(
-    term: Reconstruction, batch: DecomposedBatch, draws: TermDraws
+    term: Reconstruction,
+    batch: DecomposedBatch,
+    draws: TermDraws,
+    now: AtStep = AtStep(),  # noqa: B008
 ) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
-    """The error that warm-up ascents maximise (A3), from the sources and the ascent's number: all sites live, routed as
-    the term is, components and λ constant."""
+    """The error that warm-up ascents maximise (A3, R6), from the sources and the ascent's number: all sites live,
+    routed as the term is, components and λ constant. ``now``: the term's numbers at this step."""
     n_sites = len(batch.target.sites)
+    points = () if ascends_output_alone(term) else points_of(term, batch.target)
     live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
     given: Array | None = None
     if isinstance(draws, Sequence) and n_ascents:
@@ -468,7 +560,7 @@ def warm_up_error(
         elif n_ascents:
             assert not isinstance(draws, Sequence)
             routes = draw_ascent_routes(term, draws, ascent, batch.clean_pass.at, n_sites)
-        return attacked_error(batch, live, routes, "output")(bundle)
+        return attacked_error(batch, live, routes, "output", points, now.beside)(bundle)
 
     return error
 
@@ -478,12 +570,16 @@ def attacked_error(
     live: tuple[int, ...],
     routes: Array | None,
     kind: ErrorKind,
+    points: tuple[Point, ...] = (),
+    coeff: float | Float[Array, ""] | None = None,
 ) -> Callable[[Bundle], Float[Array, ""]]:
-    """The error of one forward as a function of its sources; components and λ are constant."""
+    """The error of one forward as a function of its sources; components and λ are constant. ``points``, ``coeff``: of
+    R6."""
     constant = batch.constant()
 
     def error(bundle: Bundle) -> Float[Array, ""]:
-        stream = Stream(live, given_sources(batch.clean_pass, bundle), routes)
-        return errors(constant, [stream], [kind], output_name="attack_outputs")[0][0]
+        stream = Stream(live, given_sources(batch.clean_pass, bundle), routes, points)
+        found = errors(constant, [stream], [kind], output_name="attack_outputs")
+        return with_points(found.by_stream[0], found.at_points[0], coeff)
 
     return error

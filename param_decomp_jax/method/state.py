@@ -13,6 +13,7 @@ from param_decomp_jax.decomposition.components import Components, components_axe
 from param_decomp_jax.decomposition.schedules import AnySchedule, Knots, Schedule
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import Adversary, PersistentAttack, init_adversary, kept_adversary
+from param_decomp_jax.method.locality import NonlinearityLocality
 from param_decomp_jax.method.losses import ImportanceMinimality, Means, Term, has_means
 from param_decomp_jax.method.offload import store
 from param_decomp_jax.method.optim import Optimizer, transformation
@@ -69,6 +70,10 @@ class Decomposition:
             found[f"{term.name}_coeff"] = term.coeff
             if isinstance(term, ImportanceMinimality) and term.frequency is not None:
                 found[f"{term.name}_frequency_coeff"] = term.frequency.coeff
+            if isinstance(term, NonlinearityLocality):
+                found[f"{term.name}_relative_threshold"] = term.threshold
+            if isinstance(term, Reconstruction) and term.beside is not None:
+                found[f"{term.name}_hidden_acts_coeff"] = term.beside.coeff
             if isinstance(term, Reconstruction) and isinstance(term.sources, Merged):
                 found[f"{term.name}_adv_fraction"] = term.sources.adv_fraction
         return {name: value for name, value in found.items() if isinstance(value, Schedule | Knots)}

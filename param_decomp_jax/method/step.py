@@ -1,6 +1,6 @@
 """The training step (section 8)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from param_decomp_jax.ci import CIOutputs, ImportanceReader, LazyLogits, run_ci_function, squashings
+from param_decomp_jax.ci import (
+    CIOutputs,
+    ImportanceReader,
+    LazyLogits,
+    ResidualInputs,
+    run_ci_function,
+    squashings,
+    tap_points,
+)
 from param_decomp_jax.ci.function import CIFunction
 from param_decomp_jax.ci.inputs import site_inputs
 from param_decomp_jax.decomposition.components import Components, components_axes, with_views
@@ -24,17 +32,27 @@ from param_decomp_jax.method.adversary import (
     kept_adversary,
     warm_up,
 )
-from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch
+from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch, point_records, squares
 from param_decomp_jax.method.losses import faithfulness
 from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.objective import Found, Metrics, Objective, term_keys
 from param_decomp_jax.method.offload import fetch, store
 from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
-from param_decomp_jax.method.recon import ErrorKind, ForwardDraws, Reconstruction, draw_particle, warm_up_error
+from param_decomp_jax.method.recon import (
+    ErrorKind,
+    ForwardDraws,
+    Reconstruction,
+    ascends_output_alone,
+    at_step,
+    draw_particle,
+    points_of,
+    warm_up_error,
+)
 from param_decomp_jax.method.state import Decomposition, Learned, State
 from param_decomp_jax.sharding.mesh import at_rest, constrain, held, hold, replace_fields
 from param_decomp_jax.targets.base import Target, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import PlainLinears
+from param_decomp_jax.targets.points import Point
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,8 @@ class HeldCopies(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the total loss, before any clip; of the sources, with respect to their raw values."""
+    """Of the total loss, before any clip; of the sources, with respect to their raw values, and of a term whose sources
+    ascend the output's error alone (R6) of that part."""
 
     components: Components
     ci: Any
@@ -98,7 +117,9 @@ def step_outcome(
     copies = hold_trained(problem, state.learned)
 
     with jax.named_scope("clean_pass"):
-        clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem))
+        clean_pass = run_clean_pass(
+            problem, state.ci, weights, inputs, keeps_outputs(problem), compared_points(problem)
+        )
     adversaries, gradients, found = losses_and_ascents(problem, state, clean_pass, objective, copies)
     memory = spec.memory
     with jax.named_scope("components_update"):
@@ -178,6 +199,13 @@ def keeps_outputs(problem: Problem) -> bool:
     return _has_error(problem, "hidden_acts")
 
 
+def compared_points(problem: Problem, terms: Iterable[Any] = ()) -> tuple[Point, ...]:
+    """The points at which a term of the problem, or one of ``terms``, compares with the clean pass (R6)."""
+    every = (*problem.decomposition.terms, *terms)
+    found = [points_of(term, problem.target) for term in every if isinstance(term, Reconstruction)]
+    return tuple(dict.fromkeys(point for own in found for point in own))
+
+
 def compares_outputs(problem: Problem) -> bool:
     """Whether a term compares the network's outputs (R1)."""
     return _has_error(problem, "output")
@@ -188,27 +216,50 @@ def _has_error(problem: Problem, kind: ErrorKind) -> bool:
     return any(isinstance(term, Reconstruction) and term.error == kind for term in terms)
 
 
-def run_clean_pass(problem: Problem, ci: CIFunction, weights: Weights, inputs: Array, outputs: bool) -> CleanPass:
-    """F4, F5: the forward with no live site, and the sites' inputs in it; ``outputs``: keeps their outputs too."""
+def run_clean_pass(
+    problem: Problem,
+    ci: CIFunction,
+    weights: Weights,
+    inputs: Array,
+    outputs: bool,
+    points: Collection[Point] = (),
+    inputs_of_sites: bool = False,
+) -> CleanPass:
+    """F4, F5: the forward with no live site, and what the CI function reads in it; ``outputs``: keeps the outputs of
+    the sites, too.
+
+    ``points``: keeps the activations there. ``inputs_of_sites``: keeps these whatever the CI function reads.
+    """
     target = problem.target
+    if ci.boundaries:
+        n_blocks = 1 + max(point.layer for point in target.architecture.points())
+        points = {*points, *tap_points(ci.boundaries, target.sites, n_blocks)}
     groups = target.uniform_layers(weights)
     for segment in target.sites.segments:
         layers_of_segment(groups, segment)  # fails by assertion where one lies in two groups
-    kept = not (ci.jointly and target.memory.recomputes("site_inputs"))
-    linears = PlainLinears(target.sites, kept, outputs, target.memory)
+    unread = ci.jointly and (bool(ci.boundaries) or target.memory.recomputes("site_inputs"))
+    kept = inputs_of_sites or not unread
+    linears = PlainLinears(target.sites, kept, outputs, target.memory, tuple(points))
     clean = jax.lax.stop_gradient(target.forward(weights, inputs, linears))
-    records = dict(clean.records)
+    at_points = point_records(clean.records, points)
+    records = {
+        first: {name: x for name, x in own.items() if name not in at_points} for first, own in clean.records.items()
+    }
+    clean = clean._replace(records=records)
     at = constrain(positions(target.activation_axes(inputs.shape)), "batch")
     read = site_inputs(target.sites, records) if kept else {}
     reference = jax.lax.stop_gradient(target.reference(weights, clean.output)) if compares_outputs(problem) else None
-    return CleanPass(target, weights, inputs, clean, reference, read, at, at.shape[0], problem.decomposition.use_delta)
+    return CleanPass(
+        target, weights, inputs, clean, reference, read, at, at.shape[0], problem.decomposition.use_delta, at_points,
+        squares(at_points),
+    )  # fmt: skip
 
 
 def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
     """The CI function's outputs on a batch after its clean pass; ``components``: of every stack."""
     return run_ci_function(
         ci,
-        clean_pass.ci_inputs,
+        ResidualInputs(clean_pass.at_boundaries) if ci.boundaries else clean_pass.ci_inputs,
         clean_pass.leading,
         components,
         problem.compute_dtype,
@@ -288,6 +339,12 @@ def loss_gradients(
     (_, found), (direct, to_outputs, to_sources) = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(
         state.components, importance.outputs, raw
     )
+    if any(ascends_output_alone(term) for term, _ in problem.decomposition.persistent.values()):
+        with jax.named_scope("last_ascents"):
+            factors, _ = with_copies(problem, state.learned, copies)
+            reader = importance_reader(problem, state.ci, importance.outputs, clean_pass, copies)
+            constant = DecomposedBatch(clean_pass, factors, reader).constant()
+            to_sources = to_sources | objective.output_gradients(constant, raw)
     through_ci, to_ci = importance.pullback(to_outputs)  # C5: a scalar CI function reads V
     return Gradients(jax.tree.map(jnp.add, direct, through_ci), to_ci, to_sources), found
 
@@ -312,7 +369,8 @@ def losses_and_ascents(
     def warmed_up(term: Reconstruction, attack: PersistentAttack, adversary: Adversary) -> Adversary:
         with jax.named_scope("warm_up_ascents"):
             draws = objective.draws(term.name)
-            error, particle = warm_up_error(term, batch, draws), draw_particle(term, draws, clean_pass.leading)
+            now, particle = at_step(term, state.step, spec.steps), draw_particle(term, draws, clean_pass.leading)
+            error = warm_up_error(term, batch, draws, now)
             written_out = spec.memory.writes_out_ascents(attack.n_warmup_steps)
             return update(adversary, lambda a: warm_up(attack, a, error, state.step, spec.steps, written_out, particle))
 

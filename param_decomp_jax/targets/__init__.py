@@ -5,12 +5,13 @@ from param_decomp_jax.targets.base import Linears, Target, Weights, choose_sites
 from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.features import FeatureTarget, SparseFeatures
 from param_decomp_jax.targets.plain_linears import PlainLinears
+from param_decomp_jax.targets.points import Point
 from param_decomp_jax.targets.registry import ARCHITECTURES, find_published, read_config
 from param_decomp_jax.targets.transformer import Family, Transformer
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 
 __all__ = [
     "ARCHITECTURES", "Architecture", "Decoder", "Family", "FeatureInputs", "FeatureTarget", "Linears",
-    "PlainLinears", "SparseFeatures", "Target", "TokenInputs", "Transformer", "TransformerConfig",
+    "PlainLinears", "Point", "SparseFeatures", "Target", "TokenInputs", "Transformer", "TransformerConfig",
     "UnsupportedConfig", "Weights", "choose_sites", "find_published", "read_config",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from param_decomp_jax.decomposition.sites import Matrix, Sites
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes
 from param_decomp_jax.targets.base import Target
+from param_decomp_jax.targets.points import Point
 
 A = TypeVar("A")
 
@@ -66,7 +67,7 @@ class Architecture(ABC):
     model_classes: ClassVar[tuple[str, ...]] = ()
     """Classes that a schema file's `target.spec.model_class` may name, without their module."""
     published: ClassVar[Mapping[str, "Architecture"]] = {}
-    """Sizes of published models by hub id, for use where their `config.json` is not at hand."""
+    """Sizes of published models by hub id, or by the run on wandb, for use where their `config.json` is not at hand."""
     published_dtype: ClassVar[str] = "bfloat16"
     """What those are stored in."""
     prefix: ClassVar[str] = ""
@@ -85,6 +86,15 @@ class Architecture(ABC):
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
         """Every matrix that can be a site, in canonical order."""
+
+    def points(self) -> tuple[Point, ...]:
+        """The activations that losses can compare beside the output (R6), in order; none without a residual stream."""
+        return ()
+
+    @property
+    def residual_width(self) -> int | None:
+        """Width of the residual stream; None without one."""
+        return None
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, Any]:

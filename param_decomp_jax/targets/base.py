@@ -14,6 +14,7 @@ from param_decomp_jax.sharding.by_layer import SomeLayers, layers_of, stacked
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes
 from param_decomp_jax.sharding.remat import over_layers
+from param_decomp_jax.targets.points import RESID_POST
 
 Weights = Any
 """A pytree of frozen arrays; always an argument of the jitted step, never closed over."""
@@ -196,7 +197,7 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
     """
     sites = []
     for m in matrices:
-        identity = replace(m, name=m.name + PRE_IDENTITY, kind=m.kind + PRE_IDENTITY, d_out=m.d_in)
+        identity = replace(m, name=m.name + PRE_IDENTITY, kind=m.kind + PRE_IDENTITY, d_out=m.d_in, faces=None)
         possible = (m,) if m.lookup else (identity, m)
         sites += [Site(**vars(x), C=chosen[x.name]) for x in possible if x.name in chosen]
     unknown = chosen.keys() - {site.name for site in sites}
@@ -272,7 +273,7 @@ def _run_group(
             layer_weights, slice_ = xs
             linear = linears.layer(a, b, slice_)
             linear.enter(x)
-            x = layers.apply(x, layer_weights, linear)
+            x = hooked(linear, RESID_POST, layers.apply(x, layer_weights, linear))
             return x, linear.records
 
         x = linears.join(a, x)

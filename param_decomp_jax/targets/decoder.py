@@ -30,6 +30,7 @@ from param_decomp_jax.targets.base import (
     site_weights,
 )  # fmt: skip
 from param_decomp_jax.targets.plain_linears import frozen_axes
+from param_decomp_jax.targets.points import RESID_POST, RESID_PRE
 
 NORMALIZED = "ln2.hook_normalized"
 """Hook at what the norm before the MLP makes of the residual stream, before its weight and bias."""
@@ -81,7 +82,7 @@ class Decoder:
     def hooks(self) -> frozenset[str]:
         """Activations of a layer that something can take the place of (B6), by TransformerLens' names; a family whose
         layers call `hooked` has more than these."""
-        return frozenset({"hook_resid_pre", "hook_resid_post"})
+        return frozenset({RESID_PRE, RESID_POST})
 
     @property
     def centers(self) -> bool:

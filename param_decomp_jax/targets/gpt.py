@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.decomposition.sites import Matrix, Sites, Units
 from param_decomp_jax.nn.attention import attend
 from param_decomp_jax.nn.fused_kl import Head
 from param_decomp_jax.nn.numerics import layer_norm, matmul, matmul_wide
@@ -23,8 +23,9 @@ from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import gather
 from param_decomp_jax.sharding.remat import named, over_layers
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
-from param_decomp_jax.targets.base import LayerLinears, Weights
+from param_decomp_jax.targets.base import LayerLinears, Weights, hooked
 from param_decomp_jax.targets.decoder import Decoder
+from param_decomp_jax.targets.points import Point, points_of_layers
 
 Part = Literal["mlp", "attention", "block"]
 Product = Callable[[str, Array, Array], Array]
@@ -67,12 +68,29 @@ class GPTConfig(Architecture):
         d, m = self.d_model, self.d_mlp
         return {"mlp_in": (d, m), "mlp_out": (m, d)}.get(kind, (d, d))
 
+    def faces(self, kind: str) -> Units:
+        """The units that a kind of matrix faces (L7)."""
+        side: Literal["output", "input"] = "input" if kind in ("mlp_out", "o_proj") else "output"
+        if kind in ("mlp_in", "mlp_out"):
+            return Units("neuron", side, self.d_mlp)
+        return Units("attention_head", side, self.n_heads)
+
     def matrices(self) -> tuple[Matrix, ...]:
         return tuple(
-            Matrix(f"layers.{layer}.{kind}", layer, kind, _READS[kind], *self.matrix_shape(kind))
+            Matrix(
+                f"layers.{layer}.{kind}", layer, kind, _READS[kind], *self.matrix_shape(kind), faces=self.faces(kind)
+            )
             for layer in range(self.n_layers)
             for kind in KINDS
         )
+
+    @property
+    def residual_width(self) -> int:
+        return self.d_model
+
+    def points(self) -> tuple[Point, ...]:
+        """The MLP comes first in a layer."""
+        return points_of_layers(self.n_layers, ("resid_pre", "mlp_out", "attn_out", "resid_post"))
 
     def weight_shapes(self) -> dict[str, Any]:
         d, n = self.d_model, self.n_layers
@@ -227,8 +245,8 @@ class GPT(Decoder):
         return self.look_up(weights["embed"], tokens) + positions
 
     def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
-        x = x + _mlp(self.architecture, x, w, linear)
-        return x + _attention(self.architecture, x, w, linear, self._attend)
+        x = x + hooked(linear, "hook_mlp_out", _mlp(self.architecture, x, w, linear))
+        return x + hooked(linear, "hook_attn_out", _attention(self.architecture, x, w, linear, self._attend))
 
     def _attend(
         self, q: Float[Array, "B T h d"], k: Float[Array, "B T h d"], v: Float[Array, "B T h d"]

@@ -30,6 +30,7 @@ class LlamaSimpleMLPConfig(Family):
 
     name = "llama_simple_mlp"
     title = "LlamaSimpleMLP"
+    published_dtype = "float32"
     model_classes = ("LlamaSimpleMLP",)
     # The tables of the rotary embedding and of the mask are stored too.
     unread_tensors = ("*.rotary_sin", "*.rotary_cos", "*.attn.bias")
@@ -83,3 +84,12 @@ class LlamaSimpleMLPConfig(Family):
             "eos_token_id": eos_token_id,
             "dtype": dtype,
         }
+
+
+LlamaSimpleMLPConfig.published = {
+    "wandb:goodfire/spd/t-9d2b8f02": LlamaSimpleMLPConfig.from_config(
+        {"vocab_size": 50_277, "block_size": 512, "n_layer": 4, "n_head": 6, "n_key_value_heads": 6, "n_embd": 768,
+         "n_intermediate": 3072}
+    ),
+}  # fmt: skip
+"""By the run that trained it: the four-layer model of the Pile, whose decomposition the PyTorch project published."""

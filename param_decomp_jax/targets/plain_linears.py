@@ -13,6 +13,7 @@ from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
 from param_decomp_jax.targets.base import WholeForward
+from param_decomp_jax.targets.points import RESID_PRE, Point
 
 
 def frozen_axes(memory: MemoryPolicy) -> Axes:
@@ -44,18 +45,25 @@ def top_experts(logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"
 class PlainLayer:
     """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked.
 
-    ``frozen``: see `frozen_axes`.
+    ``frozen``: see `frozen_axes`. ``hooks``: those whose activation is kept, under the hook's name.
     """
 
     frozen: Axes
     reads: dict[str, str] = field(default_factory=dict)
     inputs: bool = True
     outputs: bool = False
+    hooks: frozenset[str] = frozenset()
     records: dict[str, Array] = field(default_factory=dict)
 
     def enter(self, x: Shaped[Array, "*n"]) -> None:
         if self.reads:
             self.records[RESIDUAL] = x
+        self.hook(RESID_PRE, x)
+
+    def hook(self, name: str, x: Shaped[Array, "*n"]) -> Shaped[Array, "*n"]:
+        if name in self.hooks:
+            self.records[name] = x
+        return x
 
     def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
         chosen = top_experts(logits, k)
@@ -101,18 +109,21 @@ class PlainLinears(WholeForward):
     """The clean pass (F4): records, for every layer with a site, its residual and, if asked, what its sites read.
 
     Sites that read the same activation share one record. ``outputs`` adds the sites' outputs (for R2's exception).
+    ``points`` are recorded under their hooks, in all layers of a scan that has one of them.
     """
 
     inputs: bool = True
     outputs: bool = False
     memory: MemoryPolicy = PLAIN
+    points: tuple[Point, ...] = ()
 
     def slices(self, first: int, stop: int) -> Any:
         return None
 
     def layer(self, first: int, stop: int, slice_: Any) -> PlainLayer:
         reads = {stack.kind: stack.reads for stack in self.stacks_at(first)}
-        return PlainLayer(frozen_axes(self.memory), reads, self.inputs, self.outputs)
+        hooks = frozenset(point.hook for point in self.points if first <= point.layer < stop)
+        return PlainLayer(frozen_axes(self.memory), reads, self.inputs, self.outputs, hooks)
 
 
 UNTOUCHED = PlainLinears(Sites(()))

@@ -52,9 +52,9 @@ def read_config(raw: Mapping[str, Any]) -> Architecture:
     return architecture
 
 
-def find_published(hub_id: str) -> Architecture | None:
-    """The sizes of a published model, None for one that no architecture lists."""
+def find_published(name: str) -> Architecture | None:
+    """The sizes of a published model by its hub id or its run, None for one that no architecture lists."""
     for kind in ARCHITECTURES.values():
-        if hub_id in kind.published:
-            return kind.published[hub_id]
+        if name in kind.published:
+            return kind.published[name]
     return None

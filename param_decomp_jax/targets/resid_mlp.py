@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from param_decomp_jax.decomposition.sites import Matrix, Sites
+from param_decomp_jax.decomposition.sites import Matrix, Sites, Units
 from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, Tensors
@@ -21,10 +21,12 @@ from param_decomp_jax.targets.base import (
     Linears,
     UniformLayers,
     Weights,
+    hooked,
     run_layers,
     site_weights,
 )  # fmt: skip
 from param_decomp_jax.targets.features import FeatureTarget
+from param_decomp_jax.targets.points import Point, points_of_layers
 
 KINDS = ("mlp_in", "mlp_out")
 """The two matrices of a layer, in order of application."""
@@ -52,14 +54,22 @@ class ResidMLPConfig(Architecture):
 
     def matrices(self) -> tuple[Matrix, ...]:
         d, m = self.d_embed, self.d_mlp
+        gives, takes = Units("neuron", "output", m), Units("neuron", "input", m)
         return tuple(
             matrix
             for i in range(self.n_layers)
             for matrix in (
-                Matrix(f"layers.{i}.mlp_in", i, "mlp_in", "residual_in", d, m),
-                Matrix(f"layers.{i}.mlp_out", i, "mlp_out", "hidden", m, d),
+                Matrix(f"layers.{i}.mlp_in", i, "mlp_in", "residual_in", d, m, faces=gives),
+                Matrix(f"layers.{i}.mlp_out", i, "mlp_out", "hidden", m, d, faces=takes),
             )
         )
+
+    @property
+    def residual_width(self) -> int:
+        return self.d_embed
+
+    def points(self) -> tuple[Point, ...]:
+        return points_of_layers(self.n_layers, ("resid_pre", "mlp_out", "resid_post"))
 
     def weight_shapes(self) -> dict[str, Any]:
         d, m, n = self.d_embed, self.d_mlp, self.n_layers
@@ -116,7 +126,7 @@ class ResidMLP(FeatureTarget):
         y = linear("mlp_out", h, w["mlp_out"])
         if self.architecture.out_bias:
             y = y + w["out_bias"].astype(y.dtype)
-        return x + y
+        return x + hooked(linear, "hook_mlp_out", y)
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
         """W of every site, by stack."""

@@ -11,10 +11,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
-from param_decomp_jax.decomposition.sites import Matrix
+from param_decomp_jax.decomposition.sites import Matrix, Units
 from param_decomp_jax.nn.rotary import LinearScaling, Llama3Scaling, Pairs, RopeScaling, YarnScaling
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs, UnsupportedConfig
 from param_decomp_jax.targets.plain_linears import EXPERT_KINDS
+from param_decomp_jax.targets.points import Point, points_of_layers
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 EMBED = "embed"
@@ -145,6 +146,24 @@ class TransformerConfig(Architecture):
             **dict(zip(EXPERT_KINDS, ((d, m), (d, m), (m, d)), strict=True)),
         }[kind]  # fmt: skip
 
+    def faces(self, kind: str) -> Units | None:
+        """The units that a kind of matrix faces (L7). The fused matrix of queries, keys and values faces none; its
+        slices do."""
+        d_in, d_out = self.matrix_shape(kind)
+        match kind.removeprefix("experts."):
+            case "q_proj":
+                return Units("attention_head", "output", self.n_heads)
+            case "k_proj" | "v_proj":
+                return Units("attention_head", "output", self.n_kv_heads, self.n_heads // self.n_kv_heads)
+            case "o_proj":
+                return Units("attention_head", "input", self.n_heads)
+            case "gate_proj" | "up_proj":
+                return Units("neuron", "output", d_out)
+            case "down_proj":
+                return Units("neuron", "input", d_in)
+            case _:
+                return None
+
     @cached_property
     def attention_kinds(self) -> tuple[str, ...]:
         """The matrices of attention as they are kept."""
@@ -169,16 +188,26 @@ class TransformerConfig(Architecture):
         mlp = self.mlp_kinds if self.has_mlp(layer) else ()
         for kind in (*self.attention_kinds, *mlp):
             name = self.module_name(layer, kind)
-            yield Matrix(name, layer, kind, READS[kind], *self.matrix_shape(kind), group=run)
+            faces = self.faces(kind)
+            yield Matrix(name, layer, kind, READS[kind], *self.matrix_shape(kind), group=run, faces=faces)
             for part in SLICES if kind == QKV else ():
-                shape = self.matrix_shape(part)
-                yield Matrix(f"{name}.{part[0]}", layer, part, READS[part], *shape, group=run, part_of=name)
+                shape, faces = self.matrix_shape(part), self.faces(part)
+                yield Matrix(
+                    f"{name}.{part[0]}", layer, part, READS[part], *shape, group=run, part_of=name, faces=faces
+                )
         if self.experts is not None and not mlp:
             for kind in EXPERT_KINDS:
                 shape, stored = self.matrix_shape(kind), self.names[kind]
                 for e in range(self.experts.n):
                     name = stored.format(layer, e).removeprefix(self.prefix)
-                    yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e)
+                    yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e, faces=self.faces(kind))
+
+    @property
+    def residual_width(self) -> int:
+        return self.d_model
+
+    def points(self) -> tuple[Point, ...]:
+        return points_of_layers(self.n_layers, ("resid_pre", "attn_out", "mlp_out", "resid_post"))
 
     def has_mlp(self, layer: int) -> bool:
         """Whether the layer has an ordinary MLP, not experts."""

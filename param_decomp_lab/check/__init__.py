@@ -49,8 +49,8 @@ def check(resolved: ResolvedConfig, console: Console) -> None:
     with errors:
         parent, elsewhere = _parent(config)
     errors.raise_all()
-    spec, method = resolved.decomposition, config.method
-    missing += elsewhere
+    method, missing = config.method, missing + elsewhere
+    spec = target.problem.decomposition if isinstance(target, KnownTarget) else resolved.decomposition
     if parent is not None and isinstance(target, KnownTarget):
         state = jax.eval_shape(partial(init_state, spec, target.problem.target.sites, resolved.leading))
         refuse_mismatch(parent, state.learned)

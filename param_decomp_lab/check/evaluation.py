@@ -1,5 +1,7 @@
 """The table of metrics that `pd check` prints: what is evaluated, how often, at what cost."""
 
+from dataclasses import replace
+
 from rich.table import Table
 
 from param_decomp_jax.method.recon import Reconstruction, n_attack_passes, n_forwards
@@ -18,12 +20,13 @@ def evaluation_table(settings: EvalConfig, config: RunConfig, n_sites: int | Non
     table = plain_table(f"Evaluation: {batches}", ("", "wrap"), ("every", "right"), ("passes", "right"))
     for metric, term in zip(settings.metrics, measured_terms(settings.metrics, config), strict=True):
         is_figure = isinstance(metric, Metric) and metric.titles and not metric.meanings
-        every = settings.slow_every if is_figure else settings.every
+        every = settings.slow_every if is_figure or metric.slow else settings.every
         passes = ""
         if term is not None:
             name, words = term.name, describe_term(term, n_sites, config.method.pd.steps)
             if isinstance(term, Reconstruction) and n_sites is not None:
-                passes = f"{n_forwards(term, n_sites) + n_attack_passes(term, n_sites):,}"
+                # No parameters are trained, so one backward pass is enough, whatever the sources ascend (R6).
+                passes = f"{n_forwards(term, n_sites) + n_attack_passes(replace(term, beside=None), n_sites):,}"
         else:
             assert isinstance(metric, Metric)
             name, words = metric.type, metric.describe()

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule
+from param_decomp_jax.method.locality import NonlinearityLocality
 from param_decomp_jax.method.losses import ImportanceMinimality, Lp, SmoothL0
+from param_decomp_jax.method.recon import Reconstruction
 from param_decomp_jax.method.state import Decomposition
 from param_decomp_lab.check.plots import curve
 from param_decomp_lab.ui.numbers import exact
@@ -46,6 +48,10 @@ def courses(spec: Decomposition) -> list[Course]:
         moving: list[tuple[str, float | AnySchedule | Anneal]] = [("coeff", term.coeff)]
         if isinstance(term, ImportanceMinimality):
             moving += _parameters(term)
+        if isinstance(term, NonlinearityLocality):
+            moving.append(("relative threshold", term.threshold))
+        if isinstance(term, Reconstruction) and term.beside is not None:
+            moving.append(("hidden activations coeff", term.beside.coeff))
         found += [
             Course(f"{term.name} {name}", value, begins.get(term.name, 0))
             for name, value in moving

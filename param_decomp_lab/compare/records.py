@@ -68,7 +68,8 @@ class Record:
         }
         prefix = "eval/loss/"
         losses = {key.removeprefix(prefix): series for key, series in self.series.items() if key.startswith(prefix)}
-        others = {} if found else {name: x for name, x in losses.items() if name not in attacks(self.series)}
+        whole = {name: x for name, x in losses.items() if "/" not in name}  # not a part of one (R6)
+        others = {} if found else {name: x for name, x in whole.items() if name not in attacks(self.series)}
         return {**found, **others, **attacked}
 
     def error(self, name: str) -> float | None:

@@ -8,6 +8,7 @@ from param_decomp_lab.config.loss_schema import (
     Loss,
     PersistentAdversary,
     PersistentPGDReconLoss,
+    ReconLoss,
 )
 from param_decomp_lab.config.method_schema import (
     ChunkwiseCI,
@@ -33,6 +34,13 @@ _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
 """Names of the modules of each toy."""
 _TOY_LAYERS = range(100)
 """Layer numbers tried for ``{layer}``."""
+
+
+_BEGINS_WITH = {
+    "weighted_singular_vectors": ("weighted singular vectors", "its rank"),
+    "nonlinearity_aligned": ("aligned components", "its number of neurons or of channels of heads"),
+}
+"""By `init_components`: what they are, and from which C on they add up to their matrix."""
 
 
 def infer_toy(patterns: Sequence[str]) -> Experiment | None:
@@ -156,6 +164,14 @@ def _terms(method: MethodFile, section: str) -> tuple[Strict, ...]:
     part: PDConfig | EvalConfig | None = getattr(method, section)
     terms: tuple[Strict, ...] = () if part is None else getattr(part, TERMS[section])
     return terms
+
+
+def losses_of(method: MethodFile) -> Iterator[tuple[str, Loss]]:
+    """The losses to train on and those that are measured, with their keys. Parts may be missing that were not read."""
+    for section, key in TERMS.items():
+        for n, term in enumerate(as_far_as_read(_terms, method, section)):
+            if isinstance(term, Loss):
+                yield f"{section}.{key}.{n}", term
 
 
 def _unsupported(method: MethodFile) -> Iterator[Mistake]:
@@ -293,11 +309,16 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
         yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"
     if wrapper.init_from is not None and wrapper.init_components != "random":
         yield "init_components: has no effect with init_from, whose components this run begins with"
-    if wrapper.begins_with_singular_vectors and method.pd.faithfulness_warmup_steps:
+    if wrapper.begins_with != "random" and method.pd.faithfulness_warmup_steps:
+        which, least = _BEGINS_WITH[wrapper.begins_with]
         yield (
-            "pd.faithfulness_warmup_steps: weighted singular vectors add up to their matrix already, unless C is below "
-            "its rank, and a warm-up only moves them; 0 leaves them as they are"
+            f"pd.faithfulness_warmup_steps: {which} add up to their matrix already, unless C is below {least}, and a "
+            "warm-up only moves them; 0 leaves them as they are"
         )
+    for key, loss in losses_of(method):
+        climbs_sum = isinstance(loss, PersistentAdversary) and loss.adversary_objective == "term"
+        if climbs_sum and isinstance(loss, ReconLoss) and loss.hidden_acts_reconstruction is None:
+            yield f"{key}.adversary_objective: term has no effect without hidden_acts_reconstruction"
     for n, metric in enumerate(method.eval.metrics if method.eval else ()):
         if isinstance(metric, PersistentAdversary) and metric.start_frac > 0:
             yield f"eval.metrics.{n}.start_frac: has no effect in a metric, whose attack is always on"

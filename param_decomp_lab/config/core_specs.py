@@ -3,20 +3,22 @@
 from collections.abc import Sequence
 
 from param_decomp_jax import ci
-from param_decomp_jax.method import losses, optim, state
+from param_decomp_jax.method import losses, optim, recon, state
 from param_decomp_jax.method.muon import Muon
 from param_decomp_jax.nn.split_product import DeltaProduct
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.config.checks import term_names
-from param_decomp_lab.config.loss_schema import Loss
+from param_decomp_lab.config.loss_schema import Loss, PersistentAdversary, ReconLoss
 from param_decomp_lab.config.memory import OptimizerName
 from param_decomp_lab.config.method_schema import (
     AdamWConfig,
     AnyCI,
     ChunkwiseCI,
     GlobalCI,
+    InputTap,
     LayerwiseCI,
     MuonConfig,
+    ResidualBoundaries,
     RuntimeConfig,
     TransformerCIConfig,
 )
@@ -75,7 +77,17 @@ def measured_terms(metrics: Sequence[Loss | Metric], config: RunConfig) -> list[
 def term(loss: Loss, name: str, config: RunConfig) -> losses.Term:
     """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
     pd, coeff = config.method.pd, 1.0 if loss.coeff is None else core_value(loss.coeff)
-    return loss.term(TermMaker(name, coeff, pd.n_mask_samples, pd.sampling, delta_product(config)))
+    delta = delta_product(config)
+    return loss.term(TermMaker(name, coeff, pd.steps, pd.n_mask_samples, pd.sampling, delta, _beside(loss)))
+
+
+def _beside(loss: Loss) -> recon.Beside | None:
+    """R6."""
+    own = loss.hidden_acts_reconstruction if isinstance(loss, ReconLoss) else None
+    if own is None:
+        return None
+    objective = loss.adversary_objective if isinstance(loss, PersistentAdversary) else "output"
+    return recon.Beside(core_value(own.coeff), own.points, objective)
 
 
 def _optimizer(config: AdamWConfig | MuonConfig, name: OptimizerName, runtime: RuntimeConfig) -> optim.Optimizer:
@@ -100,7 +112,17 @@ def _optimizer(config: AdamWConfig | MuonConfig, name: OptimizerName, runtime: R
             return optim.Adafactor(*settings)
 
 
-def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
+def _taps(config: InputTap | None) -> ci.Taps | None:
+    match config:
+        case None:
+            return None
+        case ResidualBoundaries(residual_boundaries=offsets):
+            return ci.Taps(offsets)
+        case _:
+            return ci.Taps(config)
+
+
+def _transformer(config: TransformerCIConfig, taps: ci.Taps | None = None) -> ci.GlobalTransformer:
     attention = config.attn_config
     return ci.GlobalTransformer(
         d_model=config.d_model,
@@ -109,6 +131,11 @@ def _transformer(config: TransformerCIConfig) -> ci.GlobalTransformer:
         n_heads=attention.n_heads,
         max_len=attention.max_len,
         rope_base=attention.rope_base,
+        causal=attention.causal,
+        n_kv_heads=attention.n_kv_heads,
+        mlp_type=config.mlp_type,
+        learned_norm_scale=config.learned_norm_scale,
+        taps=taps,
     )
 
 
@@ -118,21 +145,22 @@ def _ci(config: AnyCI) -> ci.CIConfig:
 
 
 def ci_function(config: AnyCI) -> ci.FunctionConfig:
-    """The CI function of a `ci_config`, without its readout."""
+    """The CI function of a `ci_config`, without its readout, for a target that is not known yet (`ci.Taps`)."""
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)
         case GlobalCI(fn_type="global_shared_mlp", hidden_dims=hidden):
             assert hidden is not None
-            return ci.GlobalMLP(hidden)
+            return ci.GlobalMLP(hidden, _taps(config.input_tap))
         case GlobalCI(fn_type="global_shared_transformer", simple_transformer_ci_cfg=transformer):
             assert transformer is not None
-            return _transformer(transformer)
+            return _transformer(transformer, _taps(config.input_tap))
         case ChunkwiseCI(input_patterns=patterns):
             return ci.ChunkwiseTransformer(
                 _transformer(config.simple_transformer_ci_cfg),
                 config.layers_per_chunk,
                 None if patterns is None else ci.InputPatterns(patterns, PREFIXES),
+                _taps(config.input_tap),
             )
         case _:
             raise AssertionError(f"not a CI function: {config}")

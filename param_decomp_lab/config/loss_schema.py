@@ -22,9 +22,20 @@ from param_decomp_lab.config.loss_parts import (
 )
 from param_decomp_lab.schema.kinds import by_type, registered
 from param_decomp_lab.schema.mistakes import Wrong, rule_error
-from param_decomp_lab.schema.strict import Count, Fraction, Natural, NonNegative, Positive, Strict, rule, rule_here
+from param_decomp_lab.schema.strict import (
+    Count,
+    Fraction,
+    ListOf,
+    Natural,
+    NonNegative,
+    Positive,
+    Strict,
+    rule,
+    rule_here,
+)
 
 if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
+    from param_decomp_jax.decomposition.sites import UnitKind
     from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack
     from param_decomp_jax.method.losses import Lp, SmoothL0, Term
     from param_decomp_lab.config.term_maker import TermMaker
@@ -40,6 +51,8 @@ class Loss(Strict):
     coeff: Scheduled[float] | None = None
     name: Name | None = None
 
+    slow: ClassVar[bool] = False
+    """Whether it is measured at the interval of figures, and not trained on."""
     usual: ClassVar[Mapping[str, Any]] = {}
     """The keys besides `type` where `pd eval --metric` gives the type only and the run does not configure it."""
 
@@ -57,6 +70,19 @@ LOSSES: dict[str, type[Loss]] = {}
 """Every loss, by the `type` that configurations have."""
 
 
+class HiddenActsReconstruction(Strict):
+    """R6. ``points``: patterns on the names of activations, ``resid_post.*``."""
+
+    coeff: Scheduled[NonNegative]
+    points: Annotated[ListOf[str], Field(min_length=1)]
+
+
+class ReconLoss(Loss):
+    """Keys that every reconstruction at the network's output has."""
+
+    hidden_acts_reconstruction: HiddenActsReconstruction | None = None
+
+
 @registered(LOSSES)
 class FaithfulnessLoss(Loss):
     """L1, or L5 with ``normalize`` "per_site"."""
@@ -69,7 +95,7 @@ class FaithfulnessLoss(Loss):
 
 
 @registered(LOSSES)
-class UnmaskedReconLoss(Loss):
+class UnmaskedReconLoss(ReconLoss):
     type: Literal["UnmaskedReconLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
@@ -77,7 +103,7 @@ class UnmaskedReconLoss(Loss):
 
 
 @registered(LOSSES)
-class CIMaskedReconLoss(Loss):
+class CIMaskedReconLoss(ReconLoss):
     type: Literal["CIMaskedReconLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
@@ -85,7 +111,7 @@ class CIMaskedReconLoss(Loss):
 
 
 @registered(LOSSES)
-class CIMaskedReconLayerwiseLoss(Loss):
+class CIMaskedReconLayerwiseLoss(ReconLoss):
     type: Literal["CIMaskedReconLayerwiseLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
@@ -93,7 +119,7 @@ class CIMaskedReconLayerwiseLoss(Loss):
 
 
 @registered(LOSSES)
-class CIMaskedReconSubsetLoss(Loss):
+class CIMaskedReconSubsetLoss(ReconLoss):
     type: Literal["CIMaskedReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
@@ -102,7 +128,7 @@ class CIMaskedReconSubsetLoss(Loss):
 
 
 @registered(LOSSES)
-class StochasticReconLoss(Loss):
+class StochasticReconLoss(ReconLoss):
     type: Literal["StochasticReconLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
@@ -110,7 +136,7 @@ class StochasticReconLoss(Loss):
 
 
 @registered(LOSSES)
-class StochasticReconLayerwiseLoss(Loss):
+class StochasticReconLayerwiseLoss(ReconLoss):
     type: Literal["StochasticReconLayerwiseLoss"]
 
     def term(self, make: "TermMaker") -> "Term":
@@ -118,7 +144,7 @@ class StochasticReconLayerwiseLoss(Loss):
 
 
 @registered(LOSSES)
-class StochasticReconSubsetLoss(Loss):
+class StochasticReconSubsetLoss(ReconLoss):
     type: Literal["StochasticReconSubsetLoss"]
     routing: Routing = DEFAULT_ROUTING
 
@@ -135,7 +161,7 @@ class StochasticHiddenActsReconLoss(Loss):
 
 
 @registered(LOSSES)
-class ChunkwiseSubsetReconLoss(Loss):
+class ChunkwiseSubsetReconLoss(ReconLoss):
     type: Literal["ChunkwiseSubsetReconLoss"]
     routing: Routing
     sites_per_chunk: Count
@@ -231,7 +257,45 @@ class ImportanceMinimalityLoss(Loss):
         return make.importance_minimality(penalty, self.beta, frequency)
 
 
-class FreshPGD(Loss):
+class UnitKindCoefficients(Strict):
+    """Weights by kind of unit (L7); null leaves a kind out."""
+
+    neuron: NonNegative | None = None
+    attention_head: NonNegative | None = None
+
+    @rule
+    def _of_some_kind(self) -> Iterator[Wrong]:
+        if self.neuron is None and self.attention_head is None:
+            yield "", "gives no kind of unit a weight; give neuron, attention_head, or both a number"
+
+    @property
+    def given(self) -> dict["UnitKind", float]:
+        """The kinds that count, with their weights."""
+        by_kind: dict[UnitKind, float | None] = {"neuron": self.neuron, "attention_head": self.attention_head}
+        return {kind: weight for kind, weight in by_kind.items() if weight is not None}
+
+
+@registered(LOSSES)
+class NonlinearityLocalityLoss(Loss):
+    """L7."""
+
+    type: Literal["NonlinearityLocalityLoss"]
+    unit_kind_coefficients: UnitKindCoefficients
+    relative_threshold: Scheduled[Positive]
+    normalize_at_one: bool = False
+
+    @rule
+    def _threshold_above_0(self) -> Iterator[Wrong]:
+        if bounds(self.relative_threshold)[0] == 0:
+            wrong = "must stay above 0 (0/0 where a component does not touch a unit)"
+            yield "relative_threshold", f"{wrong}: {above_0(self.relative_threshold)}"
+
+    def term(self, make: "TermMaker") -> "Term":
+        kinds = self.unit_kind_coefficients.given
+        return make.nonlinearity_locality(kinds, self.relative_threshold, self.normalize_at_one)
+
+
+class FreshPGD(ReconLoss):
     """Fresh PGD (A1)."""
 
     init: Literal["random", "ones", "zeroes"]
@@ -254,6 +318,18 @@ class PGDReconLoss(FreshPGD):
 
 
 @registered(LOSSES)
+class SlowPGDReconLoss(FreshPGD):
+    """PGDReconLoss, measured at the interval of figures: for attacks of hundreds of steps."""
+
+    type: Literal["SlowPGDReconLoss"]
+
+    slow: ClassVar = True
+
+    def term(self, make: "TermMaker") -> "Term":
+        return make.reconstruction(self._attack(make))
+
+
+@registered(LOSSES)
 class PGDReconLayerwiseLoss(FreshPGD):
     type: Literal["PGDReconLayerwiseLoss"]
 
@@ -270,13 +346,14 @@ class PGDReconSubsetLoss(FreshPGD):
         return make.reconstruction(self._attack(make), routing=self.routing)
 
 
-class PersistentAdversary(Loss):
+class PersistentAdversary(ReconLoss):
     """What losses with persistent sources have in common (A2 to A7)."""
 
     optimizer: Ascent
     use_sigmoid_parameterization: bool = False
     n_warmup_steps: Natural = 0
     start_frac: Fraction = 0.0
+    adversary_objective: Literal["output", "term"] = "output"
 
     def _attack(self, make: "TermMaker", scope: Scope | PoolConfig) -> "PersistentAttack":
         return make.persistent_attack(
@@ -360,6 +437,12 @@ def not_refused(raw: Any) -> Any:
     return raw
 
 
+def _can_be_trained_on(loss: Loss) -> Iterator[Wrong]:
+    if loss.slow:
+        same = f"train on {loss.type.removeprefix('Slow')}, which has the same keys"
+        yield "type", f"'{loss.type}' is measured in evaluations alone; {same}, or move this entry to eval.metrics"
+
+
 def _with_coefficient(loss: Loss) -> Iterator[Wrong]:
     if loss.coeff is None:
         yield "coeff", "is required for a loss"
@@ -375,5 +458,6 @@ TrainingLoss = Annotated[
     SerializeAsAny[Loss],
     by_type(LOSSES),
     rule_here(_with_coefficient),
+    rule_here(_can_be_trained_on),
     BeforeValidator(not_refused),
 ]

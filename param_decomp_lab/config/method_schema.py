@@ -1,9 +1,10 @@
 """The torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic import Strict as Strictness
 
 from param_decomp_lab.config.loss_parts import Scheduled
@@ -54,12 +55,23 @@ class AttentionConfig(Strict):
     n_heads: Width
     max_len: Width = 2048
     rope_base: Positive = 10000.0
+    causal: bool = False
+    n_kv_heads: Width | None = None
+
+    @rule
+    def _key_heads(self) -> Iterator[Wrong]:
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            yield "n_kv_heads", f"must divide n_heads ({self.n_heads}), not {self.n_kv_heads}"
 
 
 class TransformerCIConfig(Strict):
+    """C9: ``mlp_type``, ``learned_norm_scale``, and ``causal`` and ``n_kv_heads`` of its attention."""
+
     d_model: Width
     n_blocks: LayerCount
     mlp_hidden_dim: Annotated[ListOf[Width], Field(min_length=1)] | None = None
+    mlp_type: Literal["gelu", "swiglu"] = "gelu"
+    learned_norm_scale: bool = False
     attn_config: AttentionConfig
 
     @rule
@@ -83,6 +95,28 @@ def _not_removed(fn_type: Any) -> Any:
     return fn_type
 
 
+class ResidualBoundaries(Strict):
+    residual_boundaries: Annotated[ListOf[Natural], Field(min_length=1)]
+
+    @rule
+    def _in_order(self) -> Iterator[Wrong]:
+        for n, (one, next_) in enumerate(pairwise(self.residual_boundaries)):
+            if next_ <= one:
+                yield f"residual_boundaries.{n + 1}", f"is {next_}, not above {one}; the offsets must increase"
+
+
+def _tap_form(raw: Any) -> str:
+    return "offsets" if isinstance(raw, dict | ResidualBoundaries) else "name"
+
+
+InputTap = Annotated[
+    Annotated[Literal["first_block_resid", "all_block_resids"], Tag("name")]
+    | Annotated[ResidualBoundaries, Tag("offsets")],
+    Discriminator(_tap_form),
+]
+"""C10: what a CI function reads in place of the inputs of sites."""
+
+
 class GlobalCI(Strict):
     """Each ``fn_type`` has one key of its own (`_KEY_OF`), and refuses that of the other."""
 
@@ -90,6 +124,7 @@ class GlobalCI(Strict):
     fn_type: Annotated[Literal["global_shared_mlp", "global_shared_transformer"], BeforeValidator(_not_removed)]
     hidden_dims: Annotated[ListOf[Width], Field(min_length=1)] | None = None
     simple_transformer_ci_cfg: TransformerCIConfig | None = None
+    input_tap: InputTap | None = None
     component_readout: bool = False
 
     @classmethod
@@ -134,8 +169,14 @@ class ChunkwiseCI(Strict):
     fn_type: Literal["chunkwise_transformer"]
     layers_per_chunk: Count = 1
     input_patterns: Annotated[ListOf[Text], Field(min_length=1)] | None = None
+    input_tap: InputTap | None = None
     simple_transformer_ci_cfg: TransformerCIConfig
     component_readout: bool = False
+
+    @rule
+    def _one_choice(self) -> Iterator[Wrong]:
+        if self.input_tap is not None and self.input_patterns is not None:
+            yield "input_patterns", "has no effect with input_tap, which is read in place of inputs; remove either"
 
 
 AnyCI = LayerwiseCI | GlobalCI | ChunkwiseCI

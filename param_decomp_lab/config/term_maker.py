@@ -1,9 +1,11 @@
 """Makes the core's terms from what a loss of the schema says; rule ids refer to docs/semantics.md."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knot, Knots, Schedule
+from param_decomp_jax.decomposition.sites import UnitKind
 from param_decomp_jax.method.adversary import (
     AdamAscent,
     BroadcastAcrossBatch,
@@ -20,10 +22,12 @@ from param_decomp_jax.method.adversary import (
 )
 from param_decomp_jax.method.adversary import Ascent as CoreAscent
 from param_decomp_jax.method.adversary import Scope as CoreScope
+from param_decomp_jax.method.locality import NonlinearityLocality
 from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp, SmoothL0
 from param_decomp_jax.method.masks import Constant, Stochastic
 from param_decomp_jax.method.recon import (
     AllSites,
+    Beside,
     Chunks,
     EachSite,
     ErrorKind,
@@ -59,7 +63,8 @@ from param_decomp_lab.config.loss_parts import (
 
 @dataclass(frozen=True)
 class TermMaker:
-    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of draws and precision.
+    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of steps, draws and
+    precision.
 
     A reconstruction is a choice of live sets (all sites, `each_site`, `chunks`), routing, and sources (`constant`,
     `stochastic`, `fresh_attack`, `persistent_attack`).
@@ -67,9 +72,11 @@ class TermMaker:
 
     name: str
     coeff: float | AnySchedule
+    steps: int
     n_mask_samples: int
     sampling: Literal["continuous", "binomial"]
     delta_product: DeltaProduct
+    beside: Beside | None = None
 
     def reconstruction(
         self,
@@ -80,8 +87,9 @@ class TermMaker:
         n_samples: int = 1,
         error: ErrorKind = "output",
     ) -> Reconstruction:
-        """A reconstruction (R1). ``routing``: None for everywhere. ``n_samples``: masked forwards of each live set."""
-        return Reconstruction(self.name, self.coeff, live, _routing(routing), sources, n_samples, error)
+        """A reconstruction (R1), with what the loss compares beside the output (R6). ``routing``: None for everywhere.
+        ``n_samples``: masked forwards of each live set."""
+        return Reconstruction(self.name, self.coeff, live, _routing(routing), sources, n_samples, error, self.beside)
 
     # ---- live sets ----
 
@@ -126,6 +134,13 @@ class TermMaker:
 
     def faithfulness(self, normalize: Literal["entries", "per_site"]) -> Faithfulness:
         return Faithfulness(self.name, self.coeff, self.delta_product, normalize)
+
+    def nonlinearity_locality(
+        self, kinds: Mapping[UnitKind, float], threshold: ScheduleLike, normalize_at_one: bool
+    ) -> NonlinearityLocality:
+        """L7. ``kinds``: the kinds that count, with their weights."""
+        own = tuple(kinds.items())
+        return NonlinearityLocality(self.name, self.coeff, own, core_value(threshold), self.steps, normalize_at_one)
 
     def importance_minimality(
         self, penalty: Lp | SmoothL0, beta: float, frequency: Frequency | None

@@ -78,7 +78,7 @@ class TargetSource(Strict):
             yield "", "takes exactly one of folder, pretrain and revision"
 
 
-InitComponents = Literal["random", "weighted_singular_vectors"]
+InitComponents = Literal["random", "weighted_singular_vectors", "nonlinearity_aligned"]
 
 
 class MilestonesEvery(Strict):
@@ -99,8 +99,8 @@ class Wrapper(Strict):
     """A run. ``milestones``: steps whose checkpoints are never deleted. ``out_dir``: relative to the current folder.
 
     ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_components``: what V and U are
-    at first (T6). ``init_from``: RUN or RUN@STEP whose parameters this run starts from. ``bos``: whether rows of text
-    that the run tokenizes itself begin with the tokenizer's BOS.
+    at first (T6, T9). ``init_from``: RUN or RUN@STEP whose parameters this run starts from. ``bos``: whether rows of
+    text that the run tokenizes itself begin with the tokenizer's BOS.
     """
 
     torch_config: FilePath
@@ -123,9 +123,9 @@ class Wrapper(Strict):
     init_from: Annotated[PathText, Field(min_length=1)] | None = None
 
     @property
-    def begins_with_singular_vectors(self) -> bool:
-        """T6; not where the components are another run's."""
-        return self.init_from is None and self.init_components == "weighted_singular_vectors"
+    def begins_with(self) -> InitComponents:
+        """The components before step 0, where they are not another run's."""
+        return self.init_components if self.init_from is None else "random"
 
     @property
     def parent(self) -> tuple[Path, int | None] | None:

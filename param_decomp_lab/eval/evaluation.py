@@ -1,6 +1,6 @@
-"""Evaluation of a run: metrics often, figures less often, always on the same held-out batches."""
+"""Evaluation of a run: metrics often, figures and what is `slow` less often, always on the same held-out batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,25 +9,31 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 
 from param_decomp_jax.analysis.importances import read_batch
+from param_decomp_jax.method.clean_pass import DecomposedBatch
+from param_decomp_jax.method.losses import Term
 from param_decomp_jax.method.masks import Stochastic
 from param_decomp_jax.method.objective import Objective, term_keys
 from param_decomp_jax.method.recon import Reconstruction, attack_of
 from param_decomp_jax.method.state import Learned, State
-from param_decomp_jax.method.step import Problem, hold_for_reading, keeps_outputs
+from param_decomp_jax.method.step import Problem, compared_points, hold_for_reading, keeps_outputs
 from param_decomp_jax.sharding.mesh import replace_fields
 from param_decomp_jax.sharding.mesh import whole as whole_on
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.features import FeatureTarget
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.core_specs import measured_terms
+from param_decomp_lab.config.method_schema import EvalConfig
+from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.eval.persistent import Adversaries, always_on, attack_batch, fresh_adversaries
 from param_decomp_lab.metrics import METRICS, Metric
 from param_decomp_lab.metrics.batch import Batch
 from param_decomp_lab.metrics.figures import save_figure
+from param_decomp_lab.metrics.importance_rows import ImportanceRows, RowReader
+from param_decomp_lab.metrics.rows_shown import RowsShown
 from param_decomp_lab.metrics.snapshot import Snapshot
 from param_decomp_lab.metrics.statistics import Statistics, batch_statistics
 from param_decomp_lab.metrics.toy_probe import Probe, Probed
@@ -35,7 +41,7 @@ from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings
 
-Setting = TypeVar("Setting", int, float)
+Setting = TypeVar("Setting", int, float, RowsShown)
 
 
 class EvaluationStopped(Exception):
@@ -49,29 +55,45 @@ class Measured(NamedTuple):
     means: list[Any]
 
 
+def evaluation_programs(settings: EvalConfig) -> tuple[str, ...]:
+    """The names of the programs of an evaluation (`Evaluation.programs`), in the order in which they run."""
+    slow = any(metric.slow for metric in settings.metrics)
+    rows = any(isinstance(metric, Metric) and metric.rows_shown is not None for metric in settings.metrics)
+    return "evaluation", *["slow evaluation"] * slow, "figures", *["rows of figures"] * rows
+
+
 class Evaluation:
     """Evaluates states of a run on the same held-out batches every time.
 
-    ``batches``: gives a batch on the mesh by its number. Every process must call every method, and gets the same
-    numbers.
+    ``batches``: gives a batch on the mesh by its number. ``text``: the tokenizer, asked for when a figure shows tokens.
+    Every process must call every method, and gets the same numbers.
     """
 
-    def __init__(self, config: RunConfig, problem: Problem, batches: Callable[[int], Array], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        problem: Problem,
+        batches: Callable[[int], Array],
+        mesh: Mesh,
+        text: Callable[[], TokenText | None] = lambda: None,
+    ) -> None:
         assert config.method.eval is not None
         # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
         self._whole = whole = whole_on(mesh)
-        self._settings, self._batches = config.method.eval, batches
+        self._settings, self._batches, self._text = config.method.eval, batches, text
         pd, configured = config.method.pd, config.method.eval.metrics
         metrics = [metric for metric in configured if isinstance(metric, Metric)]
-        by_kind = [[m for m in metrics if type(m) is kind] for kind in METRICS.values()]
-        self._kinds = [alike for alike in by_kind if alike]
-        self._metrics = [metric for alike in self._kinds for metric in alike]
-        # Those of losses come first: a term draws by its place among all.
-        measured = zip(configured, measured_terms(configured, config), strict=True)
-        terms = [term for _, term in sorted(measured, key=lambda pair: isinstance(pair[0], Metric)) if term is not None]
+        self._kinds, self._slow_kinds = (_by_kind([m for m in metrics if m.slow == slow]) for slow in (False, True))
+        self._metrics = [metric for alike in (*self._kinds, *self._slow_kinds) for metric in alike]
+        # Those of losses come first: a term draws by its place among all. What is slow comes after all others.
+        measured = list(zip(configured, measured_terms(configured, config), strict=True))
+        measured.sort(key=lambda pair: isinstance(pair[0], Metric))
+        terms = [term for metric, term in measured if term is not None and not metric.slow]
         self._persistent = tuple(always_on(t) for t in terms if _is_persistent(t))
         others = tuple(t for t in terms if not _is_persistent(t))
-        self._problem = Problem(replace(problem.decomposition, terms=others), problem.target)
+        slow = tuple(term for metric, term in measured if term is not None and metric.slow)
+        self._problem, self._slow_problem = (with_terms(problem, own) for own in (others, slow))
+        self._numbered = with_terms(problem, (*others, *slow)).decomposition
         target = problem.target
         self._probe = Probe(problem, target, mesh) if isinstance(target, FeatureTarget) else None
         self._sampling = Stochastic(pd.sampling)
@@ -83,6 +105,9 @@ class Evaluation:
             return batch_statistics(read_batch(problem, learned, weights, inputs), threshold)
 
         self._statistics = jax.jit(statistics, out_shardings=whole)
+        self._slow = jax.jit(self._slow_batch, out_shardings=whole) if slow or self._slow_kinds else None
+        rows_shown = _shared(m.rows_shown for m in self._metrics)
+        self._rows = None if rows_shown is None else RowReader(problem, rows_shown, mesh)
 
     def _fast_batch(
         self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray, adversaries: Adversaries
@@ -90,16 +115,35 @@ class Evaluation:
         problem = self._problem
         spec = problem.decomposition
         learned = hold_for_reading(problem, state.learned)
-        read = read_batch(problem, learned, weights, inputs, outputs=keeps_outputs(problem))
+        points = compared_points(problem, self._persistent)
+        read = read_batch(problem, learned, weights, inputs, keeps_outputs(problem), points)
         losses_key, metrics_key = jax.random.split(key)
-        objective = Objective(spec, state.step, term_keys(spec, losses_key))
-        _, (losses, _) = objective.total_loss(read, {})
+        losses = self._losses(problem, read, state, losses_key)
         adversaries, errors = attack_batch(self._persistent, adversaries, read, state, spec.steps, losses_key)
-        batch = Batch(read.clean_pass, read.components, read.reader, self._sampling, metrics_key)
         return adversaries, {
             "losses": losses | {f"loss/{name}": error for name, error in errors.items()},
-            "kinds": [alike[0].measure_all(alike, batch) for alike in self._kinds],
+            "kinds": self._measure(self._kinds, read, metrics_key),
         }
+
+    def _slow_batch(self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray) -> dict[str, Any]:
+        """`_fast_batch` for what is slow."""
+        problem = self._slow_problem
+        learned = hold_for_reading(problem, state.learned)
+        read = read_batch(problem, learned, weights, inputs, keeps_outputs(problem), compared_points(problem))
+        losses_key, metrics_key = jax.random.split(key)
+        return {
+            "losses": self._losses(problem, read, state, losses_key),
+            "kinds": self._measure(self._slow_kinds, read, metrics_key),
+        }
+
+    def _losses(self, problem: Problem, read: DecomposedBatch, state: State, key: PRNGKeyArray) -> dict[str, Array]:
+        """The terms of ``problem``, by key of a row. ``key``: of all terms of the evaluation."""
+        objective = Objective(problem.decomposition, state.step, term_keys(self._numbered, key))
+        return objective.total_loss(read, {})[1][0]
+
+    def _measure(self, kinds: list[list[Metric]], read: DecomposedBatch, key: PRNGKeyArray) -> list[Any]:
+        batch = Batch(read.clean_pass, read.components, read.reader, self._sampling, key)
+        return [alike[0].measure_all(alike, batch) for alike in kinds]
 
     def _start(self, key: PRNGKeyArray, inputs: Array) -> Adversaries:
         if not self._persistent:
@@ -118,10 +162,17 @@ class Evaluation:
         start = jax.eval_shape(self._initial_adversaries, key, inputs)
         adversaries = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), start)
         seen = without_training_state(state)
-        return {
+        found = {
             "evaluation": Program(self._fast, (seen, weights, inputs, key, adversaries)),
             "figures": Program(self._statistics, (state.learned, weights, inputs)),
         }
+        if self._slow is not None:
+            found["slow evaluation"] = Program(self._slow, (seen, weights, inputs, key))
+        if self._rows is not None:
+            found["rows of figures"] = Program(
+                self._rows.program, (state.learned, weights, inputs, self._rows.shapes())
+            )
+        return found
 
     def due(self, step: int, total: int) -> bool:
         return step % self._settings.every == 0 or step == total
@@ -147,13 +198,25 @@ class Evaluation:
             batch_key = jax.random.fold_in(key, number)
             adversaries, measured = self._fast(partial_state, weights, inputs, batch_key, adversaries)
             per_batch.append(jax.device_get(measured))
-        means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
-        row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
         snapshot = self._snapshot(partial_state, weights, stop)
-        of_metrics = [mean for own in means["kinds"] for mean in own]
-        for metric, mean in zip(self._metrics, of_metrics, strict=True):
-            row |= metric.row(mean, snapshot)
-        return Measured(row if self._probe is None else row | snapshot.probed.tms_numbers, of_metrics)
+        measured = _means(per_batch, self._kinds, snapshot)
+        return measured if self._probe is None else measured._replace(row=measured.row | snapshot.probed.tms_numbers)
+
+    def slow(self, state: State, weights: Weights, step: int, measured: Measured, stop: Callable[[], bool]) -> Measured:
+        """``measured``, what `fast` found of this state, with what is measured at the interval of figures.
+
+        Raises EvaluationStopped if ``stop`` returns True.
+        """
+        if self._slow is None:
+            return measured
+        key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
+        seen = without_training_state(state)
+        per_batch = [
+            jax.device_get(self._slow(seen, weights, inputs, jax.random.fold_in(key, number)))
+            for number, inputs in enumerate(self.batches(stop))
+        ]
+        found = _means(per_batch, self._slow_kinds, self._snapshot(seen, weights, stop))
+        return Measured(measured.row | found.row, [*measured.means, *found.means])
 
     def _snapshot(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Snapshot:
         def site_notes(snapshot: Snapshot) -> dict[str, str]:
@@ -161,14 +224,27 @@ class Evaluation:
 
         probed = None if self._probe is None else Probed(self._probe, without_training_state(state), weights)
         statistics = partial(self.statistics, state, weights, stop)
-        return Snapshot(self._problem.target.sites, probed, statistics, site_notes)
+
+        def read_rows(rows: RowReader, statistics: Statistics) -> ImportanceRows:
+            return rows.read(state.learned, weights, self._batches(0), statistics.means)
+
+        def name_tokens(tokens: Int[np.ndarray, "rows T"]) -> list[list[str]] | None:
+            text = self._text()
+            return None if text is None else [text.tokens(row) for row in tokens.tolist()]
+
+        reads = None if self._rows is None else partial(read_rows, self._rows)
+        return Snapshot(self._problem.target.sites, probed, statistics, site_notes, reads, name_tokens)
 
     def compile(self, state: State, weights: Weights) -> None:
-        """Compiles the programs that `fast`, `statistics` and `figures` call; JAX caches them."""
+        """Compiles the programs that `fast`, `slow`, `statistics` and `figures` call; JAX caches them."""
         key, inputs = self._problem.decomposition.key("eval"), self._batches(0)
         adversaries = self._start(key, inputs)
         self._fast.lower(without_training_state(state), weights, inputs, key, adversaries).compile()
         self._statistics.lower(state.learned, weights, inputs).compile()
+        if self._slow is not None:
+            self._slow.lower(without_training_state(state), weights, inputs, key).compile()
+        if self._rows is not None:
+            self._rows.compile(state.learned, weights, inputs)
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
         """The batches of an evaluation. Checks ``stop`` before each; raises EvaluationStopped."""
@@ -194,9 +270,9 @@ class Evaluation:
     ) -> dict[str, Path]:
         """Draws the configured figures into ``folder``; returns their paths by `slow_eval/figures/<name>`.
 
-        ``measured``: what `fast` found of this state. ``folder``: None if another process writes the figures and this
-        one only takes part in the computation. A figure that cannot be written is reported and skipped, so that the run
-        does not fail.
+        ``measured``: what `fast` and `slow` found of this state. ``folder``: None if another process writes the figures
+        and this one only takes part in the computation. A figure that cannot be written is reported and skipped, so
+        that the run does not fail.
         """
         snapshot = self._snapshot(state, weights, stop)
         drawn: dict[str, Figure] = {}
@@ -214,6 +290,27 @@ class Evaluation:
             else:
                 paths[f"slow_eval/figures/{name}"] = file
         return paths
+
+
+def with_terms(problem: Problem, terms: tuple[Term, ...]) -> Problem:
+    """The same decomposition with other terms."""
+    return Problem(replace(problem.decomposition, terms=terms), problem.target)
+
+
+def _by_kind(metrics: Sequence[Metric]) -> list[list[Metric]]:
+    """The metrics by type, in the order of `METRICS`."""
+    by_kind = [[metric for metric in metrics if type(metric) is kind] for kind in METRICS.values()]
+    return [alike for alike in by_kind if alike]
+
+
+def _means(per_batch: list[dict[str, Any]], kinds: list[list[Metric]], snapshot: Snapshot) -> Measured:
+    """What was measured of each batch, as means over the batches."""
+    means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
+    row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
+    of_metrics = [mean for own in means["kinds"] for mean in own]
+    for metric, mean in zip((metric for alike in kinds for metric in alike), of_metrics, strict=True):
+        row |= metric.row(mean, snapshot)
+    return Measured(row, of_metrics)
 
 
 def _shared(settings: Iterable[Setting | None]) -> Setting | None:

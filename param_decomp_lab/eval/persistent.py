@@ -7,10 +7,8 @@ evaluation and treats each batch as training treats a step (A3, A4): warm-up asc
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from param_decomp_jax.decomposition.schedules import value_at
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.adversary import Adversary, PersistentAttack, ascend, effective, init_adversary, warm_up
 from param_decomp_jax.method.clean_pass import DecomposedBatch
@@ -18,6 +16,8 @@ from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.recon import (
     Merged,
     Reconstruction,
+    ascends_output_alone,
+    at_step,
     attack_of,
     draw_particle,
     reconstruction,
@@ -59,29 +59,30 @@ def attack_batch(
     total: int,
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
-    """One batch: the adversaries after it, and each term's error by name. ``key``: that of the batch's other terms."""
-    moved, errors = {}, {}
+    """One batch: the adversaries after it, and each term's error by name, with the parts of R6 (``<term>/<part>``).
+    ``key``: that of the batch's other terms."""
+    moved, errors = {}, dict[str, Array]()
     for number, term in enumerate(terms):
-        moved[term.name], errors[term.name] = _attack_by(
+        moved[term.name], value, parts = _attack_by(
             term, adversaries[term.name], batch, state, total, jax.random.fold_in(key, FIRST_NUMBER + number)
         )
+        errors |= {term.name: value} | {f"{term.name}/{part}": x for part, x in parts.items()}
     return moved, errors
 
 
 def _attack_by(
     term: Reconstruction, adversary: Adversary, batch: DecomposedBatch, state: State, total: int, key: PRNGKeyArray
-) -> tuple[Adversary, Float[Array, ""]]:
-    """One term's adversary after a batch, and its error."""
-    spec, adv_fraction = attack_of(term), None
+) -> tuple[Adversary, Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """One term's adversary after a batch, its error, and the parts of that."""
+    spec, now = attack_of(term), at_step(term, state.step, total)
     assert spec is not None
-    if isinstance(term.sources, Merged):
-        adv_fraction = value_at(term.sources.adv_fraction, jnp.minimum(state.step, total - 1), total)
     particle = draw_particle(term, key, batch.clean_pass.leading)
-    climb = warm_up_error(term, batch, key)
+    climb = warm_up_error(term, batch, key, now)
     adversary = warm_up(spec, adversary, climb, state.step, total, particle=particle)
 
-    def error(raw: Bundle) -> Array:
-        return reconstruction(term, batch, key, effective(spec, raw, particle), adv_fraction)
+    def objective(raw: Bundle) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        value, parts = reconstruction(term, batch, key, effective(spec, raw, particle), now)
+        return parts["output"] if ascends_output_alone(term) else value, (value, parts)
 
-    value, gradient = jax.value_and_grad(error)(adversary.raw)
-    return ascend(spec, adversary, gradient, state.step, total), value
+    (_, (value, parts)), gradient = jax.value_and_grad(objective, has_aux=True)(adversary.raw)
+    return ascend(spec, adversary, gradient, state.step, total), value, parts

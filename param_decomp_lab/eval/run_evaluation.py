@@ -64,8 +64,9 @@ def evaluate_run(
     state = State(learned.components, learned.ci, None, None, {}, jnp.asarray(run.step, jnp.int32))
     drawn: dict[str, Path] = {}
     with jax.set_mesh(run.mesh):
-        evaluation = Evaluation(config, problem, batches, run.mesh)
+        evaluation = Evaluation(config, problem, batches, run.mesh, lambda: run.text)
         measured = evaluation.fast(state, weights, run.step, lambda: False)
+        measured = evaluation.slow(state, weights, run.step, measured, lambda: False)
         if figures is not None:
             drawn = evaluation.figures(state, weights, run.step, measured, figures, lambda: False)
     return Evaluated(run.step, measured.row, drawn, settings, data)

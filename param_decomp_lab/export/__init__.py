@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from param_decomp_jax.ci import ComponentReadout, without_readout
+from param_decomp_jax.ci import ComponentReadout, taps_of_groups, without_readout
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
@@ -136,6 +136,7 @@ def _description(found: FoundCheckpoint, slots: Mapping[str, Slot]) -> dict[str,
         "ci": {
             "fn_type": config.method.pd.ci_config.fn_type,
             **asdict(without_readout(spec.ci)),
+            "boundaries": [list(group) for group in taps_of_groups(spec.ci, sites)],
             "component_readout": isinstance(spec.ci, ComponentReadout),
             "sigmoid_type": spec.squashing,
         },

@@ -1,8 +1,9 @@
-"""Names of exported tensors: one per site (or block of the CI function), from the stacked arrays."""
+"""Names of exported tensors: one per site (or block, or tap, of the CI function), from the stacked arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from param_decomp_jax.ci.taps import TAPS
 from param_decomp_jax.decomposition.sites import Sites
 
 BLOCKS = "blocks"
@@ -44,6 +45,8 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
                 other = "U" if path[-1] == "V" else "V"
                 (site,) = stacks[tied[stack]]
                 found[name].append(Piece(f"components.{site}.{other}", shape[:0:-1], 0, transposed=True))
+        elif path[1:] == ["rows", TAPS]:
+            found[name] = [Piece(f"{kind}.{path[0]}.{TAPS}.{n}.W", shape[1:], n) for n in range(shape[0])]
         elif path[0] == BLOCKS:
             rest = ".".join(path[1:])
             found[name] = [Piece(f"{kind}.{BLOCKS}.{n}.{rest}", shape[1:], n) for n in range(shape[0])]

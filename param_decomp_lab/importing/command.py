@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
 
-from param_decomp_jax.ci import GlobalMLP, GlobalTransformer, LayerwiseMLP
+from param_decomp_jax.ci import CIConfig, GlobalMLP, GlobalTransformer, LayerwiseMLP
 from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.method.step import Problem
 from param_decomp_lab.config import RunConfig
@@ -113,8 +113,17 @@ def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> Layout:
     with errors:
         if not isinstance(config, LayerwiseMLP | GlobalMLP | GlobalTransformer):
             raise UserError(f"pd.ci_config: the PyTorch project had no {type(config).__name__}; give what the run had")
+        if later := _options_it_lacked(config):
+            raise UserError(f"pd.ci_config: the PyTorch project had no {', '.join(later)}; leave that out")
     errors.raise_all()
     return Layout(sites, config, paths)
+
+
+def _options_it_lacked(config: CIConfig) -> list[str]:
+    """Keys of options that the CI function has and the PyTorch project had not (C9, C10)."""
+    usual = {field.name: field.default for field in fields(config)}
+    keys = {name: name for name in ("causal", "n_kv_heads", "mlp_type", "learned_norm_scale")} | {"taps": "input_tap"}
+    return [key for name, key in keys.items() if name in usual and getattr(config, name) != usual[name]]
 
 
 def _refuse_other_sites(sites: Sites, paths: dict[str, str], files: RunFiles) -> None:

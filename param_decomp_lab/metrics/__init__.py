@@ -13,6 +13,8 @@ from param_decomp_lab.metrics.ci_histograms import CIHistograms
 from param_decomp_lab.metrics.mean_ci import CIMeanPerComponent
 from param_decomp_lab.metrics.activation_density import ComponentActivationDensity
 from param_decomp_lab.metrics.hidden_acts import CIHiddenActsReconLoss
+from param_decomp_lab.metrics.active_per_position import CIActiveCountsPerPosition
+from param_decomp_lab.metrics.ci_heat_map import CIHeatMap
 
 # isort: on
 from param_decomp_lab.metrics.base import METRICS, Metric
@@ -21,6 +23,8 @@ __all__ = [
     "CI_L0",
     "METRICS",
     "CEandKLLosses",
+    "CIActiveCountsPerPosition",
+    "CIHeatMap",
     "CIHiddenActsReconLoss",
     "CIHistograms",
     "CIMeanPerComponent",

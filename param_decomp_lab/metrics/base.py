@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from param_decomp_lab.metrics.rows_shown import RowsShown
 from param_decomp_lab.schema.mistakes import Wrong
 from param_decomp_lab.schema.strict import Strict
 
@@ -26,6 +27,8 @@ class Metric(Strict):
 
     needs: ClassVar[Literal["text", "features"] | None] = None
     """The inputs of the targets that it can evaluate: a language model's text, or a toy's features. None: both."""
+    slow: ClassVar[bool] = False
+    """Whether `measure` and `row` are asked at the interval of figures only."""
     usual: ClassVar[Mapping[str, Any]] = {}
     """The keys besides `type` where `pd eval --metric` gives the type only and the run does not configure it."""
     meanings: ClassVar[Mapping[str, str]] = {}
@@ -58,7 +61,8 @@ class Metric(Strict):
         return None
 
     def measure(self, batch: Batch) -> Any:
-        """A tree of arrays, whose means over the batches `row` gets. Traced into the one program of an evaluation."""
+        """A tree of arrays, whose means over the batches `row` gets. Traced into the one program of an evaluation, or
+        of what is `slow`."""
         return None
 
     @classmethod
@@ -80,6 +84,11 @@ class Metric(Strict):
     @property
     def density_threshold(self) -> float | None:
         """The λ above which a component is active in the densities of `Snapshot.statistics`; None for any."""
+        return None
+
+    @property
+    def rows_shown(self) -> RowsShown | None:
+        """How much of the first batch `Snapshot.rows` is to have; None for a metric that does not read it."""
         return None
 
     def site_notes(self, snapshot: Snapshot) -> dict[str, str]:

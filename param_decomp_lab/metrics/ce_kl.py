@@ -107,7 +107,7 @@ def ce_and_kl(
     measured = {"ce_target": kl_and_ce(target, clean_pass, clean_pass.forward.output)[1]}
     for masking in MASKINGS:
         squash, sources = maskings[masking]
-        [masked], _ = run_masked(batch.with_squash(squash), [Stream(live, sources)])
+        [masked] = run_masked(batch.with_squash(squash), [Stream(live, sources)]).forwards
         measured[f"kl_{masking}"], measured[f"ce_{masking}"] = kl_and_ce(target, clean_pass, masked.output)
     return measured
 

@@ -17,7 +17,7 @@ from param_decomp_jax.method.state import State, init_state
 from param_decomp_jax.method.step import training_step
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.config import RunConfig
-from param_decomp_lab.eval.evaluation import Evaluation
+from param_decomp_lab.eval.evaluation import Evaluation, evaluation_programs
 from param_decomp_lab.probe.outline import known_target, outline_on
 from param_decomp_lab.runs.checkpoints.fingerprints import fingerprint_program
 from param_decomp_lab.runs.checkpoints.store import copy_program
@@ -25,6 +25,7 @@ from param_decomp_lab.setup.base import Outline
 from param_decomp_lab.setup.known_target import KnownTarget
 from param_decomp_lab.setup.programs import (
     Program,
+    aligned_components_program,
     calibration_program,
     init_program,
     initial_components_program,
@@ -36,7 +37,7 @@ from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.descriptions import describe_memory
 
 STEP = "training step"
-EVALUATIONS = ("evaluation", "figures")
+EVALUATIONS = ("evaluation", "slow evaluation", "figures", "rows of figures")
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,19 @@ def run_subject(config: RunConfig) -> Subject:
     target = known_target(resolved)
     outline, spec = partial(outline_on, resolved, target), resolved.decomposition
     phases: dict[str, Callable[[Outline], Phase]] = {"making the state": _making}
-    if config.wrapper.begins_with_singular_vectors:
-        phases["second moments"] = partial(_preparing, second_moments_program)
-        phases["singular vectors"] = partial(_preparing, initial_components_program)
+    match config.wrapper.begins_with:
+        case "weighted_singular_vectors":
+            phases["second moments"] = partial(_preparing, second_moments_program)
+            phases["singular vectors"] = partial(_preparing, initial_components_program)
+        case "nonlinearity_aligned":
+            phases["aligned components"] = partial(_preparing, aligned_components_program)
     if spec.warmup.steps:
         phases["faithfulness warm-up"] = partial(_preparing, warmup_program)
     if isinstance(spec.ci, ComponentReadout):
         phases["calibration"] = _calibrating
     phases[STEP] = partial(_stepping, config.wrapper.steps_per_dispatch)
     if config.method.eval is not None:
-        phases |= {name: partial(_evaluating, config, name) for name in EVALUATIONS}
+        phases |= {name: partial(_evaluating, config, name) for name in evaluation_programs(config.method.eval)}
     phases |= {"save": _saving, "restore": _restoring}
     return Subject(
         title=config.wrapper.run_name,

@@ -16,7 +16,7 @@ PHASES = (
 )
 """The scopes that a step consists of, in order; whatever is in none of them is small (keys, metrics, copies)."""
 
-INNER = ("faithfulness", "error", "draws")
+INNER = ("faithfulness", "nonlinearity_locality", "error", "draws")
 """Scopes within those, besides the kinds of sites (`up_proj`)."""
 
 UNSCOPED = "(no scope)"

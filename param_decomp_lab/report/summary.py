@@ -39,7 +39,8 @@ def _toy(series: Mapping[str, Series]) -> Table:
 def _losses(series: Mapping[str, Series]) -> Table:
     table = plain_table("Training", ("", "left"), ("first", "right"), ("last", "right"))
     prefix = "train/loss/"
-    keys = sorted((key for key in series if key.startswith(prefix)), key=lambda key: key == prefix + "total")
+    whole = (key for key in series if key.startswith(prefix) and "/" not in key.removeprefix(prefix))  # no parts (R6)
+    keys = sorted(whole, key=lambda key: key == prefix + "total")
     for key in keys:
         table.add_row(key.removeprefix(prefix), number(series[key].first), number(series[key].last))
     seconds = training_seconds(series)

@@ -141,7 +141,7 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
 
 def _loss_charts(series: Mapping[str, Series], terms: list[configuration.LossTerm], x_max: int) -> list[Chart]:
     prefix = "train/loss/"
-    logged = [key.removeprefix(prefix) for key in series if key.startswith(prefix)]
+    logged = [key.removeprefix(prefix) for key in series if key.startswith(prefix) and "/" not in key[len(prefix) :]]
     configured = {term.name: term for term in terms}
     order = [
         *(n for n in configured if n in logged),
@@ -161,8 +161,13 @@ def _loss_charts(series: Mapping[str, Series], terms: list[configuration.LossTer
         color = "var(--ink-2)" if name == "total" else "var(--c0)"
         title = "total (sum of coefficient × term)" if name == "total" else name
         chart = line_chart(title, {name: values}, [color], x_max=x_max, note=" · ".join(notes))
-        if chart:
-            charts.append(chart)
+        charts += [chart] if chart else []
+        own = f"{prefix}{name}/"
+        parts = {key.removeprefix(own): values for key, values in series.items() if key.startswith(own)}
+        if parts:
+            colors = [f"var(--c{n % 5})" for n in range(len(parts))]
+            chart = line_chart(f"{name}: output, and relative errors at points", parts, colors, x_max=x_max)
+            charts += [chart] if chart else []
     return charts
 
 

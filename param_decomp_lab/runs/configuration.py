@@ -97,8 +97,10 @@ def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> 
     mode = get(config, "pd", "ci_config", "fn_type")
     transformer = get(config, "pd", "ci_config", "simple_transformer_ci_cfg")
     hidden = get(config, "pd", "ci_config", "hidden_dims")
+    tap = get(config, "pd", "ci_config", "input_tap")
     readout = "component readout" if get(config, "pd", "ci_config", "component_readout") else ""
-    parts = (mode, one_line(transformer or {}), f"hidden {hidden}" if hidden else "", readout)
+    reads = f"reads {one_line(tap)}" if tap else ""
+    parts = (mode, one_line(transformer or {}), f"hidden {hidden}" if hidden else "", reads, readout)
     ci = " ".join(str(part) for part in parts if part)
     steps = get(config, "pd", "steps")
     reached = _count(steps) + (f" (last logged step {last_step:,})" if last_step is not None else "")

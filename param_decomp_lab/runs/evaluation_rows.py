@@ -96,12 +96,16 @@ def kl(series: Mapping[str, Series], masking: str) -> Series | None:
 
 
 def attacks(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Evaluation losses under a fresh attack, by name: everything under ``eval/loss/`` that is called PGD."""
+    """Evaluation losses under a fresh attack, by name: everything under ``eval/loss/`` that is called PGD. Without the
+    parts of a loss (R6)."""
     prefix = "eval/loss/"
     found = {
         key.removeprefix(prefix): values
         for key, values in series.items()
-        if key.startswith(prefix) and "pgd" in key.lower() and "persistent" not in key.lower()
+        if key.startswith(prefix)
+        and "pgd" in key.lower()
+        and "persistent" not in key.lower()
+        and "/" not in key.removeprefix(prefix)
     }
     return dict(sorted(found.items(), key=lambda item: (item[0] != "PGDReconLoss", item[0])))
 

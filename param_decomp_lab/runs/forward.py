@@ -53,7 +53,7 @@ def masked(
     if not pinned:
         batch = batch.with_squash(jnp.zeros_like)
     stream = Stream(live, GivenSources(sources, batch.clean_pass.batch))
-    [forward], _ = run_masked(batch, [stream])
+    [forward] = run_masked(batch, [stream]).forwards
     return _predictions(problem, weights, forward.output)
 
 
@@ -83,7 +83,7 @@ def attacked(
     def run(sources: Bundle) -> Array:
         masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}
         stream = Stream(live, GivenSources(masks, batch.clean_pass.batch))
-        [forward], _ = run_masked(batch, [stream])
+        [forward] = run_masked(batch, [stream]).forwards
         return forward.output
 
     no_sources = {name: Sources(jnp.zeros_like(own.components), None) for name, own in start.items()}

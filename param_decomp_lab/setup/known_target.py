@@ -94,16 +94,17 @@ def _language_architecture(source: Source, method: LanguageModelFile) -> Found |
             missing = (f"the target's weights: no {lacks[0]} in {shown_path(source)}",) if lacks else ()
             return _in_folder(source, missing)
         reason = f"target.folder: {source} is not there; give the folder of a model (its {CONFIG_FILE} is enough)"
-        return _published(method, "the wrapper's target.folder") or UnknownTarget(reason)
+        return _published_on_hub(method, "the wrapper's target.folder") or UnknownTarget(reason)
     if isinstance(source, TorchRun):
         _refuse_unknown_class(method)
-        return _torch_run(source)
+        found = _torch_run(source)
+        return found if isinstance(found, Found) else _published(str(source), source.missing()) or found
     if isinstance(source, PretrainedToy):  # in a file with mistakes, of which this is one
         return UnknownTarget(f"{source.where}: {source.missing()}")
     folder = source.cached_config()
     if folder is None:
         _refuse_unknown_class(method)
-        published = _published(method, "the local Hugging Face cache") if source.revision is None else None
+        published = _published_on_hub(method, "the local Hugging Face cache") if source.revision is None else None
         if published is not None:
             return published
         try:
@@ -129,14 +130,19 @@ def _in_folder(folder: Path, missing: tuple[str, ...]) -> Found:
     return Found(architecture, files.dtype, shown_path(folder / CONFIG_FILE), missing, notes)
 
 
-def _published(method: LanguageModelFile, where: str) -> Found | None:
-    """A model whose sizes an architecture lists. ``where`` its weights were looked for."""
+def _published_on_hub(method: LanguageModelFile, where: str) -> Found | None:
+    """``where`` the weights of the hub's model were looked for."""
     spec = method.target.spec
-    published = find_published(spec.model_name) if isinstance(spec, HubSpec) else None
-    if published is None or not isinstance(spec, HubSpec):
+    return _published(spec.model_name, f"{spec.model_name} is not in {where}") if isinstance(spec, HubSpec) else None
+
+
+def _published(name: str, lacks: str) -> Found | None:
+    """A model whose sizes an architecture lists, by its name there."""
+    found = find_published(name)
+    if found is None:
         return None
-    missing = f"the target's weights: {spec.model_name} is not in {where}"
-    return Found(published, np.dtype(published.published_dtype), "its published configuration", (missing,))
+    missing = f"the target's weights: {lacks}"
+    return Found(found, np.dtype(found.published_dtype), "its published configuration", (missing,))
 
 
 def _toy_architecture(source: Source) -> Found | UnknownTarget:

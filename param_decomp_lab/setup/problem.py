@@ -1,21 +1,29 @@
 """What a run decomposes: its target, made from an architecture, with the sites that the configuration chooses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from param_decomp_jax.ci import (
     ChunkwiseTransformer,
+    FunctionConfig,
     LayerwiseMLP,
     UnfitGroups,
+    UnfitTaps,
     stacks_read,
+    taps_of_groups,
+    with_residual_width,
 )
-from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.decomposition.sites import Site, Sites
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.architecture import Architecture, FeatureInputs, TokenInputs
+from param_decomp_jax.targets.points import UnfitPoints, match_points
 from param_decomp_lab.config import RunConfig
+from param_decomp_lab.config.checks import losses_of
 from param_decomp_lab.config.core_specs import ci_function
-from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile
+from param_decomp_lab.config.loss_schema import Loss, NonlinearityLocalityLoss, ReconLoss
+from param_decomp_lab.config.method_schema import AnyCI, EvalConfig, LanguageModelFile, LayerwiseCI
 from param_decomp_lab.errors import Errors, UserError
 from param_decomp_lab.metrics import Metric
 from param_decomp_lab.schema.strict import broken_rules
@@ -34,6 +42,7 @@ def make_problem(resolved: ResolvedConfig, architecture: Architecture, origin: s
     sites = _fitting_sites(resolved.config, architecture, origin, errors)
     errors.raise_all()
     assert sites is not None
+    spec = replace(spec, ci=with_residual_width(spec.ci, architecture.residual_width))
     return Problem(spec, architecture.target(sites, spec.memory, jnp.dtype(spec.compute_dtype)))
 
 
@@ -61,7 +70,12 @@ def _fitting_sites(config: RunConfig, architecture: Architecture, origin: str | 
     with errors:
         _check_init(config, sites)
     with errors:
-        _check_ci(method.pd.ci_config, sites)
+        _check_ci(method.pd.ci_config, sites, architecture)
+    for key, loss in losses_of(method):
+        with errors:
+            _check_units(key, loss, sites)
+        with errors:
+            _check_points(key, loss, architecture)
     with errors:
         if method.eval is not None:
             check_site_patterns(method.eval, sites)
@@ -82,16 +96,58 @@ def _check_length(config: RunConfig, architecture: Architecture, origin: str | P
         )
 
 
+def _check_points(key: str, loss: Loss, architecture: Architecture) -> None:
+    own = loss.hidden_acts_reconstruction if isinstance(loss, ReconLoss) else None
+    if own is not None:
+        try:
+            match_points(architecture.points(), own.points)
+        except UnfitPoints as error:
+            raise UserError(f"{key}.hidden_acts_reconstruction.points: {error}") from error
+
+
+def _check_units(key: str, loss: Loss, sites: Sites) -> None:
+    if isinstance(loss, NonlinearityLocalityLoss):
+        faced = {site.faces.kind for site in sites.all if site.faces is not None}
+        missing = [kind for kind in loss.unit_kind_coefficients.given if kind not in faced]
+        if missing:
+            kinds = " and no ".join(f"{kind.replace('_', ' ')}s" for kind in missing)
+            raise UserError(
+                f"{key}.unit_kind_coefficients: gives {' and '.join(missing)} a weight, but the sites face no {kinds} "
+                "(L7); set that to null"
+            )
+
+
 def _check_init(config: RunConfig, sites: Sites) -> None:
+    begins_with = config.wrapper.begins_with
+    if begins_with == "random":
+        return
     experts = [site.name for site in sites.all if site.expert is not None]
-    if experts and config.wrapper.begins_with_singular_vectors:
+    if experts:
         raise UserError(
-            f"init_components: is weighted_singular_vectors, which experts' matrices ({experts[0]}) cannot begin with; "
-            "remove it"
+            f"init_components: is {begins_with}, which experts' matrices ({experts[0]}) cannot begin with; remove it"
         )
+    if begins_with == "nonlinearity_aligned":
+        _check_aligned([sites.all[n] for stack in sites.stacks if stack.name not in sites.views for n in stack.sites])
 
 
-def _check_ci(config: AnyCI, sites: Sites) -> None:
+def _check_aligned(trained: list[Site]) -> None:
+    """T9."""
+    errors = Errors()
+    for site in trained:
+        if site.faces is None:
+            errors.lines.append(
+                f"init_components: is nonlinearity_aligned, but {site.name} faces no nonlinearity; leave it out, or "
+                "take another init_components"
+            )
+        elif site.d_in * site.d_out < site.C:
+            errors.lines.append(
+                "init_components: is nonlinearity_aligned, which gives each component an entry of the matrix at least: "
+                f"{site.name} has {site.d_in * site.d_out:,} and C {site.C:,}; lower its C"
+            )
+    errors.raise_all()
+
+
+def _check_ci(config: AnyCI, sites: Sites, architecture: Architecture) -> None:
     if any(broken_rules(config)):  # which the mistakes in the file say
         return
     function = ci_function(config)
@@ -101,11 +157,32 @@ def _check_ci(config: AnyCI, sites: Sites) -> None:
             f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, of which rows are looked up (F7); take vector_mlp, "
             "shared_mlp or a global one"
         )
-    if isinstance(function, ChunkwiseTransformer):
+    if not isinstance(config, LayerwiseCI) and config.input_tap is not None:
+        _check_taps(function, sites, architecture)
+    elif isinstance(function, ChunkwiseTransformer):
         try:
             stacks_read(function, sites)
         except UnfitGroups as error:
             raise UserError(f"pd.ci_config.input_patterns: {error}") from error
+
+
+def _check_taps(function: FunctionConfig, sites: Sites, architecture: Architecture) -> None:
+    """C10."""
+    n_blocks = len({point.layer for point in architecture.points()})
+    if n_blocks == 0:
+        raise UserError(
+            f"pd.ci_config.input_tap: a {architecture.title} has no residual stream; without the key, the CI function "
+            "reads the inputs of the sites"
+        )
+    try:
+        last = max(boundary for group in taps_of_groups(function, sites) for boundary in group)
+    except UnfitTaps as error:
+        raise UserError(f"pd.ci_config.input_tap: {error}") from error
+    if last > n_blocks:
+        raise UserError(
+            f"pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block {last}, but the "
+            f"target has {n_blocks} blocks; the highest is {n_blocks}, what the last one gives"
+        )
 
 
 def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:

@@ -15,6 +15,7 @@ from param_decomp_jax.method.calibration import calibrate
 from param_decomp_jax.method.initial_components import (
     moments_axes,
     no_moments,
+    nonlinearity_aligned,
     output_moments,
     weighted_singular_vectors,
 )
@@ -79,6 +80,12 @@ def initial_components_program(outline: Outline) -> Program:
     """``(moments, weights) -> components`` that are weighted singular vectors (T6)."""
     function = jax.jit(partial(_initial_components, outline.problem), out_shardings=_places(outline.state.components))
     return Program(function, (_second_moments(outline), outline.weights))
+
+
+def aligned_components_program(outline: Outline) -> Program:
+    """``(weights,) -> components`` that are aligned with nonlinearities (T9)."""
+    function = jax.jit(partial(nonlinearity_aligned, outline.problem), out_shardings=_places(outline.state.components))
+    return Program(function, (outline.weights,))
 
 
 def warmup_moments_program(outline: Outline) -> Program:

@@ -149,9 +149,9 @@ class Terminal:
 
 
 def brief(row: Row, prefix: str = "train/loss/") -> str:
-    """The loss terms of a row on one line."""
+    """The loss terms of a row on one line, without their parts (R6)."""
     terms = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
-    return "  ".join(f"{name} {_number(value)}" for name, value in terms.items())
+    return "  ".join(f"{name} {_number(value)}" for name, value in terms.items() if "/" not in name)
 
 
 def _number(value: float) -> str:

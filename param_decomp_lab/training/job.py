@@ -46,7 +46,11 @@ class Job:
         self.processes, self.stop, self.check_lock = processes, stop, check_lock
         self.outline, self.spec = setup.outline, setup.problem.decomposition
         stop.hint = resume_hint(folder)
-        self.evaluation = None if setup.eval is None else Evaluation(config, setup.problem, setup.eval, setup.mesh)
+        self.evaluation = (
+            None
+            if setup.eval is None
+            else Evaluation(config, setup.problem, setup.eval, setup.mesh, lambda: setup.text)
+        )
         keep = config.method.cadence.keep_last_n_checkpoints
         self.checkpoints = Checkpoints(folder, keep, config.wrapper.is_milestone, processes)
         self.identity = FolderIdentity(folder) if processes.first else None

@@ -111,6 +111,7 @@ class Loop:
             measured = evaluation.fast(state, job.setup.weights, step, job.stop)
             figures = {}
             if evaluation.slow_due(step, job.spec.steps):
+                measured = evaluation.slow(state, job.setup.weights, step, measured, job.stop)
                 job.check_folder()
                 folder = job.folder / "figures" if job.processes.first else None
                 figures = evaluation.figures(state, job.setup.weights, step, measured, folder, job.stop)

@@ -81,7 +81,7 @@ class Recorder:
     def _training_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Training metrics without the terms of adversaries that have not started yet (A6)."""
         off = {f"loss/{name}" for name, first in self._first_step.items() if step < first}
-        return {f"train/{name}": value for name, value in metrics.items() if name not in off}
+        return {f"train/{name}": x for name, x in metrics.items() if "/".join(name.split("/")[:2]) not in off}
 
     def _performance(self, newest: int) -> dict[str, float]:
         now, done = time.monotonic(), newest + 1

@@ -10,6 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from param_decomp_jax.ci import ComponentReadout
+from param_decomp_jax.decomposition.components import Components
 from param_decomp_jax.method.initial_components import n_batches
 from param_decomp_jax.method.state import State
 from param_decomp_lab.config import RunConfig, difference
@@ -20,6 +21,7 @@ from param_decomp_lab.runs.parent import Parent, find_parent, refuse_mismatch, r
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
 from param_decomp_lab.setup.programs import (
+    aligned_components_program,
     calibration_program,
     init_program,
     initial_components_program,
@@ -100,7 +102,7 @@ def _fresh(job: Job) -> State:
     """The state before step 0."""
     parent = job.processes.in_turn(partial(_parent, job))
     if parent is None:
-        return _calibrate(job, _warm_up(job, _from_data(job, _initial(job))))
+        return _calibrate(job, _warm_up(job, _from_weights(job, _initial(job))))
     job.console.print(f"starting from the components and CI function of {parent}", soft_wrap=True)
     if parent.target not in ("", job.inputs["target"]):
         print_warnings(["that run decomposed other weights than this one does"], job.console)
@@ -122,12 +124,22 @@ def _parent(job: Job) -> Parent | None:
     return parent
 
 
-def _from_data(job: Job, state: State) -> State:
-    """The state with components that are weighted singular vectors, if it is to begin with them (T6)."""
-    if not job.config.wrapper.begins_with_singular_vectors:
+def _from_weights(job: Job, state: State) -> State:
+    """The state with the components that it is to begin with, if they are not those that were drawn."""
+    begins_with = job.config.wrapper.begins_with
+    if begins_with == "random":
         return state
     for drawn in jax.tree.leaves(state.components):
         drawn.delete()
+    if begins_with == "nonlinearity_aligned":
+        components = aligned_components_program(job.outline).function(job.setup.weights)
+    else:
+        components = _singular_vectors(job)
+    return replace(state, components=components)
+
+
+def _singular_vectors(job: Job) -> Components:
+    """Weighted by what the sites give on the first batches (T6)."""
     where = f"while measuring what the sites give; {NOTHING}"
     job.stop.may_leave(where)
     n = n_batches(job.setup.problem.target.sites, prod(job.setup.leading))
@@ -139,8 +151,7 @@ def _from_data(job: Job, state: State) -> State:
                 raise job.preempted(where)
             moments = add(moments, job.setup.weights, job.setup.train(number))
             bar.advance(number + 1)
-    components = initial_components_program(job.outline).function(moments, job.setup.weights)
-    return replace(state, components=components)
+    return initial_components_program(job.outline).function(moments, job.setup.weights)
 
 
 def _warm_up(job: Job, state: State) -> State:

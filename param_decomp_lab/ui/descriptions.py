@@ -12,6 +12,7 @@ from param_decomp_jax.ci import (
     GlobalMLP,
     GlobalTransformer,
     LayerwiseMLP,
+    Taps,
 )
 from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule
 from param_decomp_jax.method.adversary import (
@@ -33,12 +34,14 @@ from param_decomp_jax.method.losses import DirectTerm, ImportanceMinimality, Lp,
 from param_decomp_jax.method.masks import Constant, Stochastic
 from param_decomp_jax.method.recon import (
     AllSites,
+    Beside,
     Chunks,
     EachSite,
     LiveSets,
     Merged,
     Reconstruction,
     SourceSpec,
+    attack_of,
     live_sets,
 )
 from param_decomp_jax.method.routing import Everywhere, Routing, StaticProbability, UniformKSubset
@@ -55,10 +58,18 @@ def describe_term(term: Term, n_sites: int | None, steps: int) -> str:
             return describe_importance_minimality(term)
         case Reconstruction():
             at = ["error at the sites' outputs"] if term.error == "hidden_acts" else []
+            at += [] if term.beside is None else [describe_beside(term.beside, attack_of(term) is not None)]
             live = describe_live_sets(term.live, n_sites)
             return "; ".join([live, describe_routing(term.routing), describe_sources(term.sources, steps), *at])
         case _:
             assert_never(term)
+
+
+def describe_beside(beside: Beside, is_persistent: bool) -> str:
+    """R6. ``is_persistent``: the term's sources are kept."""
+    text = f"beside the output {_listed(beside.points)}, times {describe_schedule(beside.coeff)}"
+    climbed = {"output": "the output's error alone", "term": "the sum"}[beside.adversary_objective]
+    return f"{text}; sources climb {climbed}" if is_persistent else text
 
 
 def describe_importance_minimality(term: ImportanceMinimality) -> str:
@@ -180,22 +191,39 @@ def describe_ci(ci: CIConfig) -> str:
         case LayerwiseMLP(kind, hidden):
             return f"layerwise {kind}, hidden {list(hidden)}"
         case GlobalMLP(hidden):
-            return f"global_shared_mlp, hidden {list(hidden)}"
+            return f"global_shared_mlp, hidden {list(hidden)}{describe_taps(ci.taps)}"
         case GlobalTransformer():
-            return f"global_shared_transformer, {describe_transformer(ci)}"
+            return f"global_shared_transformer, {describe_transformer(ci)}{describe_taps(ci.taps)}"
         case ChunkwiseTransformer(transformer, n, inputs):
             layers = "a layer" if n == 1 else f"{n} layers"
             reads = "" if inputs is None else f", reads the inputs of {_listed(inputs.patterns)}"
-            return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}"
+            taps = describe_taps(ci.taps)
+            return f"chunkwise_transformer, one to {layers}: {describe_transformer(transformer)}{reads}{taps}"
         case ComponentReadout(function):
             return f"{describe_ci(function)}, with a component readout"
         case _:
             assert_never(ci)
 
 
+def describe_taps(taps: Taps | None) -> str:
+    match taps:
+        case None:
+            return ""
+        case Taps("first_block_resid"):
+            return ", reads the residual stream that enters its first block"
+        case Taps("all_block_resids"):
+            return ", reads the residual streams that enter its blocks"
+        case Taps(offsets):
+            return f", reads the residual streams at {_listed([f'+{n}' for n in offsets])} from its first block"
+
+
 def describe_transformer(ci: GlobalTransformer) -> str:
     blocks = f"{ci.n_blocks} block{'s'[: ci.n_blocks > 1]} of width {ci.d_model:,}"
-    return f"{blocks}, {ci.n_heads} heads, MLP {list(ci.mlp_hidden)}"
+    heads = f"{ci.n_heads}{' causal' if ci.causal else ''} heads"
+    if ci.n_kv_heads is not None:
+        heads += f" ({ci.n_kv_heads} of keys and values)"
+    mlp = f"{'SwiGLU' if ci.mlp_type == 'swiglu' else 'MLP'} {list(ci.mlp_hidden)}"
+    return f"{blocks}, {heads}, {mlp}{', weights of norms' if ci.learned_norm_scale else ''}"
 
 
 def shown_path(path: Path) -> str:

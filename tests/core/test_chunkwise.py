@@ -57,9 +57,10 @@ def test_a_step_is_the_reference(exact: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layers_per_chunk", [1, 2])
 def test_a_step_on_a_llama_is_the_reference(layers_per_chunk: int) -> None:
-    """Groups of one layer, and one of two alike layers before one of another kind. In float64 alone:
+    """Groups of one layer, and, with the options of C9, one of two alike layers before another kind. In float64 alone:
     in fp32 the gradients of q and k, small differences of large numbers here, are 3e-5 away."""
-    ci = dataclasses.replace(tiny.CHUNKWISE, layers_per_chunk=layers_per_chunk, inputs=InputPatterns(("*q_proj",)))
+    transformer = tiny.TRANSFORMER if layers_per_chunk == 1 else tiny.WITH_OPTIONS
+    ci = ChunkwiseTransformer(transformer, layers_per_chunk, InputPatterns(("*q_proj",)))
     problem = tiny.problem((*TERMS, LASTING), ci=ci)
     tiny.assert_step_is_the_reference(problem, tiny.weights(), tiny.TOKENS, exact=True)
 
@@ -80,10 +81,12 @@ def test_a_step_with_experts_is_the_reference(policy: str) -> None:
     ids=["2x2x2", "1x8x1", "held"],
 )
 def test_one_device_is_eight(shape: MeshShape, policy: str) -> None:
-    """Split over all axes of the mesh, most levers of memory on; held, as the whole 8B model is."""
+    """Split over all axes of the mesh, most levers of memory on; held, as the whole 8B model is. Without levels of
+    nodes, with the options of C9."""
+    transformer = tiny.TRANSFORMER if shape.nodes > 1 else tiny.WITH_OPTIONS
     terms = devices.terms_with(devices.attacked("PersistentPGDReconLoss", BroadcastAcrossBatch(), 1), TERMS[1])
     target = tiny.target(devices.CONFIG, devices.CHOSEN)
-    problem = tiny.problem(terms, target, ci=tiny.CHUNKWISE, batch_size=devices.LEADING[0])
+    problem = tiny.problem(terms, target, ci=ChunkwiseTransformer(transformer), batch_size=devices.LEADING[0])
     devices.assert_eight_is_one(problem, 2, shape, policy)
 
 

@@ -1,4 +1,4 @@
-"""CI functions (C4, C5): logits and gradients against the reference, and how they are initialised."""
+"""CI functions (C4, C5, C9): logits and gradients against the reference, and how they are initialised."""
 
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ CONFIGS: dict[str, CIConfig] = {
     "global_shared_transformer": SMALL,
     # Two alike groups of one layer, whose `a` is not read, then two that are like no other.
     "chunkwise_transformer": ChunkwiseTransformer(SMALL, 1, InputPatterns(("*.[bc]", "layers.2.a"))),
+    "with options": tiny.WITH_OPTIONS,
 }
 LEADS = {"sequence": (2, 5), "no sequence": (3,)}
 LAZY = MemoryPolicy(save=frozenset(INTERMEDIATES) - {"logits", "ci"}, component_block=2)
@@ -180,7 +181,7 @@ def test_axes_describe_every_array(config: CIConfig) -> None:
     for (path, x), of in zip(jax.tree_util.tree_leaves_with_path(ci), described, strict=True):
         name = jax.tree_util.keystr(path)
         assert len(of.names) == x.ndim, name
-        assert of.product == (not name.endswith(".b")), name
+        assert of.product == (not name.endswith(".b") and ".norms" not in name), name
     for stack in SITES.stacks:
         heads = jax.tree.leaves(ci.heads[stack.name])
         axis = [of.at("component") for of in jax.tree.leaves(axes.heads[stack.name], is_leaf=is_axes)]
@@ -218,6 +219,13 @@ def test_the_transformer_looks_both_ways_and_at_all_sites() -> None:
     for site, change in changes_by_the_last_site(CONFIGS["global_shared_transformer"]).items():
         assert np.all(change[0] > 1e-6), site
         assert np.all(change[1] == 0), site
+
+
+def test_causal_attention_looks_back() -> None:
+    """C9: no position's logits depend on a later one's input."""
+    for site, change in changes_by_the_last_site(CONFIGS["with options"]).items():
+        assert change[0, -1] > 1e-6, site
+        assert np.count_nonzero(change) == 1, site
 
 
 def test_groups_do_not_look_at_each_other() -> None:
@@ -376,6 +384,27 @@ def test_initial_transformer() -> None:
         assert abs(x.mean()) < 5 * bound / 3**0.5 / x.size**0.5
         assert x.std() == pytest.approx(bound / 3**0.5, rel=0.02)
     assert not np.array_equal(ci.blocks.q, ci.blocks.k)
+    assert ci.blocks.norms is None
+
+
+def test_initial_transformer_with_options() -> None:
+    """C9: gate and up are two maps into a hidden layer; keys and values are as wide as their heads; norms have 1."""
+    d = 64
+    config = GlobalTransformer(d, 2, (96, 80), 4, n_kv_heads=2, mlp_type="swiglu", learned_norm_scale=True)
+    blocks: Any = initialise(config, KEY, WIDE).blocks  # type: ignore[attr-defined]
+    *hidden, last = blocks.mlp
+    for layer, fan_in, width in zip(hidden, (d, 96), (96, 80), strict=True):
+        assert layer.gate.W.shape == layer.up.W.shape == (2, fan_in, width)
+        assert not np.array_equal(layer.gate.W, layer.up.W)
+        for own in (layer.gate, layer.up):
+            assert_mlp((own, last), (fan_in, 80))
+    for name, width in zip("qkvo", (d, 32, 32, d), strict=True):
+        x = tiny.array(getattr(blocks, name))
+        assert x.shape == (2, d, width)
+        assert x.std() == pytest.approx((3 * d) ** -0.5, rel=0.02)
+    for x in (blocks.norms.attn, blocks.norms.mlp):
+        assert x.shape == (2, d)
+        assert np.all(x == 1)
 
 
 @pytest.mark.parametrize(

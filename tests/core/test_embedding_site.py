@@ -15,7 +15,7 @@ from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from param_decomp_jax.method.adversary import AdamAscent, BroadcastAcrossBatch, PersistentAttack
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp
 from param_decomp_jax.method.masks import Constant, Stochastic
-from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction
+from param_decomp_jax.method.recon import AllSites, Beside, EachSite, Reconstruction
 from param_decomp_jax.method.routing import Everywhere, UniformKSubset
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.memory import INTERMEDIATES, LEAN, PLAIN, MemoryPolicy
@@ -30,9 +30,12 @@ ATTACK = PersistentAttack(AdamAscent(Schedule(0.05)), BroadcastAcrossBatch(), n_
 TERMS = (
     Faithfulness("FaithfulnessLoss", 3.0),
     ImportanceMinimality("ImportanceMinimalityLoss", 0.03, Lp(Anneal(2.0, 0.5, 0.0, 0.6), eps=1e-6), beta=0.5),
-    Reconstruction("StochasticReconSubsetLoss", 0.7, AllSites(), UniformKSubset(), Stochastic()),
+    Reconstruction(
+        "StochasticReconSubsetLoss", 0.7, AllSites(), UniformKSubset(), Stochastic(),
+        beside=Beside(0.5, ("resid_pre.0", "resid_post.*")),
+    ),
     Reconstruction("PersistentPGDReconSubsetLoss", 0.4, AllSites(), UniformKSubset(), ATTACK),
-)
+)  # fmt: skip
 EVERY_WAY = (
     *TERMS,
     # The embedding alone live, and not live where others are.

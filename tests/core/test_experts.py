@@ -17,9 +17,10 @@ from param_decomp_jax.method.adversary import (
     PerBatchPerPosition,
     PersistentAttack,
 )
+from param_decomp_jax.method.locality import NonlinearityLocality
 from param_decomp_jax.method.losses import Faithfulness, Frequency, ImportanceMinimality, Lp
 from param_decomp_jax.method.masks import Constant, Stochastic
-from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
+from param_decomp_jax.method.recon import AllSites, Beside, Chunks, Reconstruction
 from param_decomp_jax.method.routing import Everywhere, UniformKSubset
 from param_decomp_jax.method.state_sharding import state_shardings
 from param_decomp_jax.method.step import step_outcome
@@ -62,7 +63,11 @@ LP = Lp(Anneal(1.0, 0.5, 0.0, 1.0), 1e-12)
 RANDOM = FreshAttack("random", 0.125, 2, "shared_across_batch")
 MORE = (
     ImportanceMinimality("ImportanceMinimalityLoss", 0.02, LP, frequency=Frequency(0.01, 30.0)),
-    Reconstruction("ChunkwiseSubsetReconLoss", 0.5, Chunks(5), UniformKSubset(), Stochastic("binomial")),
+    Reconstruction(
+        "ChunkwiseSubsetReconLoss", 0.5, Chunks(5), UniformKSubset(), Stochastic("binomial"),
+        beside=Beside(0.6, ("mlp_out.*", "resid_pre.2")),
+    ),
+    NonlinearityLocality("NonlinearityLocalityLoss", 0.3, (("neuron", 0.7), ("attention_head", 0.4)), 0.5, 10),
     Reconstruction("StochasticHiddenActsReconLoss", 0.2, AllSites(), Everywhere(), Stochastic(), error="hidden_acts"),
     Reconstruction("PGDReconLoss", 0.3, AllSites(), Everywhere(), RANDOM),
     Reconstruction(

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 
 from param_decomp_jax.decomposition.components import Components
+from param_decomp_jax.decomposition.draws import positions, uniform
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Site, Sites
-from param_decomp_jax.method.initial_components import n_batches, output_moments, weighted_singular_vectors
-from param_decomp_jax.method.state import init_state
+from param_decomp_jax.method.initial_components import (
+    aligned,
+    n_batches,
+    nonlinearity_aligned,
+    output_moments,
+    weighted_singular_vectors,
+)
+from param_decomp_jax.method.state import init_keys, init_state
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.sharding.placement import batch_sharding, shardings
@@ -206,8 +213,8 @@ def test_how_many_batches() -> None:
     sites = Sites((Site("a", 0, "a", "x", 100, 3, 4), Site("b", 1, "b", "h", 5, 7, 2)))
     for of, most in ((sites, 5), (CASES["every kind"].problem.target.sites, 8)):
         shapes = [(site.d_in, site.d_out) for site in of.all]
-        for positions in (1, 7, 16 * most - 1, 16 * most, 16 * most + 1, 10**6):
-            assert n_batches(of, positions) == ref.initial_batches(shapes, positions), (most, positions)
+        for n in (1, 7, 16 * most - 1, 16 * most, 16 * most + 1, 10**6):
+            assert n_batches(of, n) == ref.initial_batches(shapes, n), (most, n)
     assert [n_batches(sites, n) for n in (79, 80)] == [2, 1]
 
 
@@ -215,6 +222,61 @@ def test_experts_are_refused() -> None:
     problem = tiny.problem((), experts.target())
     with pytest.raises(AssertionError, match="expert"):
         jax.eval_shape(partial(output_moments, problem), experts.weights(), jnp.asarray(tiny.TOKENS))
+
+
+N, OTHERS = 3, 4
+"""Coordinates of the side that faces a nonlinearity, and of the other one."""
+
+
+def orders(key: Any, n: int, o: int) -> tuple[np.ndarray, np.ndarray]:
+    """The random orders of T9."""
+    of_coordinates, of_entries = jax.random.split(key)
+    drawn = uniform(of_coordinates, positions((1,)), n)[0], uniform(of_entries, positions((n,)), o)
+    first, second = (np.argsort(np.asarray(x), axis=-1, kind="stable") for x in drawn)
+    return first, second
+
+
+@pytest.mark.parametrize("C", [1, 2, N, 4, 6, 7, N * OTHERS])
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_aligned_components_are_the_reference(side: str, C: int) -> None:
+    """T9: fewer than coordinates, as many, more, and one for each entry."""
+    rows = np.arange(1.0, 1 + N * OTHERS).reshape(N, OTHERS)
+    key = jax.random.key(5)
+    chosen, others = aligned(jnp.asarray(rows), C, key)
+    wanted = ref.nonlinearity_aligned(rows.T if side == "output" else rows, side, C, *orders(key, N, OTHERS))
+    V, U = (others.T, chosen) if side == "output" else (chosen.T, others)
+    np.testing.assert_array_equal(V, wanted["V"])
+    np.testing.assert_array_equal(U, wanted["U"])
+    assert np.all(np.any(np.asarray(others) != 0, axis=1)), "no component is empty"
+    if C >= N:
+        np.testing.assert_array_equal(np.asarray(chosen).T @ np.asarray(others), rows)
+
+
+def test_aligned_components_of_every_site() -> None:
+    """T9: each site by the side that it faces, in random orders of its own; the same bits on eight devices."""
+    # Fewer than coordinates, as many, more: 8 of queries, 4 of keys, 6 of neurons.
+    counts = {"q_proj": 3, "k_proj": 6, "o_proj": 8, "gate_proj": 4, "up_proj": 6, "down_proj": 20}
+    aligned_case = case(CONFIG, {module_name(n, kind): C for n in range(4) for kind, C in counts.items()}, weights())
+    problem, frozen = aligned_case
+    sites = problem.target.sites
+
+    def made(shape: MeshShape) -> Components:
+        mesh = make_mesh(shape)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(frozen, shardings(mesh, problem.target.weight_axes(frozen), frozen))
+            return jax.device_get(jax.jit(partial(nonlinearity_aligned, problem))(placed))
+
+    alone = made(ALONE)
+    jax.tree.map(np.testing.assert_array_equal, alone, made(EIGHT))
+    key = init_keys(problem.decomposition).components
+    matrices = problem.target.site_weights(jax.tree.map(jnp.asarray, frozen))
+    for number, (site, (stack, row)) in enumerate(zip(sites.all, sites.stack_rows, strict=True)):
+        assert site.faces is not None
+        W, side = np.asarray(matrices[stack.name][row]), site.faces.side
+        sizes = W.shape if side == "input" else W.shape[::-1]
+        wanted = ref.nonlinearity_aligned(W, side, site.C, *orders(jax.random.fold_in(key, number), *sizes))
+        np.testing.assert_array_equal(alone[stack.name].V[row], wanted["V"], err_msg=site.name)
+        np.testing.assert_array_equal(alone[stack.name].U[row], wanted["U"], err_msg=site.name)
 
 
 def test_one_device_is_eight() -> None:

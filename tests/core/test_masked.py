@@ -135,7 +135,7 @@ def values_and_gradients(policy: str, together: bool) -> Any:
         reader = tiny.importance_reader(given, clean_pass, lambda z: z)
         streams = streams_of(sources, clean_pass.batch)
         if together:
-            found, _ = errors(DecomposedBatch(clean_pass, components, reader), streams, KINDS)
+            found = errors(DecomposedBatch(clean_pass, components, reader), streams, KINDS).by_stream
         else:
             alone = [
                 errors(DecomposedBatch(clean_pass, components, reader), [s], [kind])[0]
@@ -221,7 +221,7 @@ def to_logits(policy: str, squash: Squash, alone: bool = False) -> Any:
         clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
         reader = tiny.importance_reader(z, clean_pass, squash, lazy=policy in LAZY)
         drawn = [StochasticSources(Stochastic(), jax.random.fold_in(KEY, n), True) for n in range(2)]
-        found, _ = errors(
+        found, *_ = errors(
             DecomposedBatch(clean_pass, components, reader), [Stream(ALL, of) for of in drawn], ["output"] * len(drawn)
         )
         return found * jnp.asarray([1.0, -1.0])
@@ -290,7 +290,7 @@ def test_summaries_of_all_sites(policy: str) -> None:
         # One site of a stack of two is live in two streams, the other in one.
         streams = [Stream((3, 4), off), Stream((0, 1, 2), off), Stream((1, 2), off)]
         reader = tiny.importance_reader(z, clean_pass, lazy=policy in LAZY)
-        _, sums = errors(DecomposedBatch(clean_pass, components, reader), streams, ["output"] * 3, summarise)
+        sums = errors(DecomposedBatch(clean_pass, components, reader), streams, ["output"] * 3, summarise).summaries
         return sum(jnp.sum(S**2) for S in sums.values()), sums
 
     with jax.enable_x64(True):

@@ -58,8 +58,9 @@ def test_a_whole_step(kind: Any) -> None:
 
 @pytest.mark.slow
 def test_a_joint_function_goes_site_by_site() -> None:
-    """The rows of a transformer's projection and its last map: each site's is a matrix of its own (T7)."""
-    problem = tiny.problem(TERMS, ci=tiny.TRANSFORMER, ci_optimizer=SPEC)
+    """The rows of a transformer's projection and its last map: each site's is a matrix of its own (T7). So are the
+    matrices of its blocks, with the options of C9: gate and up are two."""
+    problem = tiny.problem(TERMS, ci=tiny.WITH_OPTIONS, ci_optimizer=SPEC)
     state, sites = tiny.ruffled_state(problem, seed=5), problem.target.sites
 
     def by_site(ci: dict[str, Any]) -> dict[str, Any]:

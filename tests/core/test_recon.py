@@ -103,7 +103,7 @@ def core_term(term: Reconstruction, target: Transformer, given: Setting, key: An
             DecomposedBatch(clean_pass, components, tiny.importance_reader(logits, clean_pass)),
             key,
             effective(LASTING, raw),
-        )
+        )[0]
 
     of = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
     return of(given.components, given.logits, given.bundle, given.weights, key)
@@ -209,10 +209,8 @@ def error_of(live: tuple[int, ...], given: Setting, weights: Any, components: An
     clean_pass = tiny.clean_pass(dataclasses.replace(TARGET, compute_dtype=jnp.float64), given.weights, tiny.TOKENS)
     stream = Stream(live, GivenSources(effective(LASTING, given.bundle), clean_pass.batch))
     reader = tiny.importance_reader(given.logits, clean_pass)
-    (error,), _ = errors(
-        DecomposedBatch(dataclasses.replace(clean_pass, weights=weights), components, reader), [stream], ["output"]
-    )
-    return error
+    batch = DecomposedBatch(dataclasses.replace(clean_pass, weights=weights), components, reader)
+    return errors(batch, [stream], ["output"]).by_stream[0]
 
 
 def test_layers_before_the_first_live_site_are_not_run() -> None:
@@ -277,7 +275,7 @@ def test_number_of_forwards(term: Reconstruction, expected: int) -> None:
         reader = tiny.importance_reader(given.logits, clean_pass)
         return reconstruction(
             term, DecomposedBatch(clean_pass, given.components, reader), jax.random.key(0), given.bundle
-        )
+        )[0]
 
     with jax.enable_x64(True), mock.patch.object(recon, "run_masked", counted):
         jax.eval_shape(value, given.weights)

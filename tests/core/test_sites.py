@@ -1,15 +1,22 @@
 """Sites: canonical order, and the stacks and segments that they form."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Site, Sites
+from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Site, Sites, Units
+from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_jax.targets.base import choose_sites
+from param_decomp_jax.targets.gpt import GPTConfig
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.registry import read_config
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_jax.targets.transformer_config import KINDS
 
 CONFIG = LlamaConfig(vocab_size=5, d_model=8, n_layers=12, n_heads=2, n_kv_heads=1, head_dim=4, d_mlp=6)
@@ -161,3 +168,48 @@ def test_segments_are_runs_of_alike_layers_and_no_run_is_cut(layers: list[dict[s
         assert [KINDS.index(stack.kind) for stack in segment.stacks] == sorted(map(KINDS.index, kinds))
     for a, b in pairwise(sites.segments):
         assert a.stop < b.first or layers[a.first] != layers[b.first]
+
+
+def test_units_that_matrices_face() -> None:
+    """L7: heads and neurons, on the side of the nonlinearity; nothing before an identity or at the embedding."""
+    found = {matrix.kind: matrix.faces for matrix in CONFIG.matrices()}
+    assert found == {
+        "embed": None,
+        "q_proj": Units("attention_head", "output", 2), "k_proj": Units("attention_head", "output", 1, 2),
+        "v_proj": Units("attention_head", "output", 1, 2), "o_proj": Units("attention_head", "input", 2),
+        "gate_proj": Units("neuron", "output", 6), "up_proj": Units("neuron", "output", 6),
+        "down_proj": Units("neuron", "input", 6),
+    }  # fmt: skip
+    names = {module_name(0, "q_proj"): 3, module_name(0, "o_proj") + PRE_IDENTITY: 3, module_name(0, "o_proj"): 3}
+    sites = choose_sites(CONFIG.matrices(), names)
+    assert [site.faces for site in sites.all] == [found["q_proj"], None, found["o_proj"]]
+    assert [stack.faces for stack in sites.stacks] == [site.faces for site in sites.all]
+
+
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
+
+
+def small_architectures() -> list[Architecture]:
+    files = (folder / "config.json" for folder in sorted(FAMILIES.iterdir()))
+    return [
+        *(read_config(json.loads(file.read_text())) for file in files if file.is_file()),
+        GPTConfig(vocab_size=5, n_positions=4, d_model=8, n_layers=1, n_heads=2, d_mlp=6),
+        ResidMLPConfig(n_features=3, d_embed=4, d_mlp=5, n_layers=2),
+        TMSConfig(n_features=4, n_hidden=2),
+    ]
+
+
+def test_units_of_all_architectures() -> None:
+    """L7: of every matrix but tables, whole fused ones and those of a TMS; blocks that divide the side."""
+    seen = set()
+    for architecture in small_architectures():
+        for matrix in architecture.matrices():
+            units = matrix.faces
+            seen.add(matrix.kind)
+            assert (units is None) == (matrix.lookup or matrix.kind == "qkv_proj" or architecture.name == "tms"), matrix
+            if units is not None:
+                width = matrix.d_out if units.side == "output" else matrix.d_in
+                assert width % units.n == 0
+                assert (units.kind == "neuron") == (width == units.n)
+                assert units.multiplier == 1 or matrix.kind in ("k_proj", "v_proj")
+    assert {"qkv_proj", "k_proj", "experts.up_proj", "mlp_in", "linear1"} <= seen

@@ -25,13 +25,17 @@ from param_decomp_jax.ci import (
     LayerwiseMLP,
     LazyLogits,
     Logits,
+    Taps,
     init_ci,
+    taps_of_groups,
 )  # fmt: skip
+from param_decomp_jax.ci.affine import GatedAffine
 from param_decomp_jax.ci.chunkwise import ChunkwiseCI
 from param_decomp_jax.ci.global_mlp import GlobalMLPCI
 from param_decomp_jax.ci.layerwise import ScalarMLP, SharedMLP, VectorMLP
 from param_decomp_jax.ci.readout import ReadoutCI
 from param_decomp_jax.ci.squash import Squash, lower_leaky
+from param_decomp_jax.ci.taps import TAPS
 from param_decomp_jax.ci.transformer import TransformerCI
 from param_decomp_jax.decomposition.draws import positions
 from param_decomp_jax.decomposition.schedules import Anneal, AnySchedule, Knots, Schedule, value_at
@@ -54,6 +58,7 @@ from param_decomp_jax.method.adversary import (
 )  # fmt: skip
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.inspection import step_draws, unstack_sites
+from param_decomp_jax.method.locality import NonlinearityLocality
 from param_decomp_jax.method.losses import Faithfulness, ImportanceMinimality, Lp, SmoothL0, Term
 from param_decomp_jax.method.masks import Bundle, Stochastic, StochasticSources
 from param_decomp_jax.method.muon import Muon, MuonState, either
@@ -65,6 +70,7 @@ from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, indices, replace_fields
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.llama import LlamaConfig, module_name
+from param_decomp_jax.targets.points import match_points
 from param_decomp_jax.targets.resid_mlp import ResidMLP
 from param_decomp_jax.targets.tms import TMS
 from param_decomp_jax.targets.transformer import Transformer
@@ -83,6 +89,10 @@ LEADING = (4, 5)
 TOKENS = np.random.default_rng(7).integers(0, CONFIG.vocab_size, LEADING).astype(np.int32)
 
 TRANSFORMER = GlobalTransformer(d_model=8, n_blocks=2, mlp_hidden=(6,), n_heads=2, max_len=8)
+WITH_OPTIONS = GlobalTransformer(
+    8, 2, (6, 5), n_heads=4, max_len=8, causal=True, n_kv_heads=2, mlp_type="swiglu", learned_norm_scale=True
+)
+"""All options of C9."""
 CHUNKWISE = ChunkwiseTransformer(TRANSFORMER)
 SHARED = LayerwiseMLP("shared_mlp", (5, 4))
 SCALAR = LayerwiseMLP("mlp", (3,))
@@ -249,12 +259,16 @@ def ref_components(components: Tree, sites: Sites) -> Tree:
 
 def ref_ci(ci: Any, sites: Sites) -> Tree:
     def affine(layer: Any, row: Any = ...) -> Tree:
+        if isinstance(layer, GatedAffine):
+            return {"gate": affine(layer.gate, row), "up": affine(layer.up, row)}
         return {"w": array(layer.W[row]), "b": array(layer.b[row])}
 
     ci = jax.device_get(ci)  # rows of NumPy's arrays: no program for each
     rows = list(zip(sites.all, sites.stack_rows, strict=True))
 
-    def joint(layer: Any, own: Any = rows, b: Any = ...) -> Tree:
+    def joint(layer: Any, own: Any = rows, b: Any = ..., taps: slice = slice(None)) -> Tree:
+        if TAPS in layer.rows:
+            return {"w": np.concatenate(array(layer.rows[TAPS][taps])), "b": array(layer.b[b])}
         w = [array(layer.rows[stack.name][row]) for _, (stack, row) in own if stack.name in layer.rows]
         return {"w": np.concatenate(w), "b": array(layer.b[b])}
 
@@ -263,8 +277,13 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
         return {k: np.concatenate([head[k] for head in heads], axis=-1) for k in "wb"}
 
     def blocks(of: Any, n_blocks: int) -> Tree:
+        def norms(n: int) -> Tree:
+            if of.norms is None:
+                return {}
+            return {"norms": {"attn": array(of.norms.attn[n]), "mlp": array(of.norms.mlp[n])}}
+
         return [
-            {**{name: array(getattr(of, name)[n]) for name in "qkvo"}, "mlp": [affine(layer, n) for layer in of.mlp]}
+            {name: array(getattr(of, name)[n]) for name in "qkvo"} | {"mlp": [affine(x, n) for x in of.mlp]} | norms(n)
             for n in range(n_blocks)
         ]
 
@@ -282,9 +301,10 @@ def ref_ci(ci: Any, sites: Sites) -> Tree:
         case ChunkwiseCI():
             groups = site_groups(ci.config, sites)
             of_groups = [[entry for entry in rows if entry[0].name in names] for names in groups]
+            ends = np.cumsum([0, *map(len, taps_of_groups(ci.config, sites) or [()] * len(groups))])
             return [
                 {
-                    "input": joint(ci.project, own, n),
+                    "input": joint(ci.project, own, n, slice(ends[n], ends[n + 1])),
                     "blocks": blocks(jax.tree.map(lambda x, n=n: x[n], ci.blocks), ci.config.transformer.n_blocks),
                     "head": joint_head(own),
                 }
@@ -383,6 +403,19 @@ def ref_target(of: AnyTarget, weights: Tree, inputs: np.ndarray) -> ref.Target:
     return ref.with_identity_sites(plain, [site.name for site in of.sites.all])
 
 
+def ref_point(name: str) -> str:
+    """The reference's name of a point (R6)."""
+    kind, layer = name.split(".")
+    further = int(kind == "resid_post")
+    return f"{kind.split('_')[0]}.{int(layer) + further}"
+
+
+def ref_part(name: str) -> str:
+    """The reference's name of what is logged under ``loss/``."""
+    term, slash, part = name.partition("/")
+    return term + slash + (ref_point(part) if part not in ("", "output") else part)
+
+
 def by_layer(layers: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     n_layers = len(next(iter(layers.values())))
     return [{name: array(w[n]) for name, w in layers.items()} for n in range(n_layers)]
@@ -413,14 +446,22 @@ def ref_llama(of: Transformer, weights: Tree, tokens: np.ndarray, **hooked: Call
         "experts_per_token": config.experts.per_token, "normalised": config.experts.normalised,
     }  # fmt: skip
 
-    def forward(linear: ref.Linear, choose: Any) -> ref.Num:
+    own = hooked.get("hooked", lambda layer, hook, x: x)
+
+    def forward(linear: ref.Linear, choose: Any, see: Any = lambda point, x: None) -> ref.Num:
+        def seen(layer: int, hook: str, x: ref.Num) -> ref.Num:
+            x = own(layer, hook, x)
+            if hook in ref.LLAMA_POINTS:
+                see(ref_point(f"{hook.removeprefix('hook_')}.{layer}"), x)
+            return x
+
         return ref.llama(
             plain,
             tokens,
             partial(project, linear),
             choose=lambda mixture, own: choose(mixture.removeprefix(config.prefix), own),
             **experts,
-            **hooked,
+            hooked=seen,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
@@ -492,6 +533,9 @@ def schema_term(term: Term) -> Tree:
     match term:
         case Faithfulness():
             entry["normalize"] = term.normalize
+        case NonlinearityLocality(kinds=kinds):
+            entry |= {"unit_kind_coefficients": dict(kinds), "relative_threshold": schema_schedule(term.threshold)}
+            entry["normalize_at_one"] = term.normalize_at_one
         case ImportanceMinimality(penalty=penalty, frequency=frequency):
             entry |= {"beta": term.beta, "normalize_at_one": penalty.normalize_at_one}
             match penalty:
@@ -506,6 +550,9 @@ def schema_term(term: Term) -> Tree:
                 entry["frequency"] = {**vars(frequency), "coeff": schema_schedule(frequency.coeff)}
         case Reconstruction(live=live, sources=sources):
             entry["n_samples"] = term.n_samples
+            if (beside := term.beside) is not None:
+                own = {"coeff": schema_schedule(beside.coeff), "points": beside.points}
+                entry |= {"hidden_acts_reconstruction": own, "adversary_objective": beside.adversary_objective}
             if hasattr(live, "sites_per_chunk"):
                 entry["sites_per_chunk"] = live.sites_per_chunk
             match sources:
@@ -515,6 +562,15 @@ def schema_term(term: Term) -> Tree:
                     entry |= schema_attack(sources)
                 case Merged(attack, _, adv_fraction):
                     entry |= {**schema_attack(attack), "adv_fraction": schema_schedule(adv_fraction)}
+    return entry
+
+
+def with_ref_points(entry: Tree, of: AnyTarget) -> Tree:
+    """An entry of the schema with its points (R6) in place of patterns, by the names that the reference has."""
+    if "hidden_acts_reconstruction" in entry:
+        own = entry["hidden_acts_reconstruction"]
+        matched = match_points(of.architecture.points(), own["points"])
+        entry["hidden_acts_reconstruction"] = own | {"points": [ref_point(point.name) for point in matched]}
     return entry
 
 
@@ -545,17 +601,28 @@ def schema_ci(config: CIConfig, sites: Sites) -> Tree:
         case LayerwiseMLP(kind, _):
             return {"fn_type": kind}
         case GlobalMLP():
-            return {"fn_type": "global_shared_mlp"}
+            return {"fn_type": "global_shared_mlp", "input_tap": schema_taps(config.taps)}
         case GlobalTransformer():
-            attention = {"n_heads": config.n_heads, "rope_base": config.rope_base}
-            return {"fn_type": "global_shared_transformer", "simple_transformer_ci_cfg": {"attn_config": attention}}
+            attention = {"n_heads": config.n_heads, "rope_base": config.rope_base, "causal": config.causal}
+            return {
+                "fn_type": "global_shared_transformer",
+                "simple_transformer_ci_cfg": {"attn_config": attention},
+                "input_tap": schema_taps(config.taps),
+            }
         case ChunkwiseTransformer(transformer, inputs=inputs):
             return {
                 **schema_ci(transformer, sites),
                 "fn_type": "chunkwise_transformer",
                 "groups": site_groups(config, sites),
                 "input_patterns": inputs and inputs.patterns,
+                "input_tap": schema_taps(config.taps),
             }
+
+
+def schema_taps(taps: Taps | None) -> Any:
+    if taps is None or isinstance(taps.choice, str):
+        return taps and taps.choice
+    return {"residual_boundaries": list(taps.choice)}
 
 
 def schema(problem: Problem) -> Tree:
@@ -575,7 +642,7 @@ def schema(problem: Problem) -> Tree:
         "tied_weights": problem.target.sites.tied,
         "components_optimizer": schema_optimizer(spec.components_optimizer),
         "ci_fn_optimizer": schema_optimizer(spec.ci_optimizer),
-        "loss_metrics": [schema_term(term) for term in spec.terms],
+        "loss_metrics": [with_ref_points(schema_term(term), problem.target) for term in spec.terms],
         "faithfulness_warmup_steps": spec.warmup.steps,
         "faithfulness_warmup_lr": spec.warmup.lr,
         "faithfulness_warmup_weight_decay": spec.warmup.weight_decay,
@@ -645,7 +712,14 @@ def ref_step(problem: Problem, state: Tree, weights: Tree, inputs: np.ndarray) -
     draws = ref_draws(problem, state["step"], leading_axes(target, inputs))
     error = ref.kl_error if isinstance(target, Transformer) else ref.mse_error
     forward = ref_target(target, weights, inputs)
-    return ref.training_step(forward, error, names, schema(problem), state, draws)
+    return ref.training_step(forward, error, names, schema(problem), state, draws, ref_units(target))
+
+
+def ref_units(of: AnyTarget) -> Mapping[str, ref.Units]:
+    """L7, by the reference."""
+    config = of.architecture
+    heads = (config.n_heads, config.n_kv_heads) if isinstance(of, Transformer) else (1, 1)
+    return ref.faced_units({site.name: np.zeros((site.d_in, site.d_out)) for site in of.sites.all}, *heads)
 
 
 # ---- comparing (D4) ----
@@ -679,7 +753,9 @@ def assert_alike(want: Tree, got: Tree, tolerance: float) -> float:
 
 def assert_step(problem: Problem, got: StepOutcome, want: ref.StepResult, tolerance: float) -> float:
     """Total, terms, gradients, their norms and the whole new state of one step; the largest deviation."""
-    metrics = {name.removeprefix("loss/"): float(x) for name, x in got.metrics.items() if name.startswith("loss/")}
+    metrics = {
+        ref_part(name.removeprefix("loss/")): float(x) for name, x in got.metrics.items() if name.startswith("loss/")
+    }
     terms = {name.replace("/frequency", "_frequency"): x for name, x in want.terms.items()}
     norms = {key: got.metrics[f"grad_norms/summary/{key}"] for key in ("components", "ci_fns")}
     wanted_norms = {

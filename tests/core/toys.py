@@ -48,7 +48,7 @@ def weights(config: Config, seed: int = 0) -> Any:
         name, noise = path[-1].key, rng.normal(size=shape)
         if name == "embed":
             return (noise / np.linalg.norm(noise, axis=-1, keepdims=True)).astype(np.float32)
-        return (0.3 * noise if "bias" in name else 1.4 * noise / shape[-2] ** 0.5).astype(np.float32)
+        return (0.3 * noise if len(shape) < 2 or "bias" in name else 1.4 * noise / shape[-2] ** 0.5).astype(np.float32)
 
     return jax.device_put(jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple)))
 

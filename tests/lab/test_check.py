@@ -14,7 +14,7 @@ from param_decomp_jax.decomposition.schedules import Schedule
 from param_decomp_jax.method import recon
 from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack, SignAscent, SingleSource
 from param_decomp_jax.method.masks import Stochastic
-from param_decomp_jax.method.recon import AllSites, EachSite, Reconstruction, n_attack_passes, n_forwards
+from param_decomp_jax.method.recon import AllSites, Beside, EachSite, Reconstruction, n_attack_passes, n_forwards
 from param_decomp_jax.method.routing import Everywhere
 from param_decomp_jax.method.step import training_step
 from param_decomp_jax.targets.llama import LlamaConfig
@@ -202,17 +202,20 @@ def test_passes_are_those_that_are_made() -> None:
         Reconstruction("a", 1.0, EachSite(), Everywhere(), Stochastic(), 2),
         Reconstruction("b", 1.0, EachSite(), Everywhere(), FreshAttack("ones", 0.1, 2, "unique_per_datapoint")),
         Reconstruction("c", 1.0, AllSites(), Everywhere(), kept),
+        Reconstruction("d", 1.0, AllSites(), Everywhere(), kept, beside=Beside(1.0, ("resid_post.*",))),
+        Reconstruction("e", 1.0, AllSites(), Everywhere(), kept, beside=Beside(1.0, ("resid_post.*",), "term")),
     )
-    problem = core.problem(terms, toys.target(toys.SPARSE, {"linear1": 3, "linear2": 2}))
+    config = toys.residual()
+    problem = core.problem(terms, toys.target(config, {"layers.0.mlp_in": 3, "layers.2.mlp_in": 2}))
     state = core.ruffled_state(problem, leading=(toys.ROWS,))
-    inputs = jnp.asarray(toys.features(toys.SPARSE))
+    inputs = jnp.asarray(toys.features(config))
     with (
         mock.patch.object(recon, "run_masked", wraps=recon.run_masked) as made,
         mock.patch.object(jax.lax, "fori_loop", written_out),
     ):
-        jax.eval_shape(lambda: training_step(problem, state, toys.weights(toys.SPARSE), inputs))
+        jax.eval_shape(lambda: training_step(problem, state, toys.weights(config), inputs))
     passes = sum(len(call.args[1]) for call in made.call_args_list)
-    assert passes == sum(n_forwards(t, 2) + n_attack_passes(t, 2) for t in terms) == 4 + (2 + 4) + (1 + 3)
+    assert passes == sum(n_forwards(t, 2) + n_attack_passes(t, 2) for t in terms) == 4 + (2 + 4) + 4 + (4 + 1) + 4
 
 
 def test_curves() -> None:

@@ -38,7 +38,7 @@ from param_decomp_lab.safe_io.yaml_text import dump_yaml, parse_yaml, read_mappi
 from param_decomp_lab.schema.mistakes import ConfigSource
 from param_decomp_lab.schema.site_names import PREFIXES
 from param_decomp_lab.schema.strict import validate
-from param_decomp_lab.ui.descriptions import describe_importance_minimality
+from param_decomp_lab.ui.descriptions import describe_ci, describe_importance_minimality
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "llama8b_l18_example.yaml"
 TORCH = EXAMPLE.parent / "torch" / EXAMPLE.name
@@ -258,6 +258,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "StochasticHiddenActsReconLoss": {},
     "ChunkwiseSubsetReconLoss": ROUTED | {"sites_per_chunk": 2},
     "ImportanceMinimalityLoss": {"pnorm": 2.0, "beta": 0.5},
+    "NonlinearityLocalityLoss": {"unit_kind_coefficients": {"neuron": 1.0}, "relative_threshold": 0.5},
     "PGDReconLoss": PGD,
     "PGDReconLayerwiseLoss": PGD,
     "PGDReconSubsetLoss": PGD | ROUTED,
@@ -270,6 +271,8 @@ METRICS: dict[str, dict[str, Any]] = {
     "CIHistograms": {"n_batches_accum": None},
     "ComponentActivationDensity": {},
     "CIMeanPerComponent": {},
+    "CIActiveCountsPerPosition": {},
+    "CIHeatMap": {},
     "CIHiddenActsReconLoss": {},
     "IdentityCIError": {"identity_ci": [{"layer_pattern": "x", "n_features": 5}], "dense_ci": None},
     "PermutedCIPlots": {"identity_patterns": ["x"], "dense_patterns": None},
@@ -1280,6 +1283,47 @@ def test_chunks_reach_the_core() -> None:
     ):
         with pytest.raises(UserError, match=message):
             example(chunkwise(**changes))
+
+
+def test_options_of_a_transformer_reach_the_core() -> None:
+    """C9."""
+    attention = {"n_heads": 4, "causal": True, "n_kv_heads": 2}
+    of = {"d_model": 8, "n_blocks": 2, "mlp_type": "swiglu", "learned_norm_scale": True, "attn_config": attention}
+    made = decomposition(example(chunkwise(simple_transformer_ci_cfg=of))).ci
+    options = {"causal": True, "n_kv_heads": 2, "mlp_type": "swiglu", "learned_norm_scale": True}
+    want = ci.GlobalTransformer(8, 2, (32,), 4, **options)  # type: ignore[arg-type]
+    assert made == ci.ChunkwiseTransformer(want)
+    assert describe_ci(made).endswith("4 causal heads (2 of keys and values), SwiGLU [32], weights of norms")
+    with pytest.raises(UserError, match=r"attn_config.n_kv_heads: must divide n_heads \(4\), not 3"):
+        example(chunkwise(simple_transformer_ci_cfg={**of, "attn_config": {**attention, "n_kv_heads": 3}}))
+
+
+@pytest.mark.parametrize("tap", ["first_block_resid", "all_block_resids", {"residual_boundaries": [0, 2]}])
+def test_taps_reach_the_core(tap: Any) -> None:
+    """C10."""
+    choice = (0, 2) if isinstance(tap, dict) else tap
+    made = decomposition(example(chunkwise(input_tap=tap))).ci
+    assert made == ci.ChunkwiseTransformer(ci.GlobalTransformer(8, 2, (32,), 2), taps=ci.Taps(choice))
+    said = {"first_block_resid": "stream that enters its first block", "all_block_resids": "that enter its blocks"}
+    assert describe_ci(made).endswith(said.get(str(choice), "at +0, +2 from its first block"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_tap": "all_taps"}, r"input_tap: should be 'first_block_resid' or 'all_block_resids'"),
+        ({"input_tap": {"residual_boundaries": []}}, r"input_tap.*residual_boundaries: needs at least 1"),
+        (
+            {"input_tap": {"residual_boundaries": [0, 2, 2]}},
+            r"residual_boundaries.2: is 2, not above 2; the offs",
+        ),
+        ({"input_tap": {"residual_boundaries": [-1]}}, r"residual_boundaries.0: should be greater than or equal to 0"),
+        ({"input_tap": "first_block_resid", "input_patterns": ["*"]}, r"input_patterns: has no effect with input_tap"),
+    ],
+)
+def test_taps_that_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        example(chunkwise(**changes))
 
 
 SUBSETS = [kind for kind, point in POINTS.items() if point[1] == HALF and kind != "ChunkwiseSubsetReconLoss"]

@@ -23,7 +23,7 @@ from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 from param_decomp_lab import __version__
 from param_decomp_lab.config import load_config
-from param_decomp_lab.config.loss_schema import LOSSES, REFUSED, Loss
+from param_decomp_lab.config.loss_schema import LOSSES, REFUSED, Loss, ReconLoss
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.config.wrapper import Wrapper
 from param_decomp_lab.metrics import METRICS, Metric
@@ -78,8 +78,11 @@ MODELS = reachable(
     *(Wrapper, LanguageModelFile, ToyFile, PretrainRecipe, ToyRecipe, *LOSSES.values(), *METRICS.values())
 )
 del MODELS[Metric.__name__]  # of which only those of METRICS occur
+MODELS[ReconLoss.__name__] = ReconLoss
 LOSS_KEYS = {"type", "coeff", "name"}
 """Documented once, for all losses."""
+RECON_KEYS = ReconLoss.model_fields.keys() - LOSS_KEYS
+"""Documented once, for all reconstructions."""
 
 
 def tables(marker: str) -> Iterator[tuple[list[str], list[list[str]]]]:
@@ -125,6 +128,7 @@ def test_every_key_of_every_model_is_documented_once() -> None:
     for name, model in MODELS.items():
         is_loss = issubclass(model, Loss) and model is not Loss
         wanted = set(model.model_fields) - (LOSS_KEYS if is_loss else set())
+        wanted -= RECON_KEYS if model is not ReconLoss else set()
         if is_loss and name not in found:
             # Routing has a section of its own, and the table of losses says which of them take it.
             assert wanted <= {"routing"}, f"docs/configuration.md has no table for {name}"
@@ -156,7 +160,7 @@ def test_every_loss_and_metric_has_a_row(table: str) -> None:
     assert sorted(code(row[0])[0] for row in rows) == sorted(by_name)
     for row in rows:
         model = by_name[code(row[0])[0]]
-        assert set(code(row[1])) == set(model.model_fields) - LOSS_KEYS
+        assert set(code(row[1])) == set(model.model_fields) - LOSS_KEYS - RECON_KEYS
 
 
 def test_what_is_refused_is_named() -> None:

@@ -140,6 +140,7 @@ PARAMETERS = {
     "google/gemma-2-9b": 9_241_705_984,
     "allenai/OLMo-2-1124-7B": 7_298_617_344,
     "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "wandb:goodfire/spd/t-9d2b8f02": 66_931_200,
 }
 """As their authors count them, a tied head once."""
 

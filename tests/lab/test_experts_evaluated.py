@@ -15,7 +15,8 @@ from param_decomp_jax.method.masks import Stochastic
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_lab.eval.examples import n_shown
-from param_decomp_lab.metrics import CI_L0
+from param_decomp_lab.metrics import CI_L0, CIActiveCountsPerPosition
+from param_decomp_lab.metrics.active_per_position import THRESHOLDS
 from param_decomp_lab.metrics.batch import Batch
 from param_decomp_lab.metrics.snapshot import Snapshot
 from param_decomp_lab.metrics.statistics import BINS, Statistics, batch_statistics
@@ -40,6 +41,8 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
     sites = problem.target.sites
     metrics = [CI_L0(type="CI_L0", groups=None, ci_alive_threshold=threshold) for threshold in (0.0, THRESHOLD)]
 
+    by_position = CIActiveCountsPerPosition(type="CIActiveCountsPerPosition")
+
     @jax.jit
     def measured(learned: Learned, weights: Any) -> Any:
         components = with_views(learned.components, sites)
@@ -47,9 +50,9 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
         batch = Batch(read.clean_pass, components, read.reader, Stochastic(), jax.random.key(0))
         statistics = batch_statistics(batch, THRESHOLD)
         logits = site_logits(problem, learned, weights, tokens, chosen)
-        return CI_L0.measure_all(metrics, batch), statistics, logits
+        return CI_L0.measure_all(metrics, batch), by_position.measure(batch), statistics, logits
 
-    l0, statistics, logits = jax.device_get(measured(state.learned, weights))
+    l0, at_positions, statistics, logits = jax.device_get(measured(state.learned, weights))
     lower = {name: np.clip(z, 0, 1) for name, z in logits.items()}  # of −∞, 0
     exists = {name: np.isfinite(z).all(-1) for name, z in logits.items() if ref.expert_of(name)}
     assert all(0 < own.mean() < 1 for own in exists.values())
@@ -64,6 +67,9 @@ def test_evaluated_where_they_are_taken(memory: MemoryPolicy) -> None:
     assert row == pytest.approx(expected | routed)
     assert list(row) == [*expected, *routed]  # once, after all of L0
     assert sum(row[key] for key in routed) == pytest.approx(experts.per_token)
+
+    active = [sum((lam > t).sum(-1) for lam in lower.values()).mean(0) for t in THRESHOLDS]
+    np.testing.assert_allclose(at_positions, np.stack(active, axis=-1), atol=1e-5)
 
     for name, lam in lower.items():
         np.testing.assert_allclose(of_sites.means[name], lam.mean((0, 1)), atol=1e-6)

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +27,14 @@ from tests.lab.tiny_run import EARLY, LATE, LIGHT, ROOT, SEQ_LEN, SITES, STEPS, 
 TOKENS = np.random.default_rng(6).integers(0, 256, SEQ_LEN)
 
 
-def read_as_told(folder: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def read_as_told(folder: Path, inputs: Mapping[str | int, np.ndarray]) -> dict[str, np.ndarray]:
     """The README's code in a process of its own that has neither JAX nor this package: λ of these site inputs."""
     blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 2
-    np.savez(folder.parent / "inputs.npz", **inputs)
+    np.savez(folder.parent / "inputs.npz", **{str(name): x for name, x in inputs.items()})
     end = f"""
 given = np.load({str(folder.parent / "inputs.npz")!r})
-found = logits({{site: given[site].astype(np.float64) for site in SITES}})
+found = logits({{int(name) if name.isdigit() else name: x.astype(np.float64) for name, x in given.items()}})
 np.savez({str(folder.parent / "found.npz")!r}, **{{site: importance(z) for site, z in found.items()}})
 import sys
 assert not {{name.split(".")[0] for name in sys.modules}} & {{"jax", "param_decomp_lab", "param_decomp_jax", "torch"}}
@@ -47,10 +47,12 @@ assert not {{name.split(".")[0] for name in sys.modules}} & {{"jax", "param_deco
     return dict(np.load(folder.parent / "found.npz"))
 
 
-def site_inputs(run: Run, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """F5, by the reference: what every site multiplies in the clean pass."""
+def site_inputs(run: Run, inputs: np.ndarray) -> dict[str | int, np.ndarray]:
+    """F5, C10, by the reference: what every site multiplies in the clean pass, and residual streams by their block."""
     target = core.ref_target(run.problem.target, run.weights, inputs)
-    return ref.clean_pass(target, list(run.sites)).inputs
+    points = ref.clean_points(target).items()
+    streams = {int(name.removeprefix("resid.")): x for name, x in points if name.startswith("resid.")}
+    return {**ref.clean_pass(target, list(run.sites)).inputs, **streams}
 
 
 def test_read_with_numpy_alone(finished: Path, tmp_path: Path) -> None:
@@ -75,6 +77,11 @@ CI_CONFIGS = {
     "no hidden layer": "{mode: layerwise, fn_type: shared_mlp, hidden_dims: []}",
     "global_shared_mlp": "{mode: global, fn_type: global_shared_mlp, hidden_dims: [8, 6]}",
     "readout": "{mode: global, fn_type: global_shared_mlp, hidden_dims: [8, 6], component_readout: true}",
+    "with options": "{mode: global, fn_type: global_shared_transformer, simple_transformer_ci_cfg: {d_model: 8, "
+    "n_blocks: 2, mlp_hidden_dim: [6, 5], mlp_type: swiglu, learned_norm_scale: true, "
+    "attn_config: {n_heads: 4, n_kv_heads: 2, causal: true}}}",
+    "taps": "{mode: chunkwise, fn_type: chunkwise_transformer, input_tap: {residual_boundaries: [0, 1]}, "
+    "simple_transformer_ci_cfg: {d_model: 8, n_blocks: 2, mlp_hidden_dim: [6, 5], attn_config: {n_heads: 2}}}",
     "chunkwise_transformer": "{mode: chunkwise, fn_type: chunkwise_transformer, input_patterns: ['*.up_proj'], "
     "simple_transformer_ci_cfg: {d_model: 8, n_blocks: 2, mlp_hidden_dim: [6, 5], attn_config: {n_heads: 2}}}",
 }
@@ -89,6 +96,8 @@ CI_CONFIGS = {
         ("shared_mlp", "upper_leaky_hard"),
         ("no hidden layer", "swish_hard"),
         ("global_shared_mlp", "hard"),
+        ("with options", "leaky_hard"),
+        ("taps", "leaky_hard"),
         ("chunkwise_transformer", "leaky_hard"),
         ("readout", "two_sided_leaky_hard"),
     ],

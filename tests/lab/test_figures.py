@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from param_decomp_lab.metrics.figures import (
     activation_density,
+    active_per_position,
+    ci_heat_map,
     ci_histograms,
     figure_path,
     mean_ci_per_component,
@@ -113,6 +115,38 @@ def test_a_failed_save_leaves_the_old_figure(tmp_path: Path, monkeypatch: pytest
         save_figure(figure, path)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.png"]
+
+
+def heat_map(sites: list[str], tokens: list[list[str]] | None, n: int = 40) -> Figure:
+    lam = np.random.default_rng(0).random((2, 4, n)) < 0.3
+    return ci_heat_map(dict.fromkeys(sites, (np.arange(n) * 100, lam.astype(float))), tokens)
+
+
+def test_tokens_stand_beside_the_leftmost_maps(tmp_path: Path) -> None:
+    """Also such as would be read as a formula, are too long, or are not in the font."""
+    tokens = [["$a", "b$", "漢字", "unbelievably"], ["\\frac", "}", "", "é"]]
+    figure = heat_map(names(2, MLP), tokens)
+    *maps, _ = figure.axes
+    left = [[label.get_text() for label in axes.get_yticklabels()] for axes in (maps[0], maps[3])]
+    assert left == [["$a", "b$", "□□", "unbeliev…", "\\frac", "}", "", "é"]] * 2
+    assert all(axes.yaxis.get_tick_params()["labelleft"] is False for axes in (maps[1], maps[2], maps[4]))
+    save_figure(figure, tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("sites", [["linear1"], names(11, MLP)])
+def test_positions_stand_where_tokens_do_not(sites: list[str], tmp_path: Path) -> None:
+    figure = heat_map(sites, None if len(sites) == 1 else [["a"] * 4] * 2, n=700)
+    assert next(label.get_text() for label in figure.axes[0].get_yticklabels()) == "0"
+    assert figure.axes[0].get_ylabel() == "position"
+    assert "strongest of" in figure.axes[0].get_xlabel()
+    save_figure(figure, tmp_path / "a.png")
+
+
+def test_active_components_at_each_position(tmp_path: Path) -> None:
+    for counts in (np.arange(30.0).reshape(10, 3), np.zeros((1, 3))):
+        figure = active_per_position(counts, (0.0, 0.01, 0.1))
+        assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [list(x) for x in counts.T]
+        save_figure(figure, tmp_path / "a.png")
 
 
 # The toys' figures

@@ -1,4 +1,5 @@
-"""Runs that begin with weighted singular vectors (T6): what they begin with, resuming, what is refused and said."""
+"""Runs that begin with weighted singular vectors (T6) or aligned components (T9): what these are, resuming, what is
+refused and said."""
 
 import shutil
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.core.test_experts import CONFIG as WITH_EXPERTS
 from tests.lab.tiny_run import ARCHITECTURE, BATCH, LIGHT, SEQ_LEN, Tiny, pd_here, rows, saved_arrays, saved_steps
 
 FROM_DATA = "init_components=weighted_singular_vectors"
+ALIGNED = "init_components=nonlinearity_aligned"
 SETTINGS = (*LIGHT, FROM_DATA, "milestones=[0]", "cadence.save_every=6")
 
 
@@ -101,6 +103,25 @@ def test_a_parent_comes_first(tiny: Tiny, run: Path, tmp_path: Path) -> None:
             np.testing.assert_array_equal(x, theirs[name])
 
 
+def test_aligned_with_the_neurons(tiny: Tiny, tmp_path: Path) -> None:
+    """As many components as neurons at one site, fewer at the others."""
+    up, down = "{module_pattern: layers.0.mlp.up_proj, C: 24}", "{module_pattern: layers.*.mlp.down_proj, C: 9}"
+    settings = (f"pd.decomposition_targets=[{up}, {down}]", "pd.faithfulness_warmup_steps=0", "milestones=[0]")
+    outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, ALIGNED, *settings, "pd.steps=1"))
+    assert outcome.status == 0, outcome
+    folder = tmp_path / "p-00000001"
+    setup, begun = set_up(ResolvedConfig(saved_config(folder)), Console(quiet=True)), saved_arrays(folder, 0)
+    sites, matrices = setup.problem.target.sites, setup.problem.target.site_weights(setup.weights)
+    for site, (stack, row) in zip(sites.all, sites.stack_rows, strict=True):
+        V, U = (begun[f"learned/components/{stack.name}/{name}"][row] for name in "VU")
+        W = np.asarray(matrices[stack.name][row])
+        of_neurons, others, by_neuron = (U, V.T, W.T) if site.kind == "up_proj" else (V.T, U, W)
+        neurons = of_neurons.argmax(axis=1)
+        np.testing.assert_array_equal(of_neurons, np.eye(ARCHITECTURE.d_mlp)[neurons])
+        np.testing.assert_array_equal(others, by_neuron[neurons])
+        assert len(set(neurons)) == site.C
+
+
 def test_refused(tiny: Tiny, run: Path) -> None:
     resumed = pd_here("train", "--resume", str(run), "--set", "init_components=random")
     assert resumed.status == 2
@@ -112,6 +133,13 @@ def test_refused(tiny: Tiny, run: Path) -> None:
     experts = replace(WITH_EXPERTS, vocab_size=ARCHITECTURE.vocab_size)
     with pytest.raises(UserError, match=r"init_components: .* experts' matrices \(layers\.\d+\.mlp\.experts\.0\."):
         make_problem(ResolvedConfig(load_config(tiny.config, [*SETTINGS, *with_experts])), experts, "here")
+    embedding, up = "{module_pattern: embed_tokens, C: 4}", "{module_pattern: layers.*.mlp.up_proj, C: 385}"
+    with_embedding = f"pd.decomposition_targets=[{embedding}, {up}]"
+    with pytest.raises(UserError) as refused:
+        make_problem(ResolvedConfig(load_config(tiny.config, [*LIGHT, ALIGNED, with_embedding])), ARCHITECTURE, "here")
+    other, *too_many = str(refused.value).splitlines()
+    assert "embed_tokens faces no nonlinearity" in other
+    assert ["has 384 and C 385" in line for line in too_many] == [True, True]
 
 
 def test_what_is_said_of_it(tiny: Tiny) -> None:
@@ -122,3 +150,7 @@ def test_what_is_said_of_it(tiny: Tiny) -> None:
     phases = list(run_subject(load_config(tiny.config, [FROM_DATA])).phases)
     assert phases[:4] == ["making the state", "second moments", "singular vectors", "faithfulness warm-up"]
     assert "second moments" not in run_subject(load_config(tiny.config)).phases
+    assert list(run_subject(load_config(tiny.config, [ALIGNED])).phases)[:2] == [
+        "making the state",
+        "aligned components",
+    ]

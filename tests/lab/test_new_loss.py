@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from param_decomp_jax.method.clean_pass import DecomposedBatch
 from param_decomp_jax.method.losses import DirectTerm, Term
 from param_decomp_lab.config.loss_parts import DEFAULT_ROUTING, Routing
-from param_decomp_lab.config.loss_schema import LOSSES, Loss
+from param_decomp_lab.config.loss_schema import LOSSES, Loss, ReconLoss
 from param_decomp_lab.config.term_maker import TermMaker
 from param_decomp_lab.schema.kinds import registered
 from param_decomp_lab.schema.strict import Count, NonNegative
@@ -22,7 +22,7 @@ from tests.lab.toy_run import CONFIG, save_toy, settings
 # --8<-- a new reconstruction loss: what somebody adds to `config/loss_schema.py`, there with @registered(LOSSES)
 
 
-class CIMaskedChunkwiseReconLoss(Loss):
+class CIMaskedChunkwiseReconLoss(ReconLoss):
     """Masks equal to λ, on groups of consecutive sites in turn."""
 
     type: Literal["CIMaskedChunkwiseReconLoss"]

@@ -76,6 +76,8 @@ LLAMA_8B = {
     "llama8b_l18-26_9layer_chunkwise": (27, 49_152),
     "llama8b_l18-26_9layer_chunkwise_seq2048": (27, 49_152),
     "llama8b_all_mlp": (96, 49_152),
+    "llama8b_l18_august": (3, 14_336),
+    "llama8b_l18-26_august": (27, 14_336),
 }
 
 
@@ -177,7 +179,7 @@ def test_every_key_and_choice_occurs() -> None:
     assert documented() - given(configs) == set()
     trained = {loss.type for config in configs for loss in config.method.pd.loss_metrics}
     measured = {m.type for config in configs if config.method.eval for m in config.method.eval.metrics}
-    assert trained == LOSSES.keys()
+    assert trained == {name for name, loss in LOSSES.items() if not loss.slow}
     assert measured == LOSSES.keys() | METRICS.keys()
 
 
@@ -230,6 +232,52 @@ REFUSED = {
     ),
     "inputs that nothing has": (
         "llama_chunkwise", "pd.ci_config.input_patterns=['*.q_proj']", "pd.ci_config.input_patterns: '*.q_proj' matches"
+    ),
+    "points that are not there": (
+        "llama_merged",
+        "pd.loss_metrics.6.hidden_acts_reconstruction.points=[resid_mid.0]",
+        "pd.loss_metrics.6.hidden_acts_reconstruction.points: 'resid_mid.0' matches no point; there are resid_pre, at",
+    ),
+    "an activation twice, measured": (
+        "llama_merged",
+        "eval.metrics.3.hidden_acts_reconstruction.points=['resid_*.*']",
+        "eval.metrics.3.hidden_acts_reconstruction.points: resid_post.0 and resid_pre.1 are one activation",
+    ),
+    "points of a TMS": (
+        "tms_attacks",
+        "pd.loss_metrics=[{type: CIMaskedReconLoss, coeff: 1, hidden_acts_reconstruction: {coeff: 1, points: ['*']}}]",
+        "pd.loss_metrics.0.hidden_acts_reconstruction.points: the target has no residual stream",
+    ),
+    "units that no site faces": (
+        "llama_merged",
+        "pd.loss_metrics.5.unit_kind_coefficients.attention_head=1",
+        "pd.loss_metrics.5.unit_kind_coefficients: gives attention_head a weight, but the sites face no atten",
+    ),
+    "no kind of unit": (
+        "llama_merged",
+        "pd.loss_metrics.5.unit_kind_coefficients={neuron: null}",
+        "pd.loss_metrics.5.unit_kind_coefficients: gives no kind of unit a weight",
+    ),
+    "a threshold that reaches 0": (
+        "llama_merged",
+        "pd.loss_metrics.5.relative_threshold={max_val: 1, points: [{at: 0, frac: 1}, {at: 1, frac: 0}]}",
+        "pd.loss_metrics.5.relative_threshold: must stay above 0 (0/0 where a component does not touch a unit): give",
+    ),
+    "hidden activations of a hidden loss": (
+        "llama_merged",
+        "pd.loss_metrics.0={type: StochasticHiddenActsReconLoss, coeff: 1, hidden_acts_reconstruction: {coeff: 1, "
+        "points: ['*']}}",
+        "pd.loss_metrics.0.hidden_acts_reconstruction: unknown key 'hidden_acts_reconstruction'",
+    ),
+    "a tap without a residual stream": (
+        "tms_attacks",
+        "pd.ci_config={mode: global, fn_type: global_shared_mlp, hidden_dims: [3], input_tap: first_block_resid}",
+        "pd.ci_config.input_tap: a TMS has no residual stream",
+    ),
+    "a tap behind the last block": (
+        "llama_transformer",
+        "pd.ci_config.input_tap={residual_boundaries: [0, 9]}",
+        "pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block 9, but the target has",
     ),
     "the wrong toy": ("tms_attacks", "experiment=resid_mlp", "the target's architecture is tms"),
     "features that are not there": (

@@ -4,6 +4,8 @@ They are logged under ``slow_eval/figures/<name>`` and saved as ``figures/<name>
 """
 
 from param_decomp_lab.metrics.figures.activation_density import activation_density
+from param_decomp_lab.metrics.figures.active_per_position import active_per_position
+from param_decomp_lab.metrics.figures.ci_heat_map import ci_heat_map
 from param_decomp_lab.metrics.figures.ci_histograms import ci_histograms
 from param_decomp_lab.metrics.figures.mean_ci import mean_ci_per_component
 from param_decomp_lab.metrics.figures.permuted_ci import n_shown, permuted_ci
@@ -12,6 +14,8 @@ from param_decomp_lab.metrics.figures.uv_matrices import tms_geometry, uv_matric
 
 __all__ = [
     "activation_density",
+    "active_per_position",
+    "ci_heat_map",
     "ci_histograms",
     "figure_path",
     "mean_ci_per_component",

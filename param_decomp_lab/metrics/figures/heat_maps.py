@@ -144,7 +144,8 @@ def style_bar(axes: Axes) -> None:
 
 def label_columns(axes: Axes, order: Integer[np.ndarray, "columns"], size: HeatMap) -> None:
     """Under every column the number of its component where that fits, else positions in the order."""
-    if size.pixels_per_column >= 20:
+    digits = len(str(max(order, default=0)))
+    if size.pixels_per_column >= max(20, 7 * digits - 1):
         axes.set_xticks(range(len(order)), [str(component) for component in order])
         axes.set_xlabel("component", fontsize=FONT_SIZE, color=QUIET, labelpad=1)
     else:
