@@ -8,7 +8,7 @@
 
 Each run is `pd train configs/demo/decompose.yaml` with some keys set, and then `pd eval RUN --baselines --matched
 --batches 2 --batch-size 8 --attack 20`. What is finished is not run again: figures are kept in a JSON file, a line for
-each run. Start it in the background. A run of 3,000 steps takes about three minutes on two cores.
+each run. Start it in the background. A run of 3,000 steps takes two to three minutes on two cores.
 """
 
 import argparse
@@ -51,6 +51,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "adamw-1e-3": _adamw(1e-3),
     "adamw-3e-3": _adamw(3e-3),
     "adamw-9e-3": _adamw(9e-3),
+    "adamw-27e-3": _adamw(27e-3),
     "muon-3e-3": _muon(3e-3),
     "muon-9e-3": _muon(9e-3),
     "muon-27e-3": _muon(27e-3),

@@ -1,5 +1,6 @@
 """Checks the token data of a configuration using the footers of its shards, and what its rows begin with."""
 
+import glob
 from pathlib import Path
 
 from param_decomp_lab.config.method_schema import LanguageModelFile
@@ -61,6 +62,8 @@ def _text(resolved: ResolvedConfig) -> TokenText | None:
 def _shards(method: LanguageModelFile, source: str | Path, wanted: int, what_for: str) -> tuple[str, ...]:
     if isinstance(source, Path) and not source.exists():
         return (f"data: {shown_path(source)}",)
+    if isinstance(source, str) and not (glob.has_magic(folder := str(Path(source).parent)) or Path(folder).is_dir()):
+        return (f"data: {source}",)
     rows, length = count_rows(source)
     if rows < wanted:
         raise UserError(f"{source} has {rows} rows; {what_for} takes {wanted}")

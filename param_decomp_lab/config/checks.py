@@ -23,7 +23,7 @@ from param_decomp_lab.config.method_schema import (
 )
 from param_decomp_lab.config.wrapper import Experiment, MilestonesEvery, Wrapper
 from param_decomp_lab.metrics import Metric
-from param_decomp_lab.schema.mistakes import Mistake
+from param_decomp_lab.schema.mistakes import REQUIRED, Mistake
 from param_decomp_lab.schema.site_names import matches_module
 from param_decomp_lab.schema.strict import Strict, as_far_as_read
 
@@ -151,6 +151,7 @@ def method_mistakes(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
         yield from as_far_as_read(_source_mistakes, method, section)
     for section in ("pd", "eval"):
         yield from as_far_as_read(_name_mistakes, method, section)
+    yield from as_far_as_read(_no_toy, wrapper, method)
     if isinstance(method, LanguageModelFile):
         yield from as_far_as_read(_data_mistakes, wrapper, method)
         yield from as_far_as_read(_length_mistakes, method)
@@ -270,6 +271,11 @@ def _name_mistakes(method: MethodFile, section: str) -> Iterator[Mistake]:
         taken.setdefault(name, n)
 
 
+def _no_toy(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
+    if isinstance(method, ToyFile) and wrapper.target is None and method.target.run_path is None:
+        yield Mistake("target.run_path", REQUIRED)
+
+
 def _data_mistakes(wrapper: Wrapper, method: LanguageModelFile) -> Iterator[Mistake]:
     data = method.data
     if wrapper.data is None and data.of_files:
@@ -302,8 +308,9 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
         yield f"runtime.dp: is {dp}, but the mesh decides: it has {devices} device(s)"
     yield from _split_warnings(wrapper, method)
     yield from _held_warnings(wrapper)
-    if isinstance(method, ToyFile) and wrapper.target is not None:
-        ours = wrapper.target.folder or wrapper.target.pretrain
+    if isinstance(method, ToyFile) and wrapper.target is not None and method.target.run_path is not None:
+        recipe = wrapper.target.pretrain
+        ours = wrapper.target.folder or ("a recipe" if isinstance(recipe, dict) else recipe)
         yield f"target.run_path: {method.target.run_path} is replaced by the wrapper's target ({ours})"
     if wrapper.init_from is not None and method.pd.faithfulness_warmup_steps:
         yield "pd.faithfulness_warmup_steps: has no effect with init_from, whose components are warmed up"

@@ -117,7 +117,7 @@ def _taps(config: InputTap | None) -> ci.Taps | None:
         case None:
             return None
         case ResidualBoundaries(residual_boundaries=offsets):
-            return ci.Taps(offsets)
+            return ci.Taps(tuple(offset + 0 for offset in offsets))  # Unread where one could not be read
         case _:
             return ci.Taps(config)
 

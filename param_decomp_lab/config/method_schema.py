@@ -10,7 +10,7 @@ from pydantic import Strict as Strictness
 from param_decomp_lab.config.loss_parts import Scheduled
 from param_decomp_lab.config.loss_schema import TrainingLoss
 from param_decomp_lab.config.metric_schema import Measured
-from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.mistakes import Wrong, rule_error, shown
 from param_decomp_lab.schema.spelling import nearest_alike
 from param_decomp_lab.schema.strict import (
     NO_MEANING,
@@ -43,6 +43,12 @@ class LayerwiseCI(Strict):
     fn_type: Literal["mlp", "vector_mlp", "shared_mlp"]
     hidden_dims: ListOf[Width]
     component_readout: bool = False
+
+    @classmethod
+    def _refusal(cls, key: str) -> str:
+        if key == "input_tap":
+            return "goes with mode: global and mode: chunkwise; a layerwise function reads its site's input. Remove it"
+        return super()._refusal(key)
 
     @rule
     def _hidden(self) -> Iterator[Wrong]:
@@ -109,8 +115,15 @@ def _tap_form(raw: Any) -> str:
     return "offsets" if isinstance(raw, dict | ResidualBoundaries) else "name"
 
 
+def _named_tap(raw: Any) -> Any:
+    if raw not in ("first_block_resid", "all_block_resids"):
+        forms = "'first_block_resid', 'all_block_resids' or {residual_boundaries: [offsets]}"
+        raise rule_error(("", f"should be {forms}, not {shown(raw)}"))
+    return raw
+
+
 InputTap = Annotated[
-    Annotated[Literal["first_block_resid", "all_block_resids"], Tag("name")]
+    Annotated[Literal["first_block_resid", "all_block_resids"], BeforeValidator(_named_tap), Tag("name")]
     | Annotated[ResidualBoundaries, Tag("offsets")],
     Discriminator(_tap_form),
 ]
@@ -325,7 +338,9 @@ class LanguageModelData(Strict):
 
 
 class ToyTarget(Strict):
-    run_path: Text
+    """``run_path``: null where the wrapper gives the target."""
+
+    run_path: Text | None = None
 
 
 class ToyData(Strict):

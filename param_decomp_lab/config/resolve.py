@@ -1,7 +1,8 @@
 """Loads a wrapper and its schema file as one validated configuration; saves, reads and compares configurations."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -9,6 +10,7 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel
 
 from param_decomp_lab.config.checks import infer_toy, method_mistakes, warnings, wrapper_mistakes
+from param_decomp_lab.config.generations import Translation, translate
 from param_decomp_lab.config.method_schema import (
     LanguageModelFile,
     LanguageModelTarget,
@@ -123,6 +125,9 @@ def load_config(
 ) -> RunConfig:
     """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied.
 
+    ``path`` can be a schema file itself: a wrapper with a `run_name` alone then stands in. A schema file can be any of
+    the original project's (`generations`); what it has besides is the wrapper's where that does not say otherwise.
+
     ConfigError lists all mistakes in both files and in the assignments.
 
     ``read``: reads a file; nothing of what it returns is modified. Parsing the files is nearly all of the time: who
@@ -132,26 +137,106 @@ def load_config(
     for_wrapper, for_method = _by_file(assignments)
     try:
         raw = _mapping(read, path, "the wrapper", wrong)
-        if "pd" in raw and "torch_config" not in raw:
-            raise UserError(f"{path}: is a schema file; write a wrapper with torch_config: {path.name} and a run_name")
     except UserError as error:
         raise ConfigError([*wrong, str(error)]) from error
+    is_alone = _is_schema_file(raw)
+    if is_alone:
+        raw = {"torch_config": path.name}
     wrapper_source = override_source(path, for_wrapper)
-    raw, unfit = apply_those_that_fit(raw, for_wrapper)
-    wrapper = _read_wrapper(raw, wrapper_source, path.parent)
-    wrong += unfit
+    implied = _implied(path, {}, is_alone=is_alone)
+    wrapper, wrong_in_wrapper = _wrapper(raw, implied, for_wrapper, wrapper_source)
     try:
         method = _mapping(read, wrapper.model.torch_config, f"torch_config of {path}", wrong)
         if "torch_config" in method and "pd" not in method:
             named = f"{wrapper.model.torch_config}: is a wrapper, and not the schema file that torch_config should be"
             raise UserError(named)
     except Unread:
-        raise ConfigError([*wrong, *wrapper.lines]) from None
+        raise ConfigError([*wrong, *wrong_in_wrapper, *wrapper.lines]) from None
     except UserError as error:
-        raise ConfigError([*wrong, *wrapper.lines, str(error)]) from error
-    method, unfit = apply_those_that_fit(method, for_method)
+        raise ConfigError([*wrong, *wrong_in_wrapper, *wrapper.lines, str(error)]) from error
+    translation = translate(method)
+    if translation.wrapper:
+        implied = _implied(path, translation.wrapper, is_alone=is_alone)
+        if is_alone:
+            wrapper_source = replace(wrapper_source, origins=translation.origins)
+        wrapper, wrong_in_wrapper = _wrapper(raw, implied, for_wrapper, wrapper_source)
+    method, unfit = apply_those_that_fit(translation.method, for_method)
     source = override_source(wrapper.model.torch_config, for_method)
-    return _configuration(wrapper, method, wrapper_source, source, before=[*wrong, *unfit])
+    source = replace(source, origins=translation.origins)
+    lacking = translation.mistakes({*raw, *(override.path[0] for override in for_wrapper)})
+    in_file = ConfigSource(source.file)  # what is lacking has the file's own keys
+    before = [*wrong, *wrong_in_wrapper, *map(in_file.line, lacking), *unfit]
+    config = _configuration(wrapper, method, wrapper_source, source, before, {mistake.key for mistake in lacking})
+    return _with_notes(config, translation)
+
+
+def _is_schema_file(raw: dict[str, Any]) -> bool:
+    return "pd" in raw and "torch_config" not in raw
+
+
+@dataclass(frozen=True)
+class RawConfig:
+    """A wrapper and its schema file in today's form, not validated. Paths are relative to the folder of the wrapper.
+    ``translation``: of the schema file."""
+
+    wrapper: dict[str, Any]
+    method: dict[str, Any]
+    translation: Translation
+
+
+def read_raw(path: Path) -> RawConfig:
+    """What `load_config` reads before it validates. UserError for a file that cannot be read."""
+    raw = read_mapping(path, "the wrapper")
+    is_alone = _is_schema_file(raw)
+    if is_alone:
+        translation, raw = translate(raw), {"torch_config": path.name}
+    else:
+        schema = path.parent / Path(str(raw["torch_config"])).expanduser()
+        translation = translate(read_mapping(schema, "the schema file"))
+    implied = _implied(path, translation.wrapper, is_alone=is_alone)
+    kept = {key: value for key, value in implied.items() if not _is_replaced(key, set(raw), set())}
+    if "data" in kept:
+        kept["data"] = {key: os.path.relpath(folder, path.parent) for key, folder in kept["data"].items()}
+    return RawConfig(kept | raw, translation.method, translation)
+
+
+def _implied(path: Path, wrapper: dict[str, Any], *, is_alone: bool) -> dict[str, Any]:
+    """Keys of the wrapper that the schema file ``path`` implies; by itself, it needs a name."""
+    return {"run_name": path.stem, **wrapper} if is_alone else wrapper
+
+
+def _with_notes(config: RunConfig, translation: Translation) -> RunConfig:
+    """``config`` with what its translation says."""
+    if translation.is_as_it_was:
+        return config
+    form = f"has the form of {translation.title}; `pd configs convert` writes today's"
+    notes = (f"{config.wrapper.torch_config.name}: {form}", *translation.notes, *config.warnings)
+    return replace(config, ignored=(*translation.no_effect, *config.ignored), warnings=notes)
+
+
+_REPLACED_BY: dict[str, tuple[str, ...]] = {
+    "target": ("target",),
+    "memory": ("remat_recon_forwards",),
+    "init_components": ("init_from",),
+}
+"""Keys of the wrapper that a schema file implies: by which assignments they are replaced, and not refined."""
+
+
+def _wrapper(
+    raw: dict[str, Any], implied: dict[str, Any], overrides: Sequence[Override], source: ConfigSource
+) -> "tuple[_ReadWrapper, list[str]]":
+    """The wrapper ``raw``, with the assignments applied, and what is wrong with these. ``implied``: keys for which it
+    says nothing."""
+    given = {*raw, *(override.path[0] for override in overrides)}
+    assigned = {override.path[0] for override in overrides}
+    kept = {key: value for key, value in implied.items() if not _is_replaced(key, given, assigned)}
+    raw, unfit = apply_those_that_fit(kept | raw, overrides)
+    return _read_wrapper(raw, source, Path(source.file).parent), unfit
+
+
+def _is_replaced(key: str, given: set[str], assigned: set[str]) -> bool:
+    by = _REPLACED_BY.get(key, ())
+    return any(other in (assigned if other == key else given) for other in by)
 
 
 def _mapping(read: Callable[[Path, str], dict[str, Any]], path: Path, what: str, wrong: list[str]) -> dict[str, Any]:
@@ -194,11 +279,14 @@ def _configuration(
     wrapper_source: ConfigSource,
     method_source: ConfigSource,
     before: Sequence[str] = (),
+    lacking: Collection[str] = (),
 ) -> RunConfig:
-    """A wrapper with its schema file. ``before``: what is wrong already. ConfigError lists everything."""
+    """A wrapper with its schema file. ``before``: what is wrong already. ``lacking``: keys of the file that were left
+    out. ConfigError lists everything."""
     schema, undecided = _schema(wrapper.model, raw)
     found, mistakes = parse(schema, raw)
     method = cast(MethodFile, found)  # an `UndecidedFile` is refused below
+    mistakes = [mistake for mistake in mistakes if not _follows(method_source.key_in_file(mistake.key), lacking)]
     lines = [*before, *wrapper.lines, *map(method_source.line, (*undecided, *mistakes))]
     lines += map(wrapper_source.line, wrapper_mistakes(wrapper.model, method))
     lines += map(method_source.line, method_mistakes(wrapper.model, method))
@@ -206,6 +294,11 @@ def _configuration(
         raise ConfigError(lines, None if isinstance(found, UndecidedFile) else RunConfig(wrapper.model, method))
     ignored = tuple(key for key, given in _without_meaning(method) if given)
     return RunConfig(wrapper.model, method, ignored, warnings(wrapper.model, method))
+
+
+def _follows(key: str, lacking: Collection[str]) -> bool:
+    """Whether something is wrong at ``key`` only because of keys that were left out."""
+    return any(left_out == key or left_out.startswith(f"{key}.") for left_out in lacking)
 
 
 _Schema = type[LanguageModelFile] | type[ToyFile] | type[UndecidedFile]

@@ -64,12 +64,22 @@ class DataFolders(Strict):
     eval: FilePath
 
 
+def _recipe_kind(raw: Any) -> str:
+    return "recipe" if isinstance(raw, dict) else "file"
+
+
+RecipePlace = Annotated[
+    Annotated[FilePath, Tag("file")] | Annotated[dict[str, Any], Tag("recipe")], Discriminator(_recipe_kind)
+]
+"""A recipe for `pd pretrain`: its file, or what would be in it."""
+
+
 class TargetSource(Strict):
     """Source of the target's weights: a folder, (toys) a recipe to pretrain it, or a ``revision`` (branch, tag or
     commit) of the hub's model that the schema file names."""
 
     folder: FilePath | None = None
-    pretrain: FilePath | None = None
+    pretrain: RecipePlace | None = None
     revision: Text | None = None
 
     @rule

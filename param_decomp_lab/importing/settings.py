@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from param_decomp_lab.config.generations.tables import PERSISTENT_SCOPES
 from param_decomp_lab.config.method_schema import LanguageModelFile, ToyFile
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.printable import printable
@@ -32,12 +33,7 @@ _STAND_INS: Mapping[str, Any] = {
 """In place of what is not needed to open a run, where it is missing or cannot be read."""
 _NEEDED = ("pd.ci_config.", "pd.decomposition_targets.", "pd.identity_decomposition_targets.")
 """Sections of which every key must be known."""
-_SCOPES = {
-    "single_mask": "single_source",
-    "batch_invariant": "repeat_across_batch",
-    "per_batch": "per_batch_per_position",
-    "unique_per_batch_per_token": "per_batch_per_position",
-}
+_SCOPES = {**PERSISTENT_SCOPES, "per_batch": "per_batch_per_position"}
 """Scopes of persistent sources by the names that they had."""
 _TOYS = ("tms", "resid_mlp")
 

@@ -58,7 +58,7 @@ def add_code(folder: Path, code: Code) -> None:
 def _with_recipe(config: RunConfig, folder: Path, partial: Path) -> RunConfig:
     """Copies the recipe of a toy's target into the run folder, because it is read at every start."""
     source = config.wrapper.target
-    if source is None or source.pretrain is None:
+    if source is None or not isinstance(source.pretrain, Path):
         return config
     shutil.copyfile(source.pretrain, partial / RECIPE_FILE)
     kept = source.model_copy(update={"pretrain": folder / RECIPE_FILE})

@@ -253,8 +253,12 @@ class PretrainRecipe(Strict):
 def read_recipe(path: str | Path) -> PretrainRecipe | ToyRecipe:
     """The recipe in a YAML file. Raises UserError that lists everything wrong with it, each key with what would be
     right."""
-    raw, place = read_mapping(Path(path), "the recipe"), ConfigSource(str(path))
-    model = raw.get("model")
+    return parse_recipe(read_mapping(Path(path), "the recipe"), str(path))
+
+
+def parse_recipe(raw: dict[str, Any], where: str) -> PretrainRecipe | ToyRecipe:
+    """As `read_recipe`, from parsed YAML. ``where``: its origin, for errors."""
+    place, model = ConfigSource(where), raw.get("model")
     if not isinstance(model, dict):
         return validate(PretrainRecipe, raw, place)
     match model.get("architecture"):

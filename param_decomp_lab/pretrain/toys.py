@@ -19,7 +19,7 @@ from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
 from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
-from param_decomp_lab.pretrain.recipe import read_recipe
+from param_decomp_lab.pretrain.recipe import parse_recipe, read_recipe
 from param_decomp_lab.pretrain.toy_models import Examination, Toy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
 from param_decomp_lab.ui.console import PlainConsole
@@ -62,12 +62,16 @@ def ensure_target(recipe_path: str | Path, console: Console) -> Path:
     return pretrain_toy(read_toy_recipe(recipe_path), console=console).folder
 
 
-def read_toy_recipe(path: str | Path) -> ToyRecipe:
-    """The recipe in a YAML file. Raises UserError when it is wrong or no toy's."""
-    recipe = read_recipe(path)
+def read_toy_recipe(given: str | Path | dict[str, Any], where: str = "the recipe") -> ToyRecipe:
+    """The recipe in a YAML file, or in what would be in one. ``where``: the place of the latter, for errors. Raises
+    UserError when it is wrong or no toy's."""
+    if isinstance(given, dict):
+        recipe = parse_recipe(given, where)
+    else:
+        recipe, where = read_recipe(given), str(given)
     if not isinstance(recipe, ToyRecipe):
         raise UserError(
-            f"{path}: model.architecture: should be a toy's ({', '.join(TOYS)}), not {recipe.model.architecture}"
+            f"{where}: model.architecture: should be a toy's ({', '.join(TOYS)}), not {recipe.model.architecture}"
         )
     return recipe
 

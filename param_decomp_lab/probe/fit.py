@@ -19,6 +19,7 @@ from rich.text import Text
 
 from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.config.overrides import parse_overrides
+from param_decomp_lab.config.write import write_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.fastest import Space, fastest
@@ -28,7 +29,6 @@ from param_decomp_lab.probe.search import Goal, Kind, Point, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary, sets_mesh
-from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.safe_io.yaml_text import read_mapping
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings
@@ -220,9 +220,8 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
         f"  {command}",
         "",
     )
-    write_config(
-        request.path, request.sets(chosen.kind, chosen.batch), out, [*header, *text.getvalue().rstrip().splitlines()]
-    )
+    lines = [*header, *text.getvalue().rstrip().splitlines()]
+    write_config(request.path, request.sets(chosen.kind, chosen.batch), out, lines, "pd fit")
     print_warnings(answer["notes"], console)
     console.print(f"wrapper {out}\npicture {picture}", highlight=False, soft_wrap=True)
     console.print(

@@ -171,7 +171,8 @@ def _count(value: Any) -> str:
 def _model(config: Mapping[str, Any]) -> Any:
     wrapper = config.get("target")
     if isinstance(wrapper, Mapping) and (wrapper.get("folder") or wrapper.get("pretrain")):
-        return wrapper.get("folder") or wrapper.get("pretrain")
+        recipe = wrapper.get("pretrain")
+        return wrapper.get("folder") or (recipe.get("out") if isinstance(recipe, Mapping) else recipe)
     for path in (("spec", "model_name"), ("spec", "run_path"), ("run_path",)):
         found = get(config, "target", *path)
         if found:

@@ -13,7 +13,6 @@ from param_decomp_jax.targets.base import Target
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.wrapper import TargetSource
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.toys import read_toy_recipe
 from param_decomp_lab.runs.target_file import read_target
 from param_decomp_lab.setup.known_target import UnknownTarget, find_target
 from param_decomp_lab.setup.resolved import ResolvedConfig
@@ -55,8 +54,8 @@ def weights_folder(source: Source) -> Path:
     """The folder of the target's weights. Raises UserError if it is missing; nothing is downloaded or trained."""
     if isinstance(source, PretrainedToy) and source.cached() is None:
         raise UserError(
-            f"the target of {source.path} is not in {read_toy_recipe(source.path).out}: train it with `pd pretrain "
-            f"{source.path}`, or give its folder (load_run(…, target=FOLDER))"
+            f"the target of {source.title} is not in {source.read().out}: {source.how_to_train}, or give its folder "
+            "(load_run(…, target=FOLDER))"
         )
     folder = target_folder(source)
     if not folder.is_dir():

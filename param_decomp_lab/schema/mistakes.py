@@ -34,10 +34,14 @@ class Mistake:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Origin of a configuration: a file, and the `--set` assignments (dotted path, text) applied to it."""
+    """Origin of a configuration: a file, and the `--set` assignments (dotted path, text) applied to it.
+
+    ``origins``: of a file in another form, what its keys are by today's, the longest first.
+    """
 
     file: str
     assignments: tuple[tuple[str, str], ...] = ()
+    origins: tuple[tuple[str, str], ...] = ()
 
     def error(self, mistakes: Iterable[Mistake]) -> UserError:
         """An error that lists the mistakes, one per line; of very many, the first."""
@@ -47,8 +51,16 @@ class ConfigSource:
         """One line: file, the last assignment that affects the key (if any), key, message."""
         texts = [text for path, text in self.assignments if _touches(path, mistake.key)]
         by = f" with --set {texts[-1]}" if texts else ""
-        key = f"{mistake.key}: " if mistake.key else ""
+        given = mistake.key if texts else self.key_in_file(mistake.key)
+        key = f"{given}: " if given else ""
         return f"{self.file}{by}: {key}{mistake.message}"
+
+    def key_in_file(self, key: str) -> str:
+        """What a key of today's form is called in the file."""
+        for ours, theirs in self.origins:
+            if key == ours or key.startswith(f"{ours}."):
+                return theirs + key[len(ours) :]
+        return key
 
 
 def _touches(path: str, key: str) -> bool:
@@ -85,32 +97,36 @@ def _path(location: tuple[int | str, ...], raw: object) -> Iterator[str]:
             yield str(part)
 
 
-def _message(details: ErrorDetails, context: dict[str, Any]) -> str:
-    given = details["input"]
+def shown(given: object) -> str:
+    """A value of the file as a message has it."""
     text = json.dumps(given) if given is None or isinstance(given, bool) else repr(given)  # null, true, false
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _message(details: ErrorDetails, context: dict[str, Any]) -> str:
+    given = shown(details["input"])
     match details["type"]:
         case "union_tag_invalid":
             return (
                 f"unknown {context['discriminator']} '{context['tag']}'; {nearest(str(context['tag']), tags(context))}"
             )
         case "union_tag_not_found":
-            return f"{tag_key(context)} is required, to say which kind this is; got {shown}"
+            return f"{tag_key(context)} is required, to say which kind this is; got {given}"
         case "too_short":
             return f"needs at least {context['min_length']} item(s), not {context['actual_length']}"
         case "too_long":
             return f"takes at most {context['max_length']} item(s), not {context['actual_length']}"
         case "tuple_type":
-            return f"should be a list, not {shown}"
+            return f"should be a list, not {given}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"should be a mapping, not {shown}"
+            return f"should be a mapping, not {given}"
         case "path_type":
-            return f"should be a path, not {shown}"
+            return f"should be a path, not {given}"
         case "string_type":
-            return f"should be a string, not {shown}: put it in quotes if it is meant as text"
+            return f"should be a string, not {given}: put it in quotes if it is meant as text"
         case _:
             message = details["msg"].replace("Input should be", "should be").replace("String should", "should")
-            return f"{message}, not {shown}"
+            return f"{message}, not {given}"
 
 
 def tag_key(context: dict[str, Any]) -> str:

@@ -66,6 +66,16 @@ class Unreadable:
     def __len__(self) -> int:
         raise Unread
 
+    def __lt__(self, other: object) -> bool:
+        raise Unread
+
+    __le__ = __gt__ = __ge__ = __lt__  # a rule may compare items of a list, some of which could not be read
+
+    def __add__(self, other: object) -> Any:
+        raise Unread
+
+    __radd__ = __add__
+
 
 def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """The validated value; an `Unreadable`, if mistakes are being collected and there are some."""

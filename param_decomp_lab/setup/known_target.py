@@ -12,7 +12,7 @@ from param_decomp_jax.targets.registry import ARCHITECTURES, find_published
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import HubSpec, LanguageModelFile
 from param_decomp_lab.errors import CannotFetch, Errors, UserError
-from param_decomp_lab.pretrain.toys import is_trained, read_toy_recipe
+from param_decomp_lab.pretrain.toys import is_trained
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.setup.problem import make_problem, misfits
@@ -148,11 +148,11 @@ def _published(name: str, lacks: str) -> Found | None:
 def _toy_architecture(source: Source) -> Found | UnknownTarget:
     dtype = DTYPES["float32"]
     if isinstance(source, PretrainedToy):
-        recipe = read_toy_recipe(source.path)
+        recipe = source.read()
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
-        return Found(recipe.model.config(), dtype, f"{shown_path(source.path)}, {made}", ())
+        return Found(recipe.model.config(), dtype, f"{source.title}, {made}", ())
     if isinstance(source, TorchRun):
         found = _torch_run(source)
         return found if isinstance(found, UnknownTarget) else found._replace(stored=dtype, notes=())

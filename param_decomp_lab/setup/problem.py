@@ -175,13 +175,16 @@ def _check_taps(function: FunctionConfig, sites: Sites, architecture: Architectu
             "reads the inputs of the sites"
         )
     try:
-        last = max(boundary for group in taps_of_groups(function, sites) for boundary in group)
+        group = max(taps_of_groups(function, sites), key=lambda group: group[-1])
     except UnfitTaps as error:
         raise UserError(f"pd.ci_config.input_tap: {error}") from error
-    if last > n_blocks:
+    taps = function.taps if not isinstance(function, LayerwiseMLP) else None
+    if taps is not None and isinstance(taps.choice, tuple) and group[-1] > n_blocks:
+        last, offset = group[-1], taps.choice[-1]
         raise UserError(
-            f"pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block {last}, but the "
-            f"target has {n_blocks} blocks; the highest is {n_blocks}, what the last one gives"
+            f"pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block {last} ({offset} "
+            f"after block {last - offset}, the first of its group with a site), but the target has {n_blocks} blocks; "
+            f"the highest is {n_blocks}, what the last one gives"
         )
 
 

@@ -2,37 +2,57 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.method_schema import PretrainedSpec, ToyFile
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.pretrain.toys import ensure_target, is_trained, read_toy_recipe
+from param_decomp_lab.pretrain.toy_recipe import ToyRecipe
+from param_decomp_lab.pretrain.toys import is_trained, pretrain_toy, read_toy_recipe
 from param_decomp_lab.processes.group import ALONE, Processes
+from param_decomp_lab.ui.descriptions import shown_path
 from param_decomp_lab.weights.hub import HubModel
 from param_decomp_lab.weights.torch_run import TorchRun, find_run
 
 
 @dataclass(frozen=True)
 class PretrainedToy:
-    """A toy that `pd pretrain` trains from the recipe in ``path``. ``where``: the key that names it."""
+    """A toy that `pd pretrain` trains from a recipe. ``recipe``: its file, or what would be in it. ``where``: the key
+    that gives it."""
 
-    path: Path
+    recipe: Path | dict[str, Any]
     where: str = "target.pretrain"
+
+    def read(self) -> ToyRecipe:
+        """The recipe. Raises UserError when it is wrong or no toy's."""
+        return read_toy_recipe(self.recipe, self.where)
 
     def cached(self) -> Path | None:
         """The folder with the toy, if it has been trained. Raises UserError as `is_trained`."""
-        recipe = read_toy_recipe(self.path)
+        recipe = self.read()
         return Path(recipe.out) if is_trained(recipe) else None
 
     def missing(self) -> str:
         """How it comes to this machine."""
-        return f"a recipe makes the target; train it with `pd pretrain {self.path}`"
+        return f"a recipe makes the target; {self.how_to_train}"
+
+    @property
+    def title(self) -> str:
+        """The recipe, for messages."""
+        return shown_path(self.recipe) if isinstance(self.recipe, Path) else "the recipe of the configuration"
+
+    @property
+    def how_to_train(self) -> str:
+        """What a user can do to train it."""
+        if isinstance(self.recipe, Path):
+            return f"train it with `pd pretrain {self.recipe}`"
+        return "`pd train` trains it before the run, from the recipe of the configuration"
 
     def fetch(self, console: Console) -> Path:
-        """The folder with the toy, trained now if it has not been. Raises UserError as `ensure_target`."""
-        return ensure_target(self.path, console)
+        """The folder with the toy, trained now if it has not been. Raises UserError as `pretrain_toy`."""
+        return pretrain_toy(self.read(), console=console).folder
 
 
 Source = Path | HubModel | TorchRun | PretrainedToy
@@ -48,6 +68,7 @@ def target_source(config: RunConfig) -> Source:
     if given is not None and given.pretrain is not None:
         return PretrainedToy(given.pretrain)
     if isinstance(method, ToyFile):
+        assert method.target.run_path is not None, "checked: a toy without a run has a target in its wrapper"
         return find_run(method.target.run_path, "target.run_path")
     spec = method.target.spec
     if isinstance(spec, PretrainedSpec):

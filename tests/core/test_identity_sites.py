@@ -152,7 +152,7 @@ def test_components_that_make_up_the_identity_change_nothing() -> None:
     def found() -> jax.Array:
         clean_pass = tiny.clean_pass(target, tiny.weights(), tiny.TOKENS)
         components = {stack.name: Factors(identity, identity)}
-        found, _ = errors(
+        found, *_ = errors(
             DecomposedBatch(clean_pass, components, tiny.importance_reader(logits, clean_pass)), streams, ["output"] * 2
         )
         return found

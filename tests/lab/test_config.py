@@ -933,8 +933,6 @@ def test_copies_that_would_be_none_are_pointed_out() -> None:
 
 
 def test_wrong_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is a schema file; write a wrapper with torch_config: llama8b"):
-        load_config(TORCH)
     with pytest.raises(UserError, match=r"none\.yaml: cannot read the wrapper: No such file"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(UserError, match=r"other\.yaml: cannot read torch_config of .*example\.yaml: No such file"):
@@ -1311,7 +1309,16 @@ def test_taps_reach_the_core(tap: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input_tap": "all_taps"}, r"input_tap: should be 'first_block_resid' or 'all_block_resids'"),
+        (
+            {"input_tap": "all_taps"},
+            r"input_tap: should be 'first_block_resid', 'all_block_resids' or \{residual_boundaries: .*, not 'all_t",
+        ),
+        ({"input_tap": 3}, r"input_tap: should be 'first_block_resid', .*, not 3"),
+        ({"input_tap": {"residual_boundaries": [0, "x"]}}, r"boundaries.1: should be a valid integer, not 'x'"),
+        (
+            {"mode": "layerwise", "fn_type": "shared_mlp", "hidden_dims": [2], "input_tap": "first_block_resid"},
+            r"input_tap: goes with mode: global and mode: chunkwise",
+        ),
         ({"input_tap": {"residual_boundaries": []}}, r"input_tap.*residual_boundaries: needs at least 1"),
         (
             {"input_tap": {"residual_boundaries": [0, 2, 2]}},

@@ -50,8 +50,8 @@ assert not {{name.split(".")[0] for name in sys.modules}} & {{"jax", "param_deco
 def site_inputs(run: Run, inputs: np.ndarray) -> dict[str | int, np.ndarray]:
     """F5, C10, by the reference: what every site multiplies in the clean pass, and residual streams by their block."""
     target = core.ref_target(run.problem.target, run.weights, inputs)
-    points = ref.clean_points(target).items()
-    streams = {int(name.removeprefix("resid.")): x for name, x in points if name.startswith("resid.")}
+    points = ref.clean_points(target) if run.problem.target.architecture.points() else {}  # a TMS has none
+    streams = {int(name.removeprefix("resid.")): x for name, x in points.items() if name.startswith("resid.")}
     return {**ref.clean_pass(target, list(run.sites)).inputs, **streams}
 
 

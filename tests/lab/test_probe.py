@@ -23,9 +23,10 @@ from param_decomp_aot.compile import device_bytes
 from param_decomp_jax.nn.attention import _can_be_lowered_for_cuda
 from param_decomp_jax.sharding.mesh import make_mesh
 from param_decomp_lab.config import load_config
+from param_decomp_lab.config import write as write_config_module
+from param_decomp_lab.config.write import write_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.probe import write_config as write_config_module
 from param_decomp_lab.probe.answer import Answer, compile_parts
 from param_decomp_lab.probe.cache import cached
 from param_decomp_lab.probe.cards import Pool, card
@@ -36,7 +37,6 @@ from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_t
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
-from param_decomp_lab.probe.write_config import write_config
 from param_decomp_lab.setup import set_up
 from param_decomp_lab.setup.programs import Program
 from param_decomp_lab.setup.resolved import ResolvedConfig
@@ -552,21 +552,23 @@ def test_the_configuration_is_written(tiny: Tiny, tmp_path: Path) -> None:
     """Paths keep their meaning in another folder, all else is as it was but for what was set."""
     out = tmp_path / "found" / "run.yaml"
     sets = ("pd.batch_size=16", "memory.preset=lean", "mesh={fsdp: 2}")
-    write_config(tiny.config, sets, out, ["why", "not"])
+    write_config(tiny.config, sets, out, ["why", "not"], "pd fit")
     assert out.read_text().startswith("# Written by pd fit from wrapper.yaml.\n# why\n# not\n")
     written, meant = load_config(out), load_config(tiny.config, sets)
     assert written.wrapper.model_dump(exclude={"torch_config"}) == meant.wrapper.model_dump(exclude={"torch_config"})
     assert written.method == meant.method
-    write_config(tiny.config, sets, out, [])
+    write_config(tiny.config, sets, out, [], "pd fit")
     out.write_text("run_name: mine\n")
     with pytest.raises(UserError, match="pd fit has not written it"):
-        write_config(tiny.config, sets, out, [])
+        write_config(tiny.config, sets, out, [], "pd fit")
 
 
 def test_two_searches_into_one_place(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper and the schema file that stay are of one of them, whatever comes between."""
     out, write = tmp_path / "found.yaml", write_config_module.write_whole
-    other = threading.Thread(target=write_config, args=(tiny.config, ["pd.seed=2", "run_name=second"], out, []))
+    other = threading.Thread(
+        target=write_config, args=(tiny.config, ["pd.seed=2", "run_name=second"], out, [], "pd fit")
+    )
 
     def slowly(file: Path, text: str) -> None:
         write(file, text)
@@ -575,7 +577,7 @@ def test_two_searches_into_one_place(tiny: Tiny, tmp_path: Path, monkeypatch: py
             other.join(1.0)
 
     monkeypatch.setattr(write_config_module, "write_whole", slowly)
-    write_config(tiny.config, ["pd.seed=1", "run_name=first"], out, [])
+    write_config(tiny.config, ["pd.seed=1", "run_name=first"], out, [], "pd fit")
     other.join()
     found = load_config(out)
     assert (found.wrapper.run_name, found.method.pd.seed) == ("second", 2)

@@ -277,7 +277,13 @@ REFUSED = {
     "a tap behind the last block": (
         "llama_transformer",
         "pd.ci_config.input_tap={residual_boundaries: [0, 9]}",
-        "pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block 9, but the target has",
+        "pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block 9 (9 after block 0, "
+        "the first of its group with a site), but the target has",
+    ),
+    "an offset that is text": (
+        "llama_transformer",
+        "pd.ci_config.input_tap={residual_boundaries: [0, x]}",
+        "pd.ci_config.input_tap.residual_boundaries.1: should be a valid integer, not 'x'",
     ),
     "the wrong toy": ("tms_attacks", "experiment=resid_mlp", "the target's architecture is tms"),
     "features that are not there": (

@@ -108,9 +108,9 @@ def write_answer(seed: str) -> None:
 
 def write_fitted(source: str, seed: str) -> None:
     """As `pd fit` at its end."""
-    from param_decomp_lab.probe.write_config import write_config
+    from param_decomp_lab.config.write import write_config
 
-    write_config(Path(source), (f"pd.seed={seed}", f"run_name=seed-{seed}"), Path("place/out.yaml"), ())
+    write_config(Path(source), (f"pd.seed={seed}", f"run_name=seed-{seed}"), Path("place/out.yaml"), (), "pd fit")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The configuration of a run that was found, as two files that `pd train` takes as they are."""
+"""Writes a configuration as two files that `pd train` takes as they are."""
 
 import fcntl
 import os
@@ -7,13 +7,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from param_decomp_lab.config import load_config
 from param_decomp_lab.config.overrides import apply_overrides, parse_overrides
+from param_decomp_lab.config.resolve import load_config, read_raw
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
-from param_decomp_lab.safe_io.yaml_text import dump_yaml, read_mapping
+from param_decomp_lab.safe_io.yaml_text import dump_yaml
 
-WRITTEN_BY = "# Written by pd fit"
 _PATHS = (("data", "train"), ("data", "eval"), ("target", "folder"), ("target", "pretrain"))
 
 
@@ -22,31 +21,35 @@ def schema_path(out: Path) -> Path:
     return out.parent / "torch" / out.name
 
 
-def refuse_taken(out: Path) -> None:
-    """UserError where a file would be replaced that `pd fit` has not written."""
+def refuse_taken(out: Path, by: str) -> None:
+    """UserError where a file would be replaced that the command ``by`` has not written."""
     for file in (out, schema_path(out)):
         # Nothing is read from a device or a pipe: it might never end.
-        if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(WRITTEN_BY)):
-            raise UserError(f"--out {out}: {file} is there, and pd fit has not written it; give another name")
+        if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(_written_by(by))):
+            raise UserError(f"--out {out}: {file} is there, and {by} has not written it; give another name")
 
 
-def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[str]) -> None:
-    """The wrapper ``source`` and its schema file with the assignments ``sets`` made, as ``out`` and `schema_path`.
+def _written_by(command: str) -> str:
+    return f"# Written by {command}"
 
-    Paths keep their meaning. ``header``: lines of comment. UserError where it cannot be written.
+
+def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[str], by: str) -> None:
+    """The configuration ``source`` with the assignments ``sets`` made, as the wrapper ``out`` and its `schema_path`.
+
+    ``source``: all that `load_config` takes; both files are written in today's form. Paths keep their meaning.
+    ``header``: lines of comment. ``by``: the command that writes. UserError where it cannot be written.
     """
-    refuse_taken(out)
+    refuse_taken(out, by)
     assignments = parse_overrides(sets)
-    wrapper = apply_overrides(read_mapping(source, "the wrapper"), [a for a in assignments if a.is_for_wrapper])
-    schema = source.parent / Path(str(wrapper["torch_config"])).expanduser()
-    method = read_mapping(schema, "the schema file")
-    method = apply_overrides(method, [a for a in assignments if not a.is_for_wrapper])
+    raw = read_raw(source)
+    wrapper = apply_overrides(raw.wrapper, [a for a in assignments if a.is_for_wrapper])
+    method = apply_overrides(raw.method, [a for a in assignments if not a.is_for_wrapper])
     wrapper["torch_config"] = str(schema_path(out).relative_to(out.parent))
     wrapper.pop("run_id", None)
     for section, key in _PATHS:
-        if isinstance(wrapper.get(section), dict) and wrapper[section].get(key) is not None:
+        if isinstance(wrapper.get(section), dict) and isinstance(wrapper[section].get(key), str):
             wrapper[section] = {**wrapper[section], key: _moved(wrapper[section][key], source.parent, out.parent)}
-    first = f"{WRITTEN_BY} from {source.name}."
+    first = f"{_written_by(by)} from {source.name}."
     comment = "\n".join([first, *(f"# {line}".rstrip() for line in header)])
     try:
         schema_path(out).parent.mkdir(parents=True, exist_ok=True)
