@@ -54,7 +54,7 @@ class Taps:
     def boundaries(self, layers: Iterable[int]) -> tuple[int, ...]:
         """What a group reads whose sites are in these layers. The embedding's layer, −1, is not counted.
 
-        UnfitTaps where there is no other.
+        Raises UnfitTaps where there is no other.
         """
         blocks = sorted({layer for layer in layers if layer >= 0})
         if not blocks:

@@ -141,7 +141,7 @@ def point_records(records: Mapping[int, dict[str, Array]], points: Collection[Po
 
 
 def squares(points: PointRecords) -> dict[str, Float[Array, ""]]:
-    """Of every point, by its name, the sum of squares over the whole batch (N2)."""
+    """The sum of squares over the whole batch at every point, by its name (N2)."""
     return {
         point_name(hook, layer): jnp.sum(wide(array[row]) ** 2)
         for hook, by_layers in points.items()

@@ -106,7 +106,7 @@ def nonlinearity_aligned(problem: Problem, weights: Weights) -> Components:
 def aligned(
     by_coordinate: Float[Array, "n o"], C: int, key: PRNGKeyArray
 ) -> tuple[Float[Array, "C n"], Float[Array, "C o"]]:
-    """Of each of C components the unit vector of its coordinate, and its share of the matrix's vector there (T9).
+    """The unit vector of each component's coordinate, and the component's share of the matrix's vector there (T9).
 
     ``by_coordinate``: the matrix's vectors, C at most n · o. The random orders are those of `uniform`, with the two
     keys that ``key`` is split into: of the coordinates at position 0, and of each one's o entries at its own number.

@@ -120,7 +120,7 @@ class MaskedLayer:
     features: dict[str, Array] = field(default_factory=dict)
     """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
     clean_points: dict[str, Float[Array, "B *n d"]] = field(default_factory=dict)
-    """Of the clean pass, by hook, where streams are compared with it."""
+    """The clean activations at the hooks where streams are compared with them."""
     compared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The numbers of these streams, by hook."""
     records: dict[str, Array] = field(default_factory=dict)
@@ -364,7 +364,7 @@ class MaskedLinears:
         return found
 
     def compared(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Of the hooks in this layer at which streams are compared: the numbers of these streams."""
+        """The numbers of the streams that are compared at each hook in this layer."""
         found: dict[str, tuple[int, ...]] = {}
         for i, (stream, start) in enumerate(zip(self.streams, self.starts, strict=True)):
             for point in stream.points if start <= layer else ():

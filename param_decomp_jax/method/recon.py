@@ -232,7 +232,7 @@ def run_masked(
 
 
 def _differences(linears: MaskedLinears, records: Mapping[int, dict[str, Array]]) -> list[dict[str, Float[Array, ""]]]:
-    """Of each stream, by point, the sum of squares of what it differs by from the clean pass: 0 before it starts."""
+    """The sum of squares of each stream's difference from the clean pass, by point: 0 before the stream starts."""
     found = [{point.name: jnp.zeros(()) for point in stream.points} for stream in linears.streams]
     for first, own in records.items():
         for hook, streams in linears.compared(first).items():

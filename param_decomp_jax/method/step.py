@@ -75,8 +75,8 @@ class HeldCopies(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the total loss, before any clip; of the sources, with respect to their raw values, and of a term whose sources
-    ascend the output's error alone (R6) of that part."""
+    """The gradients of the total loss, before any clip. Those of sources are with respect to their raw values; where a
+    term's sources ascend the output's error alone (R6), they are of that part."""
 
     components: Components
     ci: Any
