@@ -116,15 +116,10 @@ def run(out: Path, variant: str, steps: int, seed: int) -> Result:
     _pd("eval", str(folder), *measure)
     kept = find_comparison(folder, steps)
     assert kept is not None
-    found, matched = kept.comparison, kept.comparison.matched.values()
     shutil.rmtree(folder)
-    return Result(
-        variant, steps, seed, found.own.l0,
-        kl=found.own.error / min(p.error for p in matched),
-        random=found.own.random / min(p.random for p in matched),
-        attack=found.own.attacked[-1] / min(p.attacked[-1] for p in matched),
-        minutes=minutes,
-    )  # fmt: skip
+    found = kept.comparison.over_best
+    found["kl"] = found.pop("error")
+    return Result(variant, steps, seed, **found, minutes=minutes)
 
 
 def _pd(*arguments: str) -> None:

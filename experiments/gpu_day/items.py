@@ -9,7 +9,7 @@ from typing import Any
 
 from param_decomp_lab.config.memory import KEEP_ALL
 
-PARTS = ("products", "plan", "step", "phases", "toys", "links", "decompose")
+PARTS = ("products", "plan", "step", "phases", "toys", "links", "decompose", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,9 @@ class Links(Item):
 @dataclass(frozen=True, kw_only=True)
 class Decomposition(Item):
     """A run of `pd train`. ``needs``: the item that has the same step. ``most_s``: no longer than that. ``steps``: as
-    many instead of what ends in time. ``seq_len``, ``tokens``: of the rows to train on, and how many at most."""
+    many instead of what ends in time. ``seq_len``, ``tokens``: of the rows to train on, and how many at most.
+    ``after``: commands of `pd` for the finished run, whose folder follows the first word. ``after_s``: the time that
+    the run leaves them."""
 
     config: str
     sets: tuple[str, ...]
@@ -85,6 +87,8 @@ class Decomposition(Item):
     most_s: float = 1800.0
     steps: int | None = None
     tokens: int | None = None
+    after: tuple[tuple[str, ...], ...] = ()
+    after_s: float = 0.0
 
 
 ONE_DEVICE = ("mesh={replica: 1, fsdp: 1}", "eval=null")
@@ -129,6 +133,22 @@ _SMOLLM2_STEP = Step(
     name="SmolLM2-135M, balanced, 64 × 256", parts=("plan", "step"), expected_s=60.0,
     config="configs/demo-smollm2-transformer.yaml", sets=("eval=null", *_SMOLLM2), rounds=20,
 )  # fmt: skip
+
+
+def _layers(name: str, config: str, plan_gib: float, expected_s: float) -> tuple[Step, Decomposition]:
+    """Many layers of SmolLM2, with the comparison and the harvest that follow."""
+    step = Step(
+        name=f"SmolLM2-135M, {name}, 16 × 256", parts=("layers",), expected_s=expected_s, config=config,
+        sets=("eval=null",), rounds=20, plan_gib=plan_gib,
+    )  # fmt: skip
+    compared = ("eval", "--baselines", "--matched", "--batches", "2", "--batch-size", "4", "--attack", "20")
+    run = Decomposition(
+        name=f"SmolLM2-135M, {name}, decomposed", parts=("layers",), expected_s=420.0, needs=step.name, config=config,
+        sets=(), seq_len=256, after=(compared, ("harvest", "--tokens", "1e6")), after_s=120.0,
+    )  # fmt: skip
+    return step, run
+
+
 _ONE_CARD = _layer_18("one_card", "split", 8, 83.1, expected_s=130.0)
 _BALANCED = _layer_18("balanced", "split", 8, 65.1)
 
@@ -159,6 +179,8 @@ ITEMS: tuple[Item, ...] = (
     _layer_18("lean", "split", 8, 65.9),
     _layer_18("fast", "split", 8, 65.5),
     _layer_18("balanced", "split", 32, 106.6),
+    *_layers("layers 22 to 29", "configs/smollm2_l22-29.yaml", 12.2, 150.0),
+    *_layers("MLPs of all layers", "configs/smollm2_all_mlp.yaml", 10.5, 200.0),
 )  # fmt: skip
 
 
@@ -203,6 +225,10 @@ def toy_items(work: Path) -> tuple[Item, ...]:
             name="the demo's target decomposed", parts=("decompose",), expected_s=0,
             config="configs/demo/transformer.yaml", seq_len=32, tokens=20_000, steps=600,
             sets=(*_TINY, *demo, "eval.n_steps=1", "eval.metrics.1.groups=null"),
+            after=(
+                ("eval", "--baselines", "--matched", "--batches", "1", "--batch-size", "4", "--attack", "2"),
+                ("harvest", "--tokens", "2000"),
+            ),
         ),
     )  # fmt: skip
 

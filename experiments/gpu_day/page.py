@@ -343,6 +343,9 @@ Report: `{x["report"].rpartition("/")[2]}` in the run folder `{x["run"].rpartiti
         keys = [key for key in x["last"] if key.startswith(_SHOWN) or ("PGD" in key and key.startswith("eval/"))]
         rows = ((f"`{key.removeprefix('eval/')}`", f"{x['first'][key]:.4g}", f"{x['last'][key]:.4g}") for key in keys)
         yield from (*markdown_table("| first | last", rows), "")
+        if "over_best_baseline" in x:
+            over = "; ".join(f"{key} {value:.3g}" for key, value in x["over_best_baseline"].items())
+            yield from (f"Over the best baseline at the run's L0 (`pd eval --baselines`): {over}.", "")
 
 
 def _failed(found: Tree) -> Iterator[str]:

@@ -41,8 +41,8 @@ __all__ = [
     "CIConfig", "CIFunction", "CIOutputs", "ChunkwiseTransformer", "ComponentReadout", "FunctionConfig", "GlobalMLP",
     "GlobalTransformer", "ImportanceReader", "InputPatterns", "LayerwiseMLP", "LazyLogits", "Logits", "Reads",
     "ResidualInputs", "Squashing", "StackFeatures", "SumComponents", "Summarise", "Taps", "UnfitGroups", "UnfitTaps",
-    "init_ci", "longest_row", "per_component", "per_position", "run_ci_function", "squashings", "stacks_read",
-    "tap_points", "taps_of_groups", "with_residual_width", "without_readout",
+    "groups_with_taps", "init_ci", "longest_row", "per_component", "per_position", "run_ci_function", "squashings",
+    "stacks_read", "tap_points", "taps_of_groups", "with_residual_width", "without_readout",
 ]  # fmt: skip
 
 FunctionConfig = LayerwiseMLP | GlobalMLP | GlobalTransformer | ChunkwiseTransformer
@@ -63,18 +63,23 @@ def without_readout(config: CIConfig) -> FunctionConfig:
     return config.function if isinstance(config, ComponentReadout) else config
 
 
+def groups_with_taps(config: CIConfig, sites: Sites) -> list[tuple[Taps, list[int]]]:
+    """The taps of each group's function, a global one's alone, with the group's layers (C10); empty without taps."""
+    match without_readout(config):
+        case ChunkwiseTransformer(layers_per_chunk=n, taps=Taps() as taps):
+            return [(taps, layers) for run in runs_of_groups(sites, n) for layers in run.layers_of_groups()]
+        case GlobalMLP(taps=Taps() as taps) | GlobalTransformer(taps=Taps() as taps):
+            return [(taps, all_layers(sites))]
+        case _:
+            return []
+
+
 def taps_of_groups(config: CIConfig, sites: Sites) -> list[tuple[int, ...]]:
     """The residual streams that each group's function reads, a global one's alone (C10); empty without taps.
 
     UnfitTaps for a group that has none.
     """
-    match without_readout(config):
-        case ChunkwiseTransformer(layers_per_chunk=n, taps=Taps() as taps):
-            return [group for run in runs_of_groups(sites, n) for group in run.boundaries(taps)]
-        case GlobalMLP(taps=Taps() as taps) | GlobalTransformer(taps=Taps() as taps):
-            return [taps.boundaries(all_layers(sites))]
-        case _:
-            return []
+    return [taps.boundaries(layers) for taps, layers in groups_with_taps(config, sites)]
 
 
 def with_residual_width(config: CIConfig, width: int | None) -> CIConfig:

@@ -70,11 +70,15 @@ class Run:
     def layers_per_group(self, first: int, stop: int) -> int:
         return (stop - first) // self.n
 
-    def boundaries(self, taps: Taps) -> list[tuple[int, ...]]:
-        """What each of the groups reads, equally many of each."""
+    def layers_of_groups(self) -> list[list[int]]:
+        """The layers with sites of each group."""
         layers = [layer for _, first, stop in self.layers for layer in range(first, stop)]
         size = len(layers) // self.n
-        return [taps.boundaries(layers[n : n + size]) for n in range(0, len(layers), size)]
+        return [layers[n : n + size] for n in range(0, len(layers), size)]
+
+    def boundaries(self, taps: Taps) -> list[tuple[int, ...]]:
+        """What each of the groups reads, equally many of each."""
+        return [taps.boundaries(layers) for layers in self.layers_of_groups()]
 
 
 def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[Run, ...]:

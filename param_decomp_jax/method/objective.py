@@ -137,14 +137,14 @@ class Objective:
             on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
             found: list[list[Stream]] = []
             for term in on:
-                bundle = None
+                draws, bundle = self.draws(term.name), None
                 if term.name in attacks:
                     own = raw[term.name]
                     if ascends_output_alone(term):  # `output_gradients`
                         own = jax.lax.stop_gradient(own)
-                    bundle = self._effective(term, batch, own)
+                    bundle = _effective(term, batch, draws, own)
                 now = at_step(term, self.step, spec.steps)
-                found.append(streams(term, batch, self.draws(term.name), bundle, now))
+                found.append(streams(term, batch, draws, bundle, now))
             all_streams = [stream for own in found for stream in own]
             kinds = [term.error for term, own in zip(on, found, strict=True) for _ in own]
             everywhere = {site for stream in all_streams for site in stream.live} == set(range(len(target.sites)))
@@ -172,12 +172,6 @@ class Objective:
         found: tuple[dict[str, Array], dict[str, Array]] = jax.lax.switch(stage, branches)
         return found
 
-    def _effective(self, term: Reconstruction, batch: DecomposedBatch, raw: Bundle) -> Bundle:
-        """A5, A9: the sources in [0, 1] of a persistent term in this step."""
-        attack = attack_of(term)
-        assert attack is not None
-        return effective(attack, raw, draw_particle(term, self.draws(term.name), batch.clean_pass.leading))
-
     def output_gradients(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> dict[str, Bundle]:
         """R6: of the terms whose sources ascend the output's error alone, that error's gradient, times the coefficient;
         0 for one that is off. Components and λ of ``batch`` are constant. ``raw``: as in `total_loss`."""
@@ -187,8 +181,9 @@ class Objective:
                 continue
 
             def error(own: Bundle, term: Reconstruction = term) -> Float[Array, ""]:
-                bundle, now = self._effective(term, batch, own), at_step(term, self.step, spec.steps)
-                return reconstruction(replace(term, beside=None), batch, self.draws(term.name), bundle, now)[0]
+                draws, now = self.draws(term.name), at_step(term, self.step, spec.steps)
+                bundle = _effective(term, batch, draws, own)
+                return reconstruction(replace(term, beside=None), batch, draws, bundle, now)[0]
 
             coeff, first = value_at(term.coeff, self.step, spec.steps), attack.first_step(spec.steps)
 
@@ -201,6 +196,13 @@ class Objective:
                 zeros = partial(jax.tree.map, jnp.zeros_like)
                 found[name] = jax.lax.cond(self.step >= first, gradient, zeros, raw[name])
         return found
+
+
+def _effective(term: Reconstruction, batch: DecomposedBatch, draws: TermDraws, raw: Bundle) -> Bundle:
+    """A5, A9: the sources in [0, 1] of a persistent term in a step, whose ``draws`` these are."""
+    attack = attack_of(term)
+    assert attack is not None
+    return effective(attack, raw, draw_particle(term, draws, batch.clean_pass.leading))
 
 
 def _names(term: Reconstruction, target: Target) -> list[str]:

@@ -56,7 +56,8 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
 def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
     """Logical axes of an optimiser's state: what in it has the parameters' structure, or part of it and else None, lies
     like them."""
-    structure: Any = jax.tree.structure(parameters)
+    # Parameters have None where a function has no weights of a kind. There a part has it too, and here it is a leaf.
+    structure: Any = jax.tree.structure(parameters, is_leaf=_is_none)
 
     def alike(part: Any) -> bool:
         return bool(jax.tree.structure(part, is_leaf=_is_none) == structure)

@@ -149,6 +149,17 @@ class Comparison:
         """The baseline of least error at the decomposition's L0."""
         return min(self.matched.values(), key=lambda p: p.error)
 
+    @property
+    def over_best(self) -> dict[str, float]:
+        """What λ as masks has, divided by what the best baseline of each reading has at its L0: ``error``, ``random``,
+        and ``attack``, the longest, where there was one; with ``l0``, which is not divided."""
+        own, others = self.own, self.matched.values()
+        found = {"l0": own.l0, "error": own.error / min(p.error for p in others)}
+        found["random"] = own.random / min(p.random for p in others)
+        if self.lengths:
+            found["attack"] = own.attacked[-1] / min(p.attacked[-1] for p in others)
+        return found
+
 
 def compare(
     run: Run,

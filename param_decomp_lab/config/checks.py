@@ -27,6 +27,8 @@ from param_decomp_lab.schema.mistakes import REQUIRED, Mistake
 from param_decomp_lab.schema.site_names import matches_module
 from param_decomp_lab.schema.strict import Strict, as_far_as_read
 
+LONGEST = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
+"""The key that limits the rows that a CI transformer takes."""
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
     "tms": ("linear1", "linear2", "hidden_layers.{layer}"),
     "resid_mlp": ("layers.{layer}.mlp_in", "layers.{layer}.mlp_out"),
@@ -293,8 +295,7 @@ def _length_mistakes(method: LanguageModelFile) -> Iterator[Mistake]:
     if isinstance(ci, GlobalCI | ChunkwiseCI) and ci.simple_transformer_ci_cfg is not None:
         longest = ci.simple_transformer_ci_cfg.attn_config.max_len
         if data.max_seq_len > longest:
-            key = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
-            yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {key} ({longest})")
+            yield Mistake("data.max_seq_len", f"is {data.max_seq_len}, longer than {LONGEST} ({longest})")
 
 
 def warnings(wrapper: Wrapper, method: MethodFile) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from param_decomp_lab.config.resolve import RunConfig
 from param_decomp_lab.config.term_maker import TermMaker, core_schedule, core_value
 from param_decomp_lab.metrics import Metric
 from param_decomp_lab.schema.site_names import PREFIXES
+from param_decomp_lab.schema.strict import all_read
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
@@ -117,7 +118,7 @@ def _taps(config: InputTap | None) -> ci.Taps | None:
         case None:
             return None
         case ResidualBoundaries(residual_boundaries=offsets):
-            return ci.Taps(tuple(offset + 0 for offset in offsets))  # Unread where one could not be read
+            return ci.Taps(all_read(offsets))
         case _:
             return ci.Taps(config)
 

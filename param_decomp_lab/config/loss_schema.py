@@ -20,8 +20,9 @@ from param_decomp_lab.config.loss_parts import (
     above_0,
     bounds,
 )
-from param_decomp_lab.schema.kinds import by_type, registered
+from param_decomp_lab.schema.kinds import by_type, registered, type_of
 from param_decomp_lab.schema.mistakes import Wrong, rule_error
+from param_decomp_lab.schema.spelling import nearest_alike
 from param_decomp_lab.schema.strict import (
     Count,
     Fraction,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
 """No slashes: names become parts of metric keys and of paths in a checkpoint."""
+FEW_OWNERS = 3
+"""Losses that a message names at most as those that have a key."""
 
 
 class Loss(Strict):
@@ -60,6 +63,16 @@ class Loss(Strict):
     def _not_total(self) -> Iterator[Wrong]:
         if self.name == "total":
             yield "name", "'total' is the key of the sum of all terms; choose another name"
+
+    @classmethod
+    def _refusal(cls, key: str) -> str:
+        """Says of a key of other losses whose it is, unless it is more like one of this loss."""
+        owners = [name for name, loss in LOSSES.items() if key in loss.model_fields]
+        if not owners or nearest_alike(key, cls.model_fields) is not None:
+            return super()._refusal(key)
+        few = ", ".join(owners[:FEW_OWNERS]) + (", …" if len(owners) > FEW_OWNERS else "")
+        whose = "losses that compare the output" if key in ReconLoss.model_fields else few
+        return f"'{key}' is a key of {whose}, not of {type_of(cls)}; remove it"
 
     @abstractmethod
     def term(self, make: "TermMaker") -> "Term":

@@ -23,6 +23,7 @@ from param_decomp_lab.schema.strict import (
     Positive,
     Strict,
     Width,
+    all_read,
     rule,
 )
 
@@ -106,7 +107,7 @@ class ResidualBoundaries(Strict):
 
     @rule
     def _in_order(self) -> Iterator[Wrong]:
-        for n, (one, next_) in enumerate(pairwise(self.residual_boundaries)):
+        for n, (one, next_) in enumerate(pairwise(all_read(self.residual_boundaries))):
             if next_ <= one:
                 yield f"residual_boundaries.{n + 1}", f"is {next_}, not above {one}; the offsets must increase"
 

@@ -24,7 +24,7 @@ class TokenRows(Protocol):
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]: ...
 
-    def check(self, vocab_size: int, max_len: int | None = None) -> None: ...
+    def check(self, vocab_size: int, max_len: int | None = None, limit: str = "") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class RowRange:
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
         return self.data.rows(np.asarray(ids, np.int64) + self.first)
 
-    def check(self, vocab_size: int, max_len: int | None = None) -> None:
-        self.data.check(vocab_size, max_len)
+    def check(self, vocab_size: int, max_len: int | None = None, limit: str = "") -> None:
+        self.data.check(vocab_size, max_len, limit)

@@ -41,14 +41,14 @@ class TokenData:
         """The rows of the given numbers, in that order. Raises UserError for one that is damaged."""
         return self._rows.rows(ids)
 
-    def check(self, vocab_size: int, max_len: int | None = None) -> None:
+    def check(self, vocab_size: int, max_len: int | None = None, limit: str = "") -> None:
         """Refuse data that a model cannot take: a token id outside ``0 .. vocab_size - 1`` (named by file and row), or
         rows longer than ``max_len`` tokens. Reads what the shards say of their ids; tokens only where they say
-        nothing."""
+        nothing. ``limit``: the key that sets ``max_len``, where it can still be changed."""
         if max_len is not None and self.seq_len > max_len:
             raise UserError(
                 f"{self.source}: rows have {self.seq_len} tokens, the model takes at most {max_len}; "
-                f"tokenize with a seq_len of {max_len}, or raise max_len"
+                f"tokenize with a seq_len of {max_len}" + (f", or raise {limit}" if limit else "")
             )
         self._rows.check_ids(vocab_size)
 

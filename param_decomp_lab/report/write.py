@@ -50,8 +50,8 @@ FOLDED = {
 }
 _SURROGATES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
-FEW_SITES = 8
-"""Up to so many sites share one L0 chart with a legend; more get a chart per kind."""
+FEW_LINES = 8
+"""Up to so many sites, or parts of a loss, share one chart with a legend; of more, each kind has a chart."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -164,11 +164,29 @@ def _loss_charts(series: Mapping[str, Series], terms: list[configuration.LossTer
         charts += [chart] if chart else []
         own = f"{prefix}{name}/"
         parts = {key.removeprefix(own): values for key, values in series.items() if key.startswith(own)}
-        if parts:
-            colors = [f"var(--c{n % 5})" for n in range(len(parts))]
-            chart = line_chart(f"{name}: output, and relative errors at points", parts, colors, x_max=x_max)
-            charts += [chart] if chart else []
+        charts += _part_charts(name, parts, x_max)
     return charts
+
+
+def _part_charts(name: str, parts: dict[str, Series], x_max: int) -> list[Chart]:
+    """The parts of a loss over steps: the output's error, and relative errors at points (R6)."""
+    if len(parts) <= FEW_LINES:
+        chart = line_chart(f"{name}: output, and relative errors at points", parts, PALETTE, x_max=x_max)
+        return [chart] if chart else []
+    charts: dict[str, dict[str, Series]] = {}
+    for part in sorted(parts, key=lambda part: (len(part), part)):  # layer 2 before layer 10
+        title = f"relative errors at {part.rsplit('.', 1)[0]}" if "." in part else part
+        charts.setdefault(f"{name}: {title}", {})[part] = parts[part]
+    return _ramp_charts(charts, "layer", x_max)
+
+
+def _ramp_charts(lines: Mapping[str, dict[str, Series]], ramp: str, x_max: int, from_zero: bool = False) -> list[Chart]:
+    """A chart for each title, its lines coloured from the first to the last ``ramp``."""
+    charts = [
+        line_chart(title, own, ramp_colors(len(own)), x_max=x_max, from_zero=from_zero, ramp=ramp)
+        for title, own in lines.items()
+    ]
+    return [chart for chart in charts if chart]
 
 
 def _folded_charts(series: Mapping[str, Series], x_max: int) -> dict[str, list[Chart]]:
@@ -213,19 +231,15 @@ def _l0_charts(l0: L0 | None, x_max: int) -> list[Chart]:
         for site in l0.sites
         if site.share is not None
     }
-    if len(shares) <= FEW_SITES:
-        charts = [line_chart("L0 / C", shares, PALETTE, x_max=x_max, from_zero=True)]
-        return [chart for chart in charts if chart]
+    if len(shares) <= FEW_LINES:
+        chart = line_chart("L0 / C", shares, PALETTE, x_max=x_max, from_zero=True)
+        return [chart] if chart else []
     kinds: dict[str, dict[str, Series]] = {}
     for name, values in shares.items():
         kinds.setdefault(name.rsplit(".", 1)[-1], {})[name] = values
-    if len(kinds) > FEW_SITES:
+    if len(kinds) > FEW_LINES:
         kinds = {"all sites": shares}
-    charts = [
-        line_chart(f"L0 / C, {kind}", lines, ramp_colors(len(lines)), x_max=x_max, from_zero=True, ramp=True)
-        for kind, lines in kinds.items()
-    ]
-    return [chart for chart in charts if chart]
+    return _ramp_charts({f"L0 / C, {kind}": own for kind, own in kinds.items()}, "site", x_max, from_zero=True)
 
 
 def _other_metrics(series: Mapping[str, Series]) -> list[tuple[str, str, Series]]:

@@ -66,16 +66,6 @@ class Unreadable:
     def __len__(self) -> int:
         raise Unread
 
-    def __lt__(self, other: object) -> bool:
-        raise Unread
-
-    __le__ = __gt__ = __ge__ = __lt__  # a rule may compare items of a list, some of which could not be read
-
-    def __add__(self, other: object) -> Any:
-        raise Unread
-
-    __radd__ = __add__
-
 
 def _or_unreadable(raw: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """The validated value; an `Unreadable`, if mistakes are being collected and there are some."""
@@ -258,6 +248,14 @@ def as_far_as_read(check: Callable[..., Iterable[Found]], *given: Any) -> Iterat
         return
 
 
+def all_read(items: Iterable[Item]) -> tuple[Item, ...]:
+    """The items of a list, for what needs them all. `Unread` if one could not be read."""
+    found = tuple(items)
+    if any(isinstance(item, Unreadable) for item in found):
+        raise Unread
+    return found
+
+
 Obeying = TypeVar("Obeying", bound=Strict)
 
 
@@ -340,6 +338,9 @@ class _Findings:
             case tuple():
                 for n, item in enumerate(value):
                     yield from self._below(item, _joined(path, str(n)), above, misplaced)
+            case dict():
+                for key, item in value.items():
+                    yield from self._below(item, _joined(path, str(key)), above, misplaced)
 
 
 def _joined(path: str, key: str) -> str:

@@ -9,10 +9,11 @@ from param_decomp_jax.ci import (
     ChunkwiseTransformer,
     FunctionConfig,
     LayerwiseMLP,
+    Taps,
     UnfitGroups,
     UnfitTaps,
+    groups_with_taps,
     stacks_read,
-    taps_of_groups,
     with_residual_width,
 )
 from param_decomp_jax.decomposition.sites import Site, Sites
@@ -174,18 +175,23 @@ def _check_taps(function: FunctionConfig, sites: Sites, architecture: Architectu
             f"pd.ci_config.input_tap: a {architecture.title} has no residual stream; without the key, the CI function "
             "reads the inputs of the sites"
         )
-    try:
-        group = max(taps_of_groups(function, sites), key=lambda group: group[-1])
-    except UnfitTaps as error:
-        raise UserError(f"pd.ci_config.input_tap: {error}") from error
-    taps = function.taps if not isinstance(function, LayerwiseMLP) else None
-    if taps is not None and isinstance(taps.choice, tuple) and group[-1] > n_blocks:
-        last, offset = group[-1], taps.choice[-1]
-        raise UserError(
-            f"pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block {last} ({offset} "
-            f"after block {last - offset}, the first of its group with a site), but the target has {n_blocks} blocks; "
-            f"the highest is {n_blocks}, what the last one gives"
+    errors, taps_by_last = Errors(), dict[int, Taps]()
+    for taps, layers in groups_with_taps(function, sites):
+        with errors:
+            try:
+                taps_by_last[taps.boundaries(layers)[-1]] = taps
+            except UnfitTaps as error:
+                raise UserError(f"pd.ci_config.input_tap: {error}") from error
+    last = max(taps_by_last, default=0)
+    if last > n_blocks:
+        offsets = taps_by_last[last].choice
+        assert isinstance(offsets, tuple), "without offsets, blocks with sites are read"
+        errors.lines.append(
+            f"pd.ci_config.input_tap.residual_boundaries: reach the residual stream that enters block {last} "
+            f"({offsets[-1]} after block {last - offsets[-1]}, the first of its group with a site), but the target has "
+            f"{n_blocks} blocks; the highest is {n_blocks}, what the last one gives"
         )
+    errors.raise_all()
 
 
 def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:

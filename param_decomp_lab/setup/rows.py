@@ -6,6 +6,7 @@ from param_decomp_jax.ci import longest_row
 from param_decomp_jax.method.step import Problem
 from param_decomp_jax.sharding.placement import process_batch_rows
 from param_decomp_jax.targets.architecture import TokenInputs
+from param_decomp_lab.config.checks import LONGEST
 from param_decomp_lab.config.method_schema import EvalConfig
 from param_decomp_lab.config.wrapper import DataFolders
 from param_decomp_lab.data.batches import Batches
@@ -30,7 +31,7 @@ def check_rows(rows: TokenRows, problem: Problem, seq_len: int) -> None:
     """UserError for rows that the target or the CI function cannot take, or of another length than ``seq_len``."""
     inputs = problem.target.architecture.inputs
     assert isinstance(inputs, TokenInputs)
-    rows.check(inputs.vocab_size, longest_row(problem.decomposition.ci))
+    rows.check(inputs.vocab_size, longest_row(problem.decomposition.ci), LONGEST)
     if rows.seq_len != seq_len:
         raise UserError(
             f"{rows.source}: rows have {rows.seq_len} tokens, but data.max_seq_len is {seq_len}; "

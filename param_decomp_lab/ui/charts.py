@@ -73,8 +73,8 @@ class Chart:
     y_ticks: list[Tick]
     log: bool
     legend: bool
-    ramp: bool
-    """Whether the lines are coloured from early to late, and need that key."""
+    ramp: str
+    """What the lines are, if they are coloured from the first to the last and need that key."""
     points: str
     """JSON for the pointer: domain and, per line, name, colour and [step, value] pairs."""
 
@@ -149,14 +149,14 @@ def line_chart(
     note: str = "",
     dashed: Sequence[str] = (),
     from_zero: bool = False,
-    ramp: bool = False,
+    ramp: str = "",
     legend: bool = True,
 ) -> Chart | None:
     """A chart of ``series`` (name -> values) over steps 0 … ``x_max``; None when there is nothing finite to draw.
 
     ``colors`` are taken in turn. The y axis is logarithmic when all values are positive and spread over decades, else
-    linear (from 0 with ``from_zero``). With ``ramp`` the order of the lines is their legend; without ``legend`` they
-    have none. Points that are not finite break the line and are counted in the note.
+    linear (from 0 with ``from_zero``). With ``ramp``, which says what the lines are, their order is their
+    legend; without ``legend`` they have none. Points that are not finite break the line and are counted in the note.
     """
     lost = sum(len(values.values) - len(values.finite) for values in series.values())
     drawn = {

@@ -14,7 +14,7 @@ import pytest
 from param_decomp_aot.buffers import ledger
 from param_decomp_aot.timeline import timeline
 from param_decomp_aot.traffic import traffic
-from param_decomp_jax.ci import LayerwiseMLP
+from param_decomp_jax.ci import CIConfig, ComponentReadout, LayerwiseMLP
 from param_decomp_jax.decomposition.draws import positions
 from param_decomp_jax.decomposition.schedules import Anneal, Schedule
 from param_decomp_jax.method import objective as objective_module
@@ -33,12 +33,12 @@ from param_decomp_jax.method.masks import Sources, Stochastic
 from param_decomp_jax.method.muon import Muon
 from param_decomp_jax.method.recon import AllSites, Chunks, Reconstruction
 from param_decomp_jax.method.routing import Everywhere, UniformKSubset
-from param_decomp_jax.method.state import State
-from param_decomp_jax.method.state_sharding import state_shardings
+from param_decomp_jax.method.state import State, init_state
+from param_decomp_jax.method.state_sharding import state_axes, state_shardings
 from param_decomp_jax.method.step import Problem, hold_trained, training_step
 from param_decomp_jax.sharding import mesh as mesh_module
 from param_decomp_jax.sharding.memory import BALANCED, FAST, HELD_GROUPS, LEAN, PLAIN, HeldBy, HeldGroup, MemoryPolicy
-from param_decomp_jax.sharding.mesh import Axes, MeshShape, make_mesh
+from param_decomp_jax.sharding.mesh import Axes, MeshShape, is_axes, make_mesh
 from param_decomp_jax.sharding.placement import batch_sharding, from_host, shardings
 from param_decomp_jax.targets.llama import module_name
 from tests.core import tiny, toys
@@ -159,6 +159,22 @@ def assert_split(problem: Problem, state: State, weights: Any, shape: MeshShape)
     for path, x in jax.tree_util.tree_leaves_with_path(weights):
         vector = "norm" in path[-1].key or x.ndim == 1
         assert n_parts(x) == (1 if vector else of_target(x.shape[-1])), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    "ci",
+    [tiny.TRANSFORMER, tiny.WITH_OPTIONS, tiny.CHUNKWISE, ComponentReadout(tiny.TRANSFORMER), tiny.SHARED],
+    ids=["transformer", "with options", "chunkwise", "readout", "layerwise"],
+)
+def test_moments_lie_like_what_they_are_moments_of(ci: CIConfig) -> None:
+    """D2, also where the CI function has None in place of weights (norms without them)."""
+    problem = tiny.problem(terms_with(), ci=ci)
+    state = jax.eval_shape(partial(init_state, problem.decomposition, problem.target.sites, LEADING))
+    axes = state_axes(problem.decomposition, state)
+    leaves = partial(jax.tree.leaves, is_leaf=is_axes)
+    assert any("split" in of.names or "component" in of.names for of in leaves(axes.ci))
+    for trained, (moments, *_) in ((axes.ci, axes.ci_moments), (axes.components, axes.components_moments)):
+        assert leaves(moments.mu) == leaves(moments.nu) == leaves(trained)
 
 
 def run(

@@ -50,7 +50,9 @@ CONFIGURATIONS = {
     "sequence longer than max_len": ([f"{MAX_LEN}=8"], ["data.max_seq_len", f"is {SEQ_LEN}", "max_len (8)"]),
     "rows of another length": (["data.max_seq_len=8"], [f"rows have {SEQ_LEN} tokens", "data.max_seq_len is 8"]),
     # Valid as a file, but the rows are longer than both.
-    "rows longer than max_len": ([f"{MAX_LEN}=8", "data.max_seq_len=8"], [f"rows have {SEQ_LEN} tokens", "at most 8"]),
+    "rows longer than max_len": (
+        [f"{MAX_LEN}=8", "data.max_seq_len=8"], [f"rows have {SEQ_LEN} tokens", "at most 8", f"or raise {MAX_LEN}"]
+    ),
 }  # fmt: skip
 
 

@@ -1,13 +1,16 @@
-"""A run with hidden activations beside the output (R6) and nonlinearity locality (L7): check, training, report."""
+"""A run with hidden activations beside the output (R6), nonlinearity locality (L7) and taps (C10): check, training,
+report, resuming."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
 from param_decomp_lab.weights.target_folder import save_target
 from tests.core import toys
-from tests.lab.tiny_run import ROOT, pd_here, rows
+from tests.lab.tiny_run import ROOT, pd_here, rows, saved_arrays
 from tests.lab.toy_run import settings
 
 CONFIG = ROOT / "configs" / "toys" / "resid_mlp2.yaml"
@@ -22,7 +25,9 @@ NEURONS = f"type: NonlinearityLocalityLoss, unit_kind_coefficients: {{neuron: 2}
 TERMS = (
     f"pd.loss_metrics=[{{{KEPT}, start_frac: 0.5, {BESIDE}, coeff: 0.5}}, {{{NEURONS}, coeff: 0.1}}, "
     f"{{type: CIMaskedReconLoss, coeff: 1, {BESIDE}}}]",
+    "pd.ci_config={mode: global, fn_type: global_shared_mlp, hidden_dims: [8], input_tap: all_block_resids}",
     "pd.steps=4",
+    "cadence={train_log_every: 1, save_every: 2}",
     "data.feature_probability=0.5",
     "pd.faithfulness_warmup_steps=0",
     "pd.tied_weights=null",
@@ -72,3 +77,13 @@ def test_the_whole_way(tmp_path: Path) -> None:
     assert "CIMaskedReconLoss: output, and relative errors at points" in page
     assert "late/" not in outcome.out + outcome.err  # a line of the terminal has no room for parts
     assert "attack (PGDReconLoss/output)" not in page
+
+    killed = tmp_path / "killed" / run.name
+    shutil.copytree(run, killed)
+    shutil.rmtree(killed / "ckpts" / "4")
+    resumed = pd_here("train", "--resume", killed)
+    assert resumed.status == 0, resumed
+    assert "at step 2 of 4" in resumed.out
+    assert rows(killed) == found
+    for name, x in saved_arrays(run, 4).items():
+        np.testing.assert_array_equal(saved_arrays(killed, 4)[name], x, err_msg=name)

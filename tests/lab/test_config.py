@@ -435,6 +435,18 @@ REFUSED = [
     ("pd.sigmoid_type=swish_hard", "pd.sigmoid_type: swish_hard dips below 0"),
     ("pd.sigmoid_type=two_sided_leaky_hard", "pd.sigmoid_type: two_sided_leaky_hard falls below 0 without end"),
     ("pd.stepz=1", "pd.stepz: unknown key 'stepz'; did you mean 'steps'"),
+    (
+        "pd.loss_metrics.3.hidden_acts_reconstruction={coeff: 1, points: ['*']}",
+        "'hidden_acts_reconstruction' is a key of losses that compare the output, not of FaithfulnessLoss; remove it",
+    ),
+    (
+        "pd.loss_metrics.3.pnorm=1",
+        "pd.loss_metrics.3.pnorm: 'pnorm' is a key of ImportanceMinimalityLoss, not of FaithfulnessLoss; remove it",
+    ),
+    (
+        "pd.loss_metrics.3.optimizer={type: sign, lr_schedule: 0.1}",
+        "is a key of PersistentPGDReconLoss, PersistentPGDReconSubsetLoss, MergedStochasticSubsetPPGDReconLoss, …, not",
+    ),
     ("pd.loss_metrics.0.coef=1", "pd.loss_metrics.0.coef: unknown key 'coef'; did you mean 'coeff'"),
     ("pd.loss_metrics.0.type=ImportanceLoss", "did you mean 'ImportanceMinimalityLoss'"),
     ("pd.loss_metrics.1.routing={type: uniform}", "pd.loss_metrics.1.routing: unknown 'type' 'uniform'; did you mean"),
@@ -530,6 +542,10 @@ REFUSED = [
     (
         "eval.metrics.0={type: UVPlots, identity_patterns: null, dense_patterns: null}",
         "eval.metrics.0.type: UVPlots nee",
+    ),
+    (
+        "eval.metrics.0={type: CI_L0, groups: {first: ['*', 3]}}",
+        "eval.metrics.0.groups.first.1: should be a string, not 3",
     ),
     ("pd.loss_metrics.0={type: CI_L0, groups: null}", "pd.loss_metrics.0: unknown 'type' 'CI_L0'; did you mean"),
     ("pd.loss_metrics.0={type: CIMaskedAttnPatternsReconLoss, coeff: 1}", "pd.loss_metrics.0.type: 'CIMaskedAttnPatt"),

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from param_decomp_lab.data.batches import Batches, epoch_order
 from param_decomp_lab.data.meta import DataMeta
 from param_decomp_lab.data.pieces import PIECE_CHARS, Document, choose_eval
+from param_decomp_lab.data.row_range import RowRange
 from param_decomp_lab.data.spans import find_files
 from param_decomp_lab.data.stdlib_text import stdlib_documents
 from param_decomp_lab.data.text import TokenText
@@ -213,8 +214,10 @@ def test_token_ids_beyond_the_vocabulary_are_named_by_file_and_row(tmp_path):
     data.check(20, max_len=4)
     with pytest.raises(UserError, match=r"part-0\.parquet, row 17, position 0: token id 17 .*0 to 16"):
         data.check(17)
-    with pytest.raises(UserError, match=r"rows have 4 tokens.*at most 3"):
+    with pytest.raises(UserError, match=r"rows have 4 tokens.*at most 3; tokenize with a seq_len of 3$"):
         data.check(20, max_len=3)
+    with pytest.raises(UserError, match=r"a seq_len of 3, or raise attn_config.max_len$"):
+        RowRange(data, 0, 10).check(20, 3, "attn_config.max_len")
 
 
 def write(folder, **columns):

@@ -80,12 +80,16 @@ def test_results_of_the_program_before_are_not_taken() -> None:
     assert not of_2026_11_26()["measured"].keys() & {item.name for item in ITEMS}
 
 
-def test_the_decomposition_has_the_step_that_is_measured() -> None:
-    (item,) = (item for item in ITEMS if isinstance(item, Decomposition))
-    step = named(ITEMS, item.needs)
-    assert isinstance(step, Step)
-    assert step.sets == ("eval=null", *item.sets)
-    load_config(ROOT / item.config, (*item.sets, *cadence(12000, 0.1), "run_id=p-00000000"))
+def test_decompositions_have_the_step_that_is_measured() -> None:
+    items = [item for item in ITEMS if isinstance(item, Decomposition)]
+    assert len(items) == 3
+    for item in items:
+        step = named(ITEMS, item.needs)
+        assert isinstance(step, Step)
+        assert (step.config, step.sets) == (item.config, ("eval=null", *item.sets))
+        load_config(ROOT / item.config, (*item.sets, *cadence(12000, 0.1), "run_id=p-00000000"))
+        # A quarter of an hour is enough for the step and for a start of the run.
+        assert step.expected_s + item.expected_s < 840
 
 
 # ---- a day with a card that is not there ----
@@ -127,6 +131,7 @@ class FakeJob:
                 "run": str(run), "report": f"{run}/report.html", "steps": 100, "reached": 50, "starts": 2, "rows": 1600,
                 "batch": [64, 256], "training_s": 600.0, "tokens_per_s": 1e5,
                 "first": {"eval/ce_kl/kl_ci_masked": 0.5}, "last": {"eval/ce_kl/kl_ci_masked": 0.25},
+                "over_best_baseline": {"l0": 3.9, "error": 0.4567},
             } | self.answers.get(self._name, {})  # fmt: skip
         if self._name == "V U in Δ":
             split = {"s": 5e-3, "flops_per_s": 577e12, "error": 5e-6, "smaller_by": 2e-6}
@@ -200,6 +205,7 @@ def test_a_day(asked: Asked) -> None:
     assert "| `nvjet_1` | losses, backward, up_proj | 90.00 | 22.5% |" in text
     assert "| split | 5.00 ms | 577.0 | 5.0e-06 | 2e-06 |\n| `X3` | no such algorithm | – | – | – |" in text
     assert "| `ce_kl/kl_ci_masked` | 0.5 | 0.25 |" in text
+    assert "at the run's L0 (`pd eval --baselines`): l0 3.9; error 0.457." in text
     assert "50 of 100 steps of 64 × 256 tokens, in 2 goes; of 1,600 rows each was taken 2.0 times; 10.0 minutes" in text
     assert "it should be **2 GiB**; today it is 5" in text
     # Again: nothing is left to do.
@@ -249,10 +255,14 @@ def test_what_does_not_end_in_time_is_left(asked: Asked) -> None:
 
 def test_the_decomposition_takes_the_time_that_is_left(asked: Asked) -> None:
     assert a_day(asked, seconds=1000).run()
-    (given,) = trained()
-    # Of 1,000 s two minutes are kept to stop it and four are its start; half a second a step.
-    (steps,) = (int(one.rpartition("=")[2]) for one in given["planned"] if one.startswith("pd.steps="))
-    assert steps == pytest.approx(0.85 * (1000 - 120 - 240) / 0.5, rel=0.01)
+    planned = [
+        next(int(one.rpartition("=")[2]) for one in given["planned"] if one.startswith("pd.steps="))
+        for given in trained()
+    ]
+    # Of 1,000 s two minutes are kept to stop it and four are its start; half a second a step. Those of many layers
+    # leave two minutes to the comparison and the harvest.
+    before, after = (0.85 * (1000 - 120 - 240 - kept) / 0.5 for kept in (0, 120))
+    assert planned == pytest.approx([before, after, after], rel=0.01)
 
 
 def test_the_decomposition_is_resumed(asked: Asked) -> None:
@@ -260,7 +270,7 @@ def test_the_decomposition_is_resumed(asked: Asked) -> None:
     FakeJob.answers[name] = {"stopped": "at 50 of 100 steps: …", "unfinished": True, "tries": 0}
     day = a_day(asked)
     assert not day.run()
-    (begun,) = trained()
+    begun, *_ = trained()
     assert day.left() == [name]
     assert "Stopped at 50 of 100 steps" in asked.page.read_text()
     for _ in range(3):  # stopped is not failed: as often as it takes
@@ -315,7 +325,8 @@ def test_without_weights_the_decomposition_says_what_helps(
     asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other items go on, and a later call tries again."""
-    (item,) = (item for item in ITEMS if isinstance(item, Decomposition))
+    item = named(ITEMS, "SmolLM2-135M decomposed")
+    assert isinstance(item, Decomposition)
     monkeypatch.setattr(decomposition, "SMOLLM2", tmp_path / "smollm2")
     monkeypatch.setattr(decomposition, "run", lambda words, extra: 1)
     before = signal.getsignal(signal.SIGTERM)
@@ -325,6 +336,39 @@ def test_without_weights_the_decomposition_says_what_helps(
         signal.signal(signal.SIGTERM, before)
     assert "--smollm2 FOLDER, made by `pd demo --smollm2` elsewhere" in found["failed"]
     assert (found["unfinished"], found["tries"]) == (True, 0)
+
+
+def test_what_follows_the_decomposition_is_made_up_for(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has ended is not trained again when the comparison was stopped."""
+    item = named(ITEMS, "SmolLM2-135M, layers 22 to 29, decomposed")
+    assert isinstance(item, Decomposition)
+    folder, said, stopped_in = tmp_path / "p-00000000", list[str](), "eval"
+
+    def run(words: Sequence[str], extra: dict[str, str]) -> int:
+        said.append(words[1])
+        if words[1] == "train":
+            folder.mkdir()
+            (folder / "config.yaml").touch()
+            (folder / "ended.json").write_text('{"how": "finished", "why": ""}')
+        return 75 if words[1] == stopped_in else 0
+
+    monkeypatch.setattr(decomposition, "run", run)
+    monkeypatch.setattr(decomposition, "prepare", lambda item, asked: (tmp_path, tmp_path))
+    monkeypatch.setattr(decomposition, "summarize", lambda folder: {})
+    monkeypatch.setattr(decomposition, "read_json", lambda *arguments: {"train": {"rows": 1}})
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        first = decompose(item, asked, folder, ())
+        stopped_in = ""
+        second = decompose(item, asked, folder, ())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == ["train", "eval", "eval", "harvest"]
+    assert (first["stopped"], first["unfinished"]) == ("in pd eval, to be resumed", True)
+    assert "unfinished" not in second
 
 
 # ---- its parts ----
@@ -514,6 +558,8 @@ def test_toy_day_killed_and_gone_on_with(tmp_path: Path) -> None:
     assert run["reached"] == run["steps"] == 600
     assert run["starts"] == 2
     assert Path(run["report"]).is_file()
+    assert run["over_best_baseline"].keys() == {"l0", "error", "random", "attack"}
+    assert len([*Path(run["run"]).glob("harvests/*")]) == 1
     text = file.with_suffix(".md").read_text()
     for part in ("V U of Δ", "Before and after", "Memory: planned and taken", "Steps, by memory policy",
                  "Where the time goes", "Links between 8", "Toys", "the demo's target decomposed"):  # fmt: skip

@@ -329,6 +329,29 @@ def test_charts_carry_their_points(run_folder: Path) -> None:
     assert [line["n"] for line in kls["s"]][-1] == "attack"
 
 
+@pytest.mark.parametrize("n_layers", [7, 40])
+def test_lines_of_a_losses_parts_look_different(tmp_path: Path, n_layers: int) -> None:
+    """In one chart, or in one for each kind of points, where the lines are in the order of layers."""
+    points = [
+        f"{kind}.{layer}"
+        for kind in ("attn_out", "resid_post")[-1 if n_layers < 10 else 0 :]
+        for layer in range(n_layers)
+    ]
+    folder = write_run(tmp_path / "run", site_names(), figures=False)
+    row = {"step": 0, "train/loss/Late": 1.0, "train/loss/total": 1.0}
+    row |= {f"train/loss/Late/{part}": 1.0 for part in sorted(["output", *points])}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    page = read_page(write_report(folder))
+    charts = [json.loads(attrs["data-points"] or "")["s"] for _, attrs in page.tags if "data-points" in attrs]
+    parts = [lines for lines in charts if lines[0]["n"] == "output" or "." in lines[0]["n"]]
+    assert sorted(line["n"] for lines in parts for line in lines) == sorted(["output", *points])
+    for lines in parts:
+        assert len({line["c"] for line in lines}) == len(lines)
+    if n_layers == 40:
+        assert [[line["n"] for line in lines] for lines in parts] == [["output"], points[:40], points[40:]]
+        assert page.content().count("first layer last layer") == 2
+
+
 def test_tokens_are_escaped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", site_names(), figures=False)
     nasty = ["<script>alert(1)</script>", '"', "&amp;", "\n", "\t", "\x00", "\ud800", "'><img src=x>"]

@@ -267,7 +267,8 @@ REFUSED = {
         "llama_merged",
         "pd.loss_metrics.0={type: StochasticHiddenActsReconLoss, coeff: 1, hidden_acts_reconstruction: {coeff: 1, "
         "points: ['*']}}",
-        "pd.loss_metrics.0.hidden_acts_reconstruction: unknown key 'hidden_acts_reconstruction'",
+        "pd.loss_metrics.0.hidden_acts_reconstruction: 'hidden_acts_reconstruction' is a key of losses that compare "
+        "the output, not of StochasticHiddenActsReconLoss; remove it",
     ),
     "a tap without a residual stream": (
         "tms_attacks",
@@ -308,3 +309,14 @@ def test_refused_with_the_reason(command: Literal["check", "train"], mistake: st
     assert outcome.err.startswith("error: ")
     assert reason in outcome.err
     assert set((place / "runs").glob("*")) == before
+
+
+def test_taps_that_a_group_lacks_hide_no_other_mistake(place: Path) -> None:
+    sites = (
+        "pd.decomposition_targets=[{module_pattern: model.embed_tokens, C: 4}, {module_pattern: 'layers.0.*', C: 4}]"
+    )
+    tap = "pd.ci_config.input_tap={residual_boundaries: [0, 9]}"
+    outcome = pd_here("check", "llama_merged.yaml", "--set", sites, "--set", tap)
+    assert outcome.status == 2, outcome
+    assert "a group has no site but the embedding" in outcome.err
+    assert "reach the residual stream that enters block 9 (9 after block 0" in outcome.err
