@@ -18,7 +18,7 @@ run() {
     "$@"
 }
 
-run pd data tokenize README.md docs/*.md --out "$folder/data" --seq-len 64
+run pd data tokenize README.md docs/*.md --bpe 512 --out "$folder/data" --seq-len 64
 sed -e "s|^data:.*|data: $folder/data|" -e "s|^out:.*|out: $folder/target|" -e 's|^steps:.*|steps: 8|' \
     -e 's|^eval:.*|eval: {every: 8, batches: 2}|' configs/demo/pretrain.yaml >"$folder/pretrain.yaml"
 run pd pretrain "$folder/pretrain.yaml"

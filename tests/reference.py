@@ -1944,15 +1944,19 @@ def dense_ci_error(ci: Array, k: int) -> int:
 
 
 def mmcs_and_ml2r(W: Array, V: Array, U: Array) -> tuple[float, float]:
-    """TMS `linear1`: W `[n, h]`, V `[n, C]`, U `[C, h]` -> (MMCS, ML2R)."""
-    versions = V[:, :, None] * U
-    lengths, target_lengths = np.linalg.norm(versions, axis=-1), np.linalg.norm(W, axis=-1)
-    dots = (versions * W[:, None, :]).sum(axis=-1)
-    norms = lengths * target_lengths[:, None]
-    cosines = np.divide(dots, norms, out=np.zeros(dots.shape), where=norms > 0)
-    best = cosines.argmax(axis=1)
-    rows = np.arange(len(W))
-    return float(cosines[rows, best].mean()), float((lengths[rows, best] / target_lengths).mean())
+    """TMS `linear1`: W `[n, h]` without a row of zeros, V `[n, C]`, U `[C, h]` -> (MMCS, ML2R)."""
+    best = []
+    for j, row in enumerate(W):
+        length = np.linalg.norm(row)
+        versions = [V[j, c] * U[c] for c in range(len(U))]
+        pairs = [
+            (float(v @ row / (np.linalg.norm(v) * length)), float(np.linalg.norm(v) / length))
+            for v in versions
+            if np.linalg.norm(v) >= length / 100
+        ]
+        best.append(max(pairs, key=lambda pair: pair[0], default=(0.0, 0.0)))
+    cosines, ratios = zip(*best, strict=True)
+    return sum(cosines) / len(W), sum(ratios) / len(W)
 
 
 # ---- Section 13: attribution graphs ----

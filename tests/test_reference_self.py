@@ -1232,7 +1232,12 @@ def test_toy_recovery() -> None:
     W = normal(4, 2)
     V, U = np.eye(4)[:, [2, 0, 3, 1]], 0.5 * W[[2, 0, 3, 1]]
     np.testing.assert_allclose(ref.mmcs_and_ml2r(W, -V, -U), (1.0, 0.5))
-    np.testing.assert_allclose(ref.mmcs_and_ml2r(W, V, -U)[0], 0.0)
+    np.testing.assert_allclose(ref.mmcs_and_ml2r(W, V, -U), (-1.0, 0.5))
+    # The third component points exactly along feature 0, and is too short to count.
+    V, U = np.eye(2)[:, [0, 1, 0]], np.array([[1.0, 0.1], [0.0, 1.0], [0.009, 0.0]])
+    mmcs, ml2r = ref.mmcs_and_ml2r(np.eye(2), V, U)
+    np.testing.assert_allclose((mmcs, ml2r), (0.5 / np.sqrt(1.01) + 0.5, 0.5 * np.sqrt(1.01) + 0.5))
+    np.testing.assert_allclose(ref.mmcs_and_ml2r(np.eye(2), V[:, 1:], U[1:]), (0.5, 0.5))
 
 
 # ---- mixtures of experts ----

@@ -1,12 +1,14 @@
 """Tests a claim about components on text that the run did not train on.
 
     python -m experiments.evidence.claim RUN --after th --token e layers.3.mlp.down_proj:88 layers.3.mlp.down_proj:144
+    python -m experiments.evidence.claim RUN --after th --token e layers.3.mlp.down_proj:88 --controls 5
 
 The claim: after ``--after`` these components speak for ``--token``. Each is taken out alone, then all of them together,
 at every token of held-out rows, with everything else as it is (all other components on, deltas too). Prints, as
 Markdown, the mean probability of the token with and without them, and the share of the places at which it falls: after
-that text, and elsewhere. With ``--exceptions`` the places after that text at which it does not fall without all of
-them follow, with the text around them.
+that text, and elsewhere. With ``--controls`` every line is followed by its control: as many other components of the
+same sites, drawn in proportion to how often they fire there, a mean over so many draws. With ``--exceptions`` the
+places after that text at which it does not fall without all of them follow, with the text around them.
 """
 
 import argparse
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--after", required=True, help="the text in front of the token")
     parser.add_argument("--token", required=True)
     parser.add_argument("--exceptions", action="store_true", help="list the places where the token does not fall")
+    parser.add_argument("--controls", type=int, default=0, help="draws of other components, for every line")
     parser.add_argument("--rows", type=int, default=128, help="of held-out data")
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
@@ -45,13 +48,23 @@ def main() -> None:
     print(f"| taken out | P({given.token!r}) after {given.after!r} ({here.sum()} places) | falls | elsewhere | falls |")
     print("|---|---|---|---|---|")
     together = [given.components] if len(given.components) > 1 else []
-    for chosen in [[one] for one in given.components] + together:
-        after = probabilities(run, rows, chosen, token)
+    counts = firing_counts(run, rows) if given.controls else {}
+    rng = np.random.default_rng(0)
+
+    def show(name: str, after: np.ndarray) -> None:
+        """A line; ``after``: probabilities, of one draw or of several."""
         cells = [
-            f"{before[at].mean():.3f} → {after[at].mean():.3f} | {(after < before)[at].mean():.0%}"
+            f"{before[at].mean():.3f} → {after[..., at].mean():.3f} | {(after < before)[..., at].mean():.0%}"
             for at in (here, ~here)
         ]
-        print(f"| {', '.join(chosen)} | {' | '.join(cells)} |", flush=True)
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+    for chosen in [[one] for one in given.components] + together:
+        after = probabilities(run, rows, chosen, token)
+        show(", ".join(chosen), after)
+        if given.controls:
+            drawn = [control(run, chosen, counts, rng) for _ in range(given.controls)]
+            show("as many others", np.stack([probabilities(run, rows, others, token) for others in drawn]))
     if given.exceptions:
         for row, end in np.argwhere(here & (after >= before)):
             text = run.text.text(rows[row, max(0, end - 15) : end + 5].tolist())
@@ -65,6 +78,27 @@ def ends_with(rows: np.ndarray, text: list[int]) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(rows, n, axis=1)
     found[:, n - 1 :] = (windows == np.asarray(text)).all(axis=-1)
     return found
+
+
+def firing_counts(run: Run, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """At how many positions each component fires, by site."""
+    counts = {name: np.zeros(site.C) for name, site in run.sites.items()}
+    for start in range(0, len(rows), BATCH):
+        for name, importances in run.causal_importances(rows[start : start + BATCH]).items():
+            counts[name] += (np.asarray(importances) > 0).sum(axis=(0, 1))
+    return counts
+
+
+def control(run: Run, chosen: list[str], counts: dict[str, np.ndarray], rng: np.random.Generator) -> list[str]:
+    """As many others of the same sites as are chosen, or all others that fire; the likelier, the more often they do."""
+    others: list[str] = []
+    for site, mask in selected(chosen, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():
+        weight = np.where(mask[0], 0, counts[site])
+        n = min(int(mask[0].sum()), int(np.count_nonzero(weight)))
+        if n:
+            numbers = rng.choice(len(weight), n, replace=False, p=weight / weight.sum())
+            others += [f"{site}:{number}" for number in numbers]
+    return others
 
 
 def probabilities(run: Run, rows: np.ndarray, chosen: list[str], token: int) -> np.ndarray:

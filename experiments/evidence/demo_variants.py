@@ -1,12 +1,12 @@
-"""The demo by other recipes: how far each comes beside the best baseline, by seed and number of steps.
+"""The demo's method on a model of bytes, by other recipes: how each stands beside the best baseline, by seed and steps.
 
-    pd data tokenize --stdlib --seq-len 64 --out data/demo
-    pd pretrain configs/demo/pretrain.yaml
+    pd data tokenize --stdlib --seq-len 64 --out data/bytes
+    pd pretrain configs/demo/bytes_pretrain.yaml
     python -m experiments.evidence.demo_variants --steps 3000                       # every variant, three seeds
     python -m experiments.evidence.demo_variants --steps 10000 --only adamw-3e-3 --only muon-9e-3 --seeds 0
     python -m experiments.evidence.demo_variants --table                            # only print what is there
 
-Each run is `pd train configs/demo/decompose.yaml` with some keys set, and then `pd eval RUN --baselines --matched
+Each run is `pd train configs/demo/bytes.yaml` with some keys set, and then `pd eval RUN --baselines --matched
 --batches 2 --batch-size 8 --attack 20`. What is finished is not run again: figures are kept in a JSON file, a line for
 each run. Start it in the background. A run of 3,000 steps takes two to three minutes on two cores.
 """
@@ -27,7 +27,7 @@ from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "demo" / "decompose.yaml"
+CONFIG = ROOT / "configs" / "demo" / "bytes.yaml"
 
 
 def _adamw(rate: float) -> dict[str, str]:
@@ -69,7 +69,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Keys that differ from the demo's, by the name of the variant."""
+"""Keys that differ from `bytes.yaml`, by the name of the variant."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ folders. Start it in the background; ask it at any time for the table of what is
     python experiments/evidence/table1.py --only tms_5-2 --seeds 0,1,2,3,4
     python experiments/evidence/table1.py --only resid_mlp3 --until 20000  # as far as time allows; a later call goes on
     python experiments/evidence/table1.py --table                          # only write the table again
+    python experiments/evidence/table1.py --table --evaluate               # the same, of runs that are evaluated again
 """
 
 import argparse
@@ -143,8 +144,7 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
             if until is not None and (last_step(folder) or 0) >= until:
                 process.terminate()
                 process.wait()
-                found = evaluate_run(folder)
-                folder.with_suffix(".evaluated").write_text(json.dumps({"step": found.step, **found.row}))
+                evaluate(folder)
                 return
     finally:
         if process.poll() is None:
@@ -153,6 +153,12 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
         clock.write_text(json.dumps(seconds(folder) + time.monotonic() - start))
     if process.returncode:
         raise SystemExit(f"{name}, seed {seed}: pd train ended with status {process.returncode}")
+
+
+def evaluate(folder: Path) -> None:
+    """Keeps an evaluation of the newest checkpoint beside a run; it counts more than one of that step in the run."""
+    found = evaluate_run(folder)
+    folder.with_suffix(".evaluated").write_text(json.dumps({"step": found.step, **found.row}))
 
 
 def seconds(folder: Path) -> float:
@@ -172,10 +178,10 @@ def read_result(out: Path, name: str, seed: int) -> Result | None:
     if not folder.exists():
         return None
     rows = read_metrics(folder)
-    evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
     left = folder.with_suffix(".evaluated")
-    evaluated += [json.loads(left.read_text())] if left.is_file() else []
-    row = max(evaluated, key=lambda row: row["step"], default={})
+    evaluated = [json.loads(left.read_text())] if left.is_file() else []
+    evaluated += [row for row in rows if any(key.startswith("eval/") for key in row)]
+    row: dict[str, Any] = max(evaluated, key=lambda row: row["step"], default={})
     times = [row["train/perf/step_time_s"] for row in rows if "train/perf/step_time_s" in row]
     step_seconds = statistics.median(times) if times else None
     return Result(seed, row.get("step"), row, seconds(folder), step_seconds, last_device(folder))
@@ -322,6 +328,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "table1")
     parser.add_argument("--page", type=Path, default=TABLE, help="the page to write, with a JSON file beside it")
     parser.add_argument("--table", action="store_true", help="write the page from what has been run, and run nothing")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate finished runs again, by the rules of today")
     arguments = parser.parse_args()
     chosen = names if arguments.only is None else arguments.only.split(",")
     unknown = set(chosen) - set(names)
@@ -338,6 +345,13 @@ def main() -> None:
                 continue
             run(arguments.out, experiment.name, seed, arguments.until)
             write_page(arguments.page, arguments.out)
+    if arguments.evaluate:
+        for experiment in EXPERIMENTS:
+            for seed in range(100):
+                if experiment.name in chosen and finished(
+                    read_result(arguments.out, experiment.name, seed), experiment
+                ):
+                    evaluate(run_folder(arguments.out, experiment.name, seed))
     write_page(arguments.page, arguments.out)
     print(f"written: {arguments.page}")
 

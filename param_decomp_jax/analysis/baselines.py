@@ -6,7 +6,6 @@ same way here: by masks that are given, with no delta.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from param_decomp_jax.nn.numerics import matmul, wide
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
 from param_decomp_jax.targets.base import Weights, WholeForward
-from param_decomp_jax.targets.plain_linears import UNTOUCHED, PlainLinears, frozen_axes, top_experts
+from param_decomp_jax.targets.plain_linears import RESIDUAL, UNTOUCHED, PlainLinears, frozen_axes, top_experts
 
 Masks = dict[str, Float[Array, "layers *n _C"]]
 """By stack; ``*n`` are the leading axes of an activation."""
@@ -87,6 +86,40 @@ class SelectedLinears(WholeForward):
         return SelectedLayer(parts, masks, frozen_axes(PLAIN))
 
 
+@dataclass(frozen=True)
+class MaskedPasses:
+    """Passes over one batch in which every site is the masked sum of its parts. Each begins at the first layer with a
+    site, from the clean residual there, ``entry`` (F6). ``reference``: of the clean output."""
+
+    problem: Problem
+    parts: Components
+    weights: Weights
+    inputs: Array
+    entry: Array
+    reference: Array
+
+    def output(self, masks: Masks) -> Array:
+        target = self.problem.target
+        start = (target.sites.segments[0].first, self.entry)
+        linears = SelectedLinears(target.sites, self.parts, masks)
+        output: Array = target.forward(self.weights, self.inputs, linears, start).output
+        return output
+
+    def error(self, masks: Masks) -> Float[Array, ""]:
+        """R1, of the masks as they are."""
+        return self.problem.target.errors(self.weights, self.reference, [self.output(masks)])[0]
+
+
+def masked_passes(problem: Problem, parts: Components, weights: Weights, inputs: Array) -> MaskedPasses:
+    """Passes over a batch, of which the clean one is run here."""
+    target = problem.target
+    linears = PlainLinears(target.sites, inputs=False, memory=target.memory)
+    clean = target.forward(weights, inputs, linears)
+    entry = clean.records[target.sites.segments[0].first][RESIDUAL][0]
+    reference = target.reference(weights, clean.output)
+    return MaskedPasses(problem, parts, weights, inputs, *jax.lax.stop_gradient((entry, reference)))
+
+
 class MaskedErrors(NamedTuple):
     """Of some masks: R1 with the masks as they are, and of a language model the cross-entropy of the next token (0 of a
     toy); R1 with what is off at random, and after each of the attacks' lengths."""
@@ -117,7 +150,7 @@ def by_gradient(
     """B2: values from which `largest` makes the choice by gradient, of any number of parts up to ``most``: the sooner a
     part is on, the larger; 0 for those that stay off."""
     target = problem.target
-    error = partial(_error, problem, parts, weights, inputs, _reference(problem, weights, inputs))
+    error = masked_passes(problem, parts, weights, inputs).error
     axes = target.activation_axes(inputs.shape)
     none = {s.name: jnp.zeros((s.n_layers, *axes, parts[s.name].U.shape[1])) for s in target.sites.stacks}
 
@@ -179,8 +212,8 @@ def masked_errors(
     step_size: float,
 ) -> MaskedErrors:
     """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
-    reference = _reference(problem, weights, inputs)
-    error = partial(_error, problem, parts, weights, inputs, reference)
+    passes = masked_passes(problem, parts, weights, inputs)
+    error = passes.error
 
     def with_sources(sources: Masks) -> Masks:
         return {name: m + (1 - m) * sources[name] for name, m in masks.items()}
@@ -190,7 +223,7 @@ def masked_errors(
         return {name: jax.random.uniform(k, m.shape) for k, (name, m) in zip(keys, masks.items(), strict=True)}
 
     for_random, for_attack = jax.random.split(key)
-    plain = _output(problem, parts, weights, inputs, masks)
+    plain = passes.output(masks)
     sources, attacked, done = draw(for_attack), [], 0
     for length in lengths:
 
@@ -202,30 +235,11 @@ def masked_errors(
         attacked.append(error(with_sources(sources)))
         done = length
     return MaskedErrors(
-        problem.target.errors(weights, reference, [plain])[0],
+        problem.target.errors(weights, passes.reference, [plain])[0],
         cross_entropy_of(problem, weights, inputs, plain),
         error(with_sources(draw(for_random))),
         jnp.stack(attacked) if attacked else jnp.zeros(0),
     )
-
-
-def _reference(problem: Problem, weights: Weights, inputs: Array) -> Array:
-    target = problem.target
-    linears = PlainLinears(target.sites, memory=target.memory)
-    clean = target.forward(weights, inputs, linears).output
-    return jax.lax.stop_gradient(target.reference(weights, clean))
-
-
-def _output(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
-    output: Array = problem.target.forward(weights, inputs, SelectedLinears(problem.target.sites, parts, masks)).output
-    return output
-
-
-def _error(
-    problem: Problem, parts: Components, weights: Weights, inputs: Array, reference: Array, masks: Masks
-) -> Float[Array, ""]:
-    """R1, of the masks as they are."""
-    return problem.target.errors(weights, reference, [_output(problem, parts, weights, inputs, masks)])[0]
 
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:

@@ -58,7 +58,7 @@ def compare_with_baselines(
     assert settings is not None
     source, data = evaluation_batches(run, config, request)
     batches = [source(n) for n in range(settings.n_steps)]
-    others = _other_batches(run, source, settings.n_steps, settings.batch_size)
+    others = other_batches(run, source, settings.n_steps, settings.batch_size)
     found = compare(
         run,
         batches,
@@ -83,7 +83,7 @@ def compare_with_baselines(
     return found
 
 
-def _other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: int) -> list[Array]:
+def other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: int) -> list[Array]:
     """Batches that are not measured on, `POSITIONS` together: rows that the run trained on, or a toy's next draws."""
     if not run.is_language_model:
         return [source(n_measured + n) for n in range(min(MOST_DRAWS, math.ceil(POSITIONS / batch_size)))]

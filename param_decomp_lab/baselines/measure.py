@@ -185,7 +185,7 @@ def compare(
         if stack.experts is not None or stack.lookup:
             what = "an embedding" if stack.lookup else "experts' matrices"
             raise UserError(f"--baselines: {stack.name} is {what}, of which no baselines are computed")
-    work = _Measurement(run, batches, others, lengths, seed, matched_only, choice)
+    work = Measurement(run, batches, others, lengths, seed, matched_only, choice)
     points = []
     progress("the decomposition")
     points += list(work.own())
@@ -203,7 +203,9 @@ def compare(
     return Comparison(run.id, run.step, of_text, positions, lengths, tuple(points), sites, tuple(replacements), choice)
 
 
-class _Measurement:
+class Measurement:
+    """Points of a run and of its baselines on some batches; the arguments are those of `compare`."""
+
     def __init__(
         self,
         run: Run,
@@ -224,38 +226,39 @@ class _Measurement:
         self._clean = float(np.mean([float(x) for x in clean]))
 
     def own(self) -> Iterator[Point]:
+        """The decomposition's (B3), of which that with λ as masks is the first."""
         run = self._run
         with jax.set_mesh(run.mesh):
             logits = [jitted(_logits)(self._problem, run.learned, run.weights, batch) for batch in self._batches]
             parts = with_views(run.learned.components, self._sites)
         lower, _ = squashings(self._problem.decomposition.squashing)
         importances = [{name: lower(z) for name, z in of_batch.items()} for of_batch in logits]
-        own = self._point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
+        own = self.point(parts, importances, OWN, LAMBDA, 0.0, attacked=True)
         yield own
         for threshold in THRESHOLDS[:1] if self._matched_only else THRESHOLDS:
             masks = [{n: (x > threshold).astype(jnp.float32) for n, x in of_batch.items()} for of_batch in importances]
-            yield self._point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
+            yield self.point(parts, masks, OWN, ON_OFF, threshold, attacked=threshold == 0)
         if self._choice == "gradient":
             yield from self._chosen(parts, OWN, own.l0)
             return
         for k in self._ladder(parts):
             masks = [largest(_firing(z, x), k) for z, x in zip(logits, importances, strict=True)]
-            yield self._point(parts, masks, OWN, LARGEST, k, attacked=False)
+            yield self.point(parts, masks, OWN, LARGEST, k, attacked=False)
 
     def of_baseline(self, kind: Baseline, l0: float) -> Iterator[Point]:
         """``l0``: the decomposition's."""
-        yield from self._chosen(self._parts(kind), kind, l0)
+        yield from self._chosen(self.parts(kind), kind, l0)
 
     def _chosen(self, parts: Components, name: str, l0: float) -> Iterator[Point]:
         """With k parts on (B2), for every k that is asked for. Attacked are those that make up the point at ``l0``."""
         matched = shares(l0)
         numbers = sorted({*self._ladder(parts), *matched})
-        values = [self._values(parts, batch, numbers[-1]) for batch in self._batches]
+        values = [self.values(parts, batch, numbers[-1]) for batch in self._batches]
         for k in numbers:
             masks = [largest(of_batch, k) for of_batch in values]
-            yield self._point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k in matched)
+            yield self.point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k in matched)
 
-    def _values(self, parts: Components, batch: Array, most: int) -> Masks:
+    def values(self, parts: Components, batch: Array, most: int) -> Masks:
         """By which up to ``most`` parts are chosen (B2)."""
         given = (self._problem, parts, self._run.weights, batch)
         with jax.set_mesh(self._run.mesh):
@@ -285,7 +288,8 @@ class _Measurement:
         most = max(own.U.shape[1] for own in parts.values())
         return [k for k in (2**n for n in range(16)) if k <= most]
 
-    def _parts(self, kind: Baseline) -> Components:
+    def parts(self, kind: Baseline) -> Components:
+        """Those of a baseline (B1), by stack."""
         run = self._run
         with jax.set_mesh(run.mesh):
             weights = jax.device_get(self._problem.target.site_weights(run.weights))
@@ -300,9 +304,10 @@ class _Measurement:
             made[stack.name] = Factors(V, U)
         return made
 
-    def _point(
+    def point(
         self, parts: Components, masks: Sequence[Masks], name: str, chosen: str, number: float, attacked: bool
     ) -> Point:
+        """One way of choosing parts. ``masks``: of each batch."""
         run, found, l0 = self._run, [], []
         lengths = self._lengths if attacked else ()
         for n, (batch, own) in enumerate(zip(self._batches, masks, strict=True)):

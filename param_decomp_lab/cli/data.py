@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,13 @@ def tokenize(
             show_default=False,
         ),
     ] = None,
+    bpe: Annotated[
+        int | None,
+        typer.Option(
+            help="Train a byte-level BPE tokenizer of as many tokens on the training text, in place of --tokenizer.",
+            show_default=False,
+        ),
+    ] = None,
     bos: Annotated[
         bool | None,
         typer.Option(
@@ -96,9 +104,15 @@ def tokenize(
     does every document within a row. `--bos` does the same with a tokenizer that has a BOS and does not add it,
     `--no-bos` leaves it out. Prompts of a run do what its data did.
 
+    `--bpe` trains the tokenizer that is then used: byte-level byte pairs (BPE), whose BOS `<|endoftext|>` begins every
+    text. Nothing that is held out is read for it, and of long text the first 134 million characters. The folder keeps
+    it: pass it to `--tokenizer` for other text.
+
     Examples:
 
-        pd data tokenize --stdlib --out data/demo --seq-len 64
+        pd data tokenize --stdlib --out data/bytes --seq-len 64
+
+        pd data tokenize --stdlib --bpe 1024 --out data/demo --seq-len 64
 
         pd data tokenize corpus/*.txt --tokenizer meta/tokenizer.json --out data/mine --seq-len 512
 
@@ -114,12 +128,14 @@ def tokenize(
 
         pd data tokenize corpus --tokenizer models/mine --out data/mine --part 3/64
     """
+    from param_decomp_lab.data.bpe import train_bpe
     from param_decomp_lab.data.hub_tokenizer import fetch_tokenizer
     from param_decomp_lab.data.meta import COLUMN, META_FILE
     from param_decomp_lab.data.plan import Settings
     from param_decomp_lab.data.records import BadRecord, Column
     from param_decomp_lab.data.tokenize import make_plan, tokenize
     from param_decomp_lab.data.tokenize_processes import available_cores
+    from param_decomp_lab.data.tokenize_unit import training_text
     from param_decomp_lab.data.tokenizers import BYTES
     from param_decomp_lab.safe_io.printable import first_few
 
@@ -131,6 +147,9 @@ def tokenize(
             raise UserError(f"{option} is for --dataset; files are given as they are")
     if row_starts and not tokenized:
         raise UserError("--row-starts is for --tokenized; text is joined, so that no row has a gap")
+    if bpe is not None and (tokenized or tokenizer is not None):
+        other = "--tokenized takes token ids" if tokenized else "--tokenizer takes one that is there"
+        raise UserError(f"--bpe trains a tokenizer, and {other}: leave one of them out")
     settings = Settings(
         seq_len=seq_len,
         eval_fraction=eval_fraction,
@@ -142,15 +161,20 @@ def tokenize(
         skip_bad_records=skip_bad_records,
     )
     units, sources = _units(inputs, dataset, (config, revision, data_files), split, eval_split, format)
-    if tokenizer is not None or not tokenized:
-        tokenizer = fetch_tokenizer(tokenizer or BYTES)
-    plan = make_plan(units, settings, tokenizer, sources, bos)
     console = PlainConsole()
     count = available_cores() if processes is None else processes
-    try:
-        meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
-    except BadRecord as error:
-        raise UserError(f"{error}\nWith --skip-bad-records such records are left out, counted and named") from error
+    with TemporaryDirectory() as folder:
+        try:
+            if bpe is not None:
+                console.print(f"training a tokenizer of {bpe:,} tokens …")
+                train_bpe(training_text(make_plan(units, settings, BYTES, sources)), bpe, Path(folder))
+                tokenizer = folder
+            elif tokenizer is not None or not tokenized:
+                tokenizer = fetch_tokenizer(tokenizer or BYTES)
+            plan = make_plan(units, settings, tokenizer, sources, bos)
+            meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
+        except BadRecord as error:
+            raise UserError(f"{error}\nWith --skip-bad-records such records are left out, counted and named") from error
     if meta is None:
         console.print(f"part {part} is done; {out} appears when all parts are", soft_wrap=True)
         return

@@ -17,7 +17,7 @@ from param_decomp_lab.errors import CannotFetch, UserError
 from param_decomp_lab.ui.console import PlainConsole
 
 Command = tuple[str, ...]
-TOKENIZE = ("data", "tokenize", "--stdlib", "--out", "data/demo", "--seq-len", "64")
+TOKENIZE = ("data", "tokenize", "--stdlib", "--bpe", "1024", "--out", "data/demo", "--seq-len", "64")
 PRETRAIN = ("pretrain", "configs/demo/pretrain.yaml")
 TRAIN = ("train", "configs/demo/decompose.yaml")
 HARVEST = ("--tokens", "100e3")
@@ -52,7 +52,7 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Pretrain a small Llama, decompose six of its matrices, write a report and a harvest: five minutes on two cores.
+    """Pretrain a small Llama, decompose six of its matrices, write a report and a harvest: six minutes on two cores.
 
     At the end, the decomposition is held against what costs no training: singular vectors, neurons.
 
@@ -79,8 +79,14 @@ def demo(
 
 
 def _own_model(console: Console, out: Path, sets: Command) -> None:
+    data = out / "data" / "demo"
+    if (data / "meta.json").is_file() and not (data / "tokenizer.json").is_file():
+        raise UserError(
+            f"{data} holds rows of bytes, those of the demo until November 2026; choose a new folder with --out, or "
+            f"remove {data}, {out / RUNS / 'demo-target'} and, if `pd demo` wrote it, {out / 'configs' / 'demo'}"
+        )
     _copy_configurations(console, out, "demo", PRETRAIN[-1], TRAIN[-1])
-    if not (out / "data" / "demo" / "meta.json").is_file():
+    if not (data / "meta.json").is_file():
         _pd(console, out, *TOKENIZE)
     _pd(console, out, *PRETRAIN)
     _pd(console, out, *TRAIN, *sets)

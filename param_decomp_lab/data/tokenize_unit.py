@@ -118,6 +118,15 @@ def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: 
         raise
 
 
+def training_text(plan: Plan) -> Iterator[str]:
+    """The text of the training split, in order and in pieces. Raises as `tokenize_unit`."""
+    for unit in plan.units:
+        for piece in _chosen(plan, unit, _Documents(unit, plan.settings)):
+            if piece.split == "train":
+                assert isinstance(piece.content, str)
+                yield piece.content
+
+
 class _Documents:
     """The documents of a unit, and how many there were; ``n_bad`` records were left out, ``bad`` says why the first."""
 

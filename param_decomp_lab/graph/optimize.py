@@ -107,7 +107,9 @@ def optimize(
             x[row + 1 :] = 0
     of_stacks: Importances = stack_sites(sites, {name: x.reshape(*leading, -1) for name, x in start.items()})
     measure = Measure(row, outputs if request.loss == "logit" else None)
-    descent = Descent(measure, _penalty(problem), request.steps, request.learning_rate, request.attack_step_size, 0.05)
+    descent = Descent(
+        measure, penalty_for_descent(problem), request.steps, request.learning_rate, request.attack_step_size, 0.05
+    )
     judge = _Judge(opened, problem, inputs, measure, request)
     least = LEAST_KL if row is not None and request.loss == "kl" else 1e-12
     allowed = np.maximum(request.allowed * judge.errors(of_stacks, FIRST), least)
@@ -170,7 +172,7 @@ def _count(importances: Importances, threshold: float) -> int:
     return int(sum(np.count_nonzero(np.asarray(x) > threshold) for x in importances.values()))
 
 
-def _penalty(problem: Problem) -> Lp | SmoothL0:
+def penalty_for_descent(problem: Problem) -> Lp | SmoothL0:
     """The run's own, annealed over the descent as over training; its slope at 0 bounded, for Adam would remember it."""
     terms = [term for term in problem.decomposition.terms if isinstance(term, ImportanceMinimality)]
     own = terms[0].penalty if terms else DEFAULT_PENALTY

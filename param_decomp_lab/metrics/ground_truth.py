@@ -16,6 +16,9 @@ OFF_ABOVE = 0.1
 ON_BELOW = 0.9
 """Section 11: a component that should be on for a feature counts as an error below this importance."""
 
+DEAD_BELOW = 0.01
+"""Section 11: a version shorter than this share of the feature's vector is left out."""
+
 TIE = 1e-9
 """Between matchings of equal total the one with fewer errors is taken: each error weighs this much. Over 100 features
 it cannot outweigh a difference of 2e-7 in the total, about the last bit of one fp32 importance."""
@@ -90,8 +93,9 @@ def dense_columns(importances: Float[np.ndarray, "features C"]) -> Integer[np.nd
 class BestVersions:
     """For each feature j the component whose version ``V[j, c] U[c, :]`` of it points most nearly along ``W[j, :]``.
 
-    ``cosine``: between the two. ``norm_ratio``: length of the version over that of ``W[j, :]``. Both are NaN for a
-    feature that the target does not represent at all: ``W[j, :]`` exactly zero.
+    ``component``: its number; −1 if every version is too short to count. ``cosine``: between the two. ``norm_ratio``:
+    length of the version over that of ``W[j, :]``. Both are 0 without a component, and NaN for a feature that the
+    target does not represent at all: ``W[j, :]`` exactly zero.
     """
 
     component: Integer[np.ndarray, "n"]
@@ -102,19 +106,22 @@ class BestVersions:
 def best_versions(
     W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]
 ) -> BestVersions:
-    """The best component of every feature of a TMS by cosine (section 11); a version that is zero has cosine 0."""
+    """The best component of every feature of a TMS by cosine (section 11)."""
     W, V, U = (np.asarray(matrix, dtype=np.float64) for matrix in (W, V, U))
     lengths = np.abs(V) * np.linalg.norm(U, axis=1)
     target_lengths = np.linalg.norm(W, axis=1)
-    products = lengths * target_lengths[:, None]
-    cosines = np.divide(V * (W @ U.T), products, out=np.zeros_like(V), where=products > 0)
-    component = cosines.argmax(axis=1)
-    feature = np.arange(len(W))
     represented = target_lengths > 0
-    cosine = np.where(represented, cosines[feature, component], np.nan)
-    norm_ratio = np.full(len(W), np.nan)
-    np.divide(lengths[feature, component], target_lengths, out=norm_ratio, where=represented)
-    return BestVersions(component, cosine, norm_ratio)
+    # What W does not represent has no length to compare with: its versions count as dead, and are NaN below.
+    counts = (lengths >= DEAD_BELOW * target_lengths[:, None]) & represented[:, None]
+    products = lengths * target_lengths[:, None]
+    cosines = np.divide(V * (W @ U.T), products, out=np.full_like(V, -np.inf), where=counts)
+    best, found = cosines.argmax(axis=1), counts.any(axis=1)
+    feature = np.arange(len(W))
+    nothing = np.where(represented, 0.0, np.nan)
+    ratios = np.divide(lengths, target_lengths[:, None], out=np.zeros_like(V), where=counts)
+    cosine = np.where(found, cosines[feature, best], nothing)
+    norm_ratio = np.where(found, ratios[feature, best], nothing)
+    return BestVersions(np.where(found, best, -1), cosine, norm_ratio)
 
 
 def mmcs_and_ml2r(

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from param_decomp_jax.analysis.baselines import (
     Masks,
-    _error,
-    _reference,
     activations,
     by_gradient,
     cross_entropy,
     integrated_gradients,
     largest,
     masked_errors,
+    masked_passes,
     mean_l0,
     second_moments,
 )
@@ -122,9 +121,7 @@ class Case(NamedTuple):
 
     @property
     def error(self) -> Callable[[Masks], jax.Array]:
-        given = (self.problem, self.parts, self.weights, jnp.asarray(self.inputs))
-        clean = jax.jit(_reference, static_argnums=0)(self.problem, self.weights, given[-1])
-        return partial(_error, *given, clean)
+        return masked_passes(self.problem, self.parts, self.weights, jnp.asarray(self.inputs)).error
 
     @property
     def for_reference(self) -> tuple[Any, ...]:

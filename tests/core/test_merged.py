@@ -129,7 +129,7 @@ def test_a_pool_gives_rows_their_particle() -> None:
         for x, y, g in zip(
             jax.tree.leaves(own), jax.tree.leaves(got[name]), jax.tree.leaves(gradient[name]), strict=True
         ):
-            np.testing.assert_array_equal(np.asarray(x)[:, particle, np.arange(4)], y)
+            np.testing.assert_allclose(y, np.asarray(x)[:, particle, np.arange(4)], rtol=1e-6)
             others = np.ones(x.shape[1:3], bool)
             others[particle, np.arange(4)] = False
             assert not np.any(np.asarray(g)[:, others])

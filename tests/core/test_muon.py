@@ -135,8 +135,8 @@ def test_large_matrices_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     want = orthogonalize(arrays, axes, SPEC)
     monkeypatch.setattr(muon_module, "LARGE", 8)
     for x, y in zip(want, orthogonalize(arrays, axes, SPEC), strict=True):
-        assert tiny.deviation(x, y) < 1e-6
-    assert tiny.deviation(want[0][0].T, want[1][0]) < 1e-6
+        assert tiny.deviation(x, y) < 1e-5
+    assert tiny.deviation(want[0][0].T, want[1][0]) < 1e-5
 
 
 # ---- on many devices ----

@@ -4,8 +4,8 @@
 
 `llama/` holds a target, token data and a run that SIGTERM stopped at step 10 of 16, with checkpoints of steps 8 and 10
 and the state of a persistent adversary. `toy/` holds a TMS and a finished run on it, without its page, which nothing
-reads. `expected.json` holds what `observe` found in copies of them with the code of that commit;
-`tests/lab/test_old_run.py` asks the code of today the same questions.
+reads. `expected.json` holds what `observe` found in copies of them with the code of that commit (but for MMCS and ML2R,
+whose rule has changed since); `tests/lab/test_old_run.py` asks the code of today the same questions.
 
 Run folders hold absolute paths. These were made at ``MADE_AT``, and `copy_of` puts the place of the copy there.
 """

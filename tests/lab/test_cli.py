@@ -37,7 +37,7 @@ HELP = {
     ("profile",): ("pd profile configs/demo/decompose.yaml", "--steps 20 --warmup 5 --out", "--set memory.preset=lean"),
     ("pretrain",): ("pd pretrain configs/demo/pretrain.yaml",),
     ("data",): ("tokenize",),
-    ("data", "tokenize"): ("pd data tokenize --stdlib --out data/demo", "--tokenizer meta/tokenizer.json"),
+    ("data", "tokenize"): ("pd data tokenize --stdlib --bpe 1024 --out data/demo", "--tokenizer meta/tokenizer.json"),
     ("weights",): ("import-gguf",),
     ("weights", "import-gguf"): ("pd weights import-gguf SmolLM2-135M-Instruct.Q4_1.gguf", "--dtype", "--no-tokenizer"),
     ("browse",): ("pd browse runs /scratch/me/runs --port 9000", "ssh -L"),

@@ -104,7 +104,7 @@ def test_the_printed_run_is_the_demos() -> None:
     [printed] = re.findall(r"^print\(run\)\n```\n\n```\n(.*?)```", PAGES["opening_a_run.md"], re.DOTALL | re.MULTILINE)
     resolved, recipe = ResolvedConfig(load_config(DEMO / "decompose.yaml")), read_recipe(DEMO / "pretrain.yaml")
     assert isinstance(recipe, PretrainRecipe)
-    architecture: Any = recipe.model.config(256)
+    architecture: Any = recipe.model.config(1024)
     problem: Any = make_problem(resolved, architecture, DEMO)
     step = resolved.config.method.pd.steps
     shown: Any = Run(Path(RUN), resolved, step, architecture, problem, mesh=None, learned=None)  # type: ignore[arg-type]

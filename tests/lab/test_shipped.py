@@ -142,6 +142,10 @@ def test_demo_uses_what_is_there(tmp_path: Path, commands: list[list[str]]) -> N
     mine.write_text(mine.read_text() + "# mine\n")
     (tmp_path / "data" / "demo").mkdir(parents=True)
     (tmp_path / "data" / "demo" / "meta.json").write_text("{}")
+    refused = pd_here("demo", "--out", tmp_path)
+    assert refused.status == 2
+    assert "holds rows of bytes" in refused.err
+    (tmp_path / "data" / "demo" / "tokenizer.json").write_text("{}")
     for name in ("p-00000001", "p-00000002"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").write_text("{}")

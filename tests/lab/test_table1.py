@@ -73,6 +73,15 @@ def test_figures_outlive_the_run_folders(tmp_path: Path) -> None:
     assert "| TMS 5-2 | 0 | 10,000 | 0.9998 |" in page.read_text()
 
 
+def test_a_later_evaluation_counts_more_than_the_run_s_own_of_that_step(tmp_path: Path) -> None:
+    for seed, step in ((0, 10000), (1, 7500)):
+        made_up(tmp_path, "tms_5-2", seed, 10000, **{"tms/mmcs": 0.9999, "tms/ml2r": 0.801})
+        beside = table1.run_folder(tmp_path, "tms_5-2", seed).with_suffix(".evaluated")
+        beside.write_text(json.dumps({"step": step, "eval/tms/mmcs": 0.9998, "eval/tms/ml2r": 0.999}))
+    found = table1.update_results(tmp_path / "kept.json", tmp_path)["tms_5-2"]
+    assert [found[seed].row["eval/tms/ml2r"] for seed in (0, 1)] == [0.999, 0.801]
+
+
 @pytest.mark.parametrize(
     ("experiment", "values", "wanted"),
     [

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from param_decomp_lab.metrics.figures import tms_geometry
 from param_decomp_lab.metrics.ground_truth import (
     best_versions,
     dense_ci_error,
@@ -233,15 +234,35 @@ def test_perfect_vectors() -> None:
     np.testing.assert_array_equal(order[best_versions(W, V, U).component], np.arange(5))
 
 
-def test_a_version_of_zero_has_cosine_zero() -> None:
+def test_a_version_of_zero_is_left_out() -> None:
     W = np.array([[1.0, 0.0], [0.0, 1.0]])
     V, U = np.array([[-1.0, 0.0], [0.0, 2.0]]), W
     best = best_versions(W, V, U)
-    # Feature 0: its only version points the other way, so one that is zero is better.
-    np.testing.assert_array_equal(best.component, [1, 1])
-    np.testing.assert_array_equal(best.cosine, [0, 1])
-    np.testing.assert_array_equal(best.norm_ratio, [0, 2])
-    assert mmcs_and_ml2r(W, V, U) == (0.5, 1.0)
+    # Feature 0: its only version points the other way, and is better than one that is zero all the same.
+    np.testing.assert_array_equal(best.component, [0, 1])
+    np.testing.assert_array_equal(best.cosine, [-1, 1])
+    np.testing.assert_array_equal(best.norm_ratio, [1, 2])
+    assert mmcs_and_ml2r(W, V, U) == (0.0, 1.5)
+
+
+@pytest.mark.parametrize(("length", "component"), [(4e-6, 0), (0.0099, 0), (0.0101, 2)])
+def test_a_dead_component_does_not_win(length: float, component: int) -> None:
+    """Component 2 points exactly along feature 0, which component 0 has learned but for a small angle."""
+    W = 3 * np.eye(2)
+    V, U = np.eye(2)[:, [0, 1, 0]], 3 * np.array([[1.0, 0.01], [0.0, 1.0], [length, 0.0]])
+    best = best_versions(W, V, U)
+    np.testing.assert_array_equal(best.component, [component, 1])
+    np.testing.assert_allclose(best.norm_ratio, [length if component else np.sqrt(1.0001), 1])
+    np.testing.assert_allclose(mmcs_and_ml2r(W, V, U), ref.mmcs_and_ml2r(W, V, U), rtol=1e-12)
+
+
+def test_a_feature_with_dead_components_alone_counts_as_nothing() -> None:
+    W, V, U = 3 * np.eye(2), np.eye(2), np.array([[0.02, 0.0], [0.0, 3.0]])
+    best = best_versions(W, V, U)
+    np.testing.assert_array_equal(best.component, [-1, 1])
+    assert mmcs_and_ml2r(W, V, U) == ref.mmcs_and_ml2r(W, V, U) == (0.5, 0.5)
+    shown = {text.get_text() for axes in tms_geometry(W, V, U).axes for text in axes.texts}
+    assert {"no c", "c 1"} <= shown
 
 
 def test_features_without_vector_are_left_out() -> None:

@@ -98,7 +98,7 @@ def tms_geometry(W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Fl
         va="top",
     )
     if plane:
-        strength = V[np.arange(len(V)), best.component]
+        strength = np.where(best.component >= 0, V[np.arange(len(V)), best.component], 0)
         _draw_plane(figure, W, strength[:, None] * U[best.component], best.component)
     else:
         _draw_dots(figure, best)
@@ -144,7 +144,7 @@ def _draw_plane(
         away = tip / max(float(np.hypot(*tip)), 1e-30) * 15
         for text, below, points, colour, weight in (
             (str(j), 0, 9, INK, "bold"),
-            (f"c {component}", 9.5, 7, BLUE, "normal"),
+            (f"c {component}" if component >= 0 else "no c", 9.5, 7, BLUE, "normal"),
         ):
             axes.annotate(
                 text,
