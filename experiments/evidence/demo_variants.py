@@ -117,9 +117,9 @@ def run(out: Path, variant: str, steps: int, seed: int) -> Result:
     kept = find_comparison(folder, steps)
     assert kept is not None
     shutil.rmtree(folder)
-    found = kept.comparison.over_best
-    found["kl"] = found.pop("error")
-    return Result(variant, steps, seed, **found, minutes=minutes)
+    own = kept.comparison.own
+    over = kept.comparison.over_best(own)
+    return Result(variant, steps, seed, own.l0, over["error"], over["random"], over["attack"], minutes)
 
 
 def _pd(*arguments: str) -> None:

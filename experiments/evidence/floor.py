@@ -3,10 +3,12 @@
     python -m experiments.evidence.floor RUN --rows 8 --steps 200 --attack 20
     python -m experiments.evidence.floor RUN --rows 8 --steps 200 --attack 20 --against-attack
 
-On one batch of held-out rows, at the L0 of the run's λ, each with what is off left out, at random, and under attack:
+Five choices are measured on one batch of held-out rows, all at the L0 of the run's λ. Each is read with what is off
+left out, with it at random, and under attack:
 
 - λ as masks: what the CI function gives from activations alone;
-- the same components, with importances that were optimised for this batch: what a better CI function could come to;
+- the same components, with importances that were optimised for this batch from λ, and from the choice by gradient:
+  what a better CI function could come to;
 - the best baseline, its parts chosen by activation as `pd eval --baselines` chooses them;
 - weighted singular vectors with importances optimised in the same way: whether the components are better parts.
 

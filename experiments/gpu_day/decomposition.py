@@ -135,7 +135,10 @@ def summarize(run: Path) -> dict[str, Any]:
     series = series_by_key(read_metrics(run))
     config = saved_config(run)
     report = write_report(run)
-    compared = find_comparison(run, config.method.pd.steps)
+    compared, over = find_comparison(run, config.method.pd.steps), {}
+    if compared is not None:
+        of = compared.comparison
+        over = {"over_best_baseline": {"l0": of.own.l0, **of.over_best(of.own)}}
     kept = ("eval/", "train/loss/")
     return {
         "run": str(run),
@@ -148,5 +151,5 @@ def summarize(run: Path) -> dict[str, Any]:
         "tokens_per_s": (speed := series.get("train/perf/tok_per_s")) and speed.last,
         "first": {key: values.first for key, values in series.items() if key.startswith(kept)},
         "last": {key: values.last for key, values in series.items() if key.startswith(kept)},
-        **({} if compared is None else {"over_best_baseline": compared.comparison.over_best}),
+        **over,
     }

@@ -1,5 +1,6 @@
 """Curves of a run and of its baselines: how far the output moves with how many parts on."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,15 +150,17 @@ class Comparison:
         """The baseline of least error at the decomposition's L0."""
         return min(self.matched.values(), key=lambda p: p.error)
 
-    @property
-    def over_best(self) -> dict[str, float]:
-        """What λ as masks has, divided by what the best baseline of each reading has at its L0: ``error``, ``random``,
-        and ``attack``, the longest, where there was one; with ``l0``, which is not divided."""
-        own, others = self.own, self.matched.values()
-        found = {"l0": own.l0, "error": own.error / min(p.error for p in others)}
-        found["random"] = own.random / min(p.random for p in others)
+    def over_best(self, point: Point) -> dict[str, float]:
+        """What a point has, divided by what the best baseline of each reading has at the decomposition's L0: ``error``,
+        ``random``, and ``attack``, the longest, where there was one. NaN where a baseline has 0."""
+
+        def ratio(reading: Callable[[Point], float]) -> float:
+            least = min(map(reading, self.matched.values()))
+            return reading(point) / least if least > 0 else math.nan
+
+        found = {"error": ratio(lambda p: p.error), "random": ratio(lambda p: p.random)}
         if self.lengths:
-            found["attack"] = own.attacked[-1] / min(p.attacked[-1] for p in others)
+            found["attack"] = ratio(lambda p: p.attacked[-1])
         return found
 
 

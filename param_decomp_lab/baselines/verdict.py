@@ -1,5 +1,7 @@
 """A comparison with baselines in words."""
 
+import math
+
 from param_decomp_lab.baselines.measure import LAMBDA, OWN, WITH_K_ON, Comparison, Point
 from param_decomp_lab.baselines.parts import Choice
 from param_decomp_lab.ui.numbers import number
@@ -10,24 +12,24 @@ def verdict(found: Comparison) -> str:
     own, best, by_gradient = found.own, found.best, found.own_by_gradient
     what = "KL" if found.of_text else "error"
 
-    def ratio(a: float, b: float) -> str:
-        return number(a / b) if b > 0 else "–"
+    def ratios(point: Point) -> dict[str, str]:
+        return {name: "–" if math.isnan(x) else number(x) for name, x in found.over_best(point).items()}
 
     def harder(point: Point) -> str:
-        text = f"with what is off at random {ratio(point.random, min(p.random for p in found.matched.values()))} times"
+        over = ratios(point)
+        text = f"with what is off at random {over['random']} times"
         if found.lengths:
-            least = min(p.attacked[-1] for p in found.matched.values())
-            text += f", after {found.lengths[-1]} steps of attack {ratio(point.attacked[-1], least)} times"
+            text += f", after {found.lengths[-1]} steps of attack {over['attack']} times"
         return text
 
     text = (
-        f"At L0 {number(own.l0)} the decomposition's {what} is {ratio(own.error, best.error)} times that of the best "
+        f"At L0 {number(own.l0)} the decomposition's {what} is {ratios(own)['error']} times that of the best "
         f"baseline ({best.parts}, {number(best.number)} parts chosen by {found.choice}); {harder(own)}."
     )
     if by_gradient is not None:
         text += (
             f" With {number(by_gradient.number)} of its components, chosen in the same way, it is "
-            f"{ratio(by_gradient.error, best.error)} times; {harder(by_gradient)}."
+            f"{ratios(by_gradient)['error']} times; {harder(by_gradient)}."
         )
     return text + " Below 1 the decomposition is better."
 

@@ -93,6 +93,16 @@ def test_what_was_measured(mine: Path) -> None:
     assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES) + len(SAE.points)
 
 
+def test_ratios_over_the_best_baseline() -> None:
+    """Of each reading by the baseline that is best in it; NaN beside one without any error."""
+    found = comparison()
+    best = 0.25 * 0.25 / len(BASELINES) * (1 + 3 / 2**8)
+    assert found.over_best(found.own) == pytest.approx({"error": 0.02 / best, "random": 0.4, "attack": 0.3})
+    perfect = tuple(replace(p, error=0.0) for p in OF_BASELINES)
+    without = comparison(points=(*OF_RUN, *perfect), lengths=())
+    assert without.over_best(without.own) == pytest.approx({"error": float("nan"), "random": 0.4}, nan_ok=True)
+
+
 def test_a_choice_by_gradient(mine: Path) -> None:
     """It is named wherever it counts. A file from before there was a choice has one by activation."""
     chosen = tuple(replace(p, chosen=BY_GRADIENT) for p in OF_BASELINES)
