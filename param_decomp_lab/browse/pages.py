@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -17,7 +18,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.harvest.files.scores import CHANCE
-from param_decomp_lab.harvest.files.tables import RARE_TOKEN
+from param_decomp_lab.harvest.files.tables import AT_ONE, RARE_TOKEN
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.runs.evaluation_rows import l0_table
 from param_decomp_lab.runs.listing import RunStatus
@@ -34,6 +35,7 @@ RARE_FIRINGS = 100
 TOKENS_SHOWN = 12
 COMPANIONS = 12
 SHADES = 10
+THIRDS = ("upper third", "middle third", "lower third")
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
 AVERAGES_SHOWN = 10
@@ -179,8 +181,9 @@ class Pages:
             scores=_scores(opened, site, n, history[0].text if history else ""),
             importances=importance_histogram(row["importance_histogram"]),
             activations=activation_histogram(row["activation_histogram"]),
-            top=[self._example(opened, e, row["activation_max"]) for e in examples if e.kind == "top"],
-            uniform=[self._example(opened, e, row["activation_max"]) for e in examples if e.kind == "uniform"],
+            top=self._lists(opened, by_sign(examples), row["activation_max"]),
+            uniform=self._lists(opened, by_third(examples), row["activation_max"]),
+            at_one=AT_ONE, ranked_by_a=plan.format > 1,
             tokens=_token_rows(opened, tokens), outputs=_output_rows(opened, outputs),
             companions=[
                 {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in companions.to_pylist()
@@ -197,6 +200,18 @@ class Pages:
             group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS, averages=_averages(opened, site, n),
         )  # fmt: skip
 
+    def _lists(
+        self, opened: Opened, lists: Sequence[tuple[str, Sequence[Example]]], largest: float
+    ) -> list[dict[str, Any]]:
+        """Lists of examples that are sorted by λ · |a|, with the values of it between which each lies."""
+        return [
+            {
+                "title": title, "examples": [self._example(opened, e, largest) for e in found],
+                "most": _size(found[0]), "least": _size(found[-1]),
+            }
+            for title, found in lists
+        ]  # fmt: skip
+
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
         if opened.harvest.plan.inputs == "features":
             values = opened.harvest.row(example.row)
@@ -205,6 +220,26 @@ class Pages:
         else:
             context = _context(opened.harvest.names(example.tokens), example, max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
+
+
+def by_sign(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
+    """The top examples of each sign of a that has any, those of largest λ · |a| first. Where a = 0 the component does
+    nothing, and is no example."""
+    top = sorted((e for e in examples if e.kind == "top"), key=_size, reverse=True)
+    signs = ("a > 0", [e for e in top if e.activation > 0]), ("a < 0", [e for e in top if e.activation < 0])
+    return [(title, found) for title, found in signs if found]
+
+
+def by_third(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
+    """The uniform sample by λ · |a|, the largest first, in thirds: those of a uniform sample lie in the same thirds of
+    all firings, but for the chance of the draw. Fewer where there are fewer than three."""
+    found = sorted((e for e in examples if e.kind == "uniform"), key=_size, reverse=True)
+    ends = [round(len(found) * k / len(THIRDS)) for k in range(len(THIRDS) + 1)]
+    return [(title, found[a:b]) for title, (a, b) in zip(THIRDS, pairwise(ends), strict=True) if a < b]
+
+
+def _size(example: Example) -> float:
+    return example.importance * abs(example.activation)
 
 
 def _group_of(opened: Opened, site: str, n: int) -> dict[str, Any] | None:

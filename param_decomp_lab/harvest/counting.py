@@ -62,14 +62,15 @@ class BlockCounter:
             site, C = state.sites[number], plan.sites[number].C
             n_firings, totals = len(found), site.totals
             pairs, activation_sum = inputs.table(C, n_firings), np.zeros(C)
-            counts = totals.firings, totals.importance_max, totals.importance_histogram, totals.activation_histogram
+            counts = totals.firings, totals.firings_at_one, totals.importance_max
+            histograms = totals.importance_histogram, totals.activation_histogram
             keys_of_firings = position_keys, self._component_keys[number]
             worst = site.top.worst, site.uniform.worst
-            tables = Tables(*counts, activation_sum, pairs, inputs.places, *keys_of_firings, *worst)
+            tables = Tables(*counts, *histograms, activation_sum, pairs, inputs.places, *keys_of_firings, *worst)
             top, uniform = found.count(tables, n_firings)
             totals.add(sums, activation_sum)
-            site.top.add("top", found, top, first_row, plan.length)
-            site.uniform.add("uniform", found, uniform, first_row, plan.length)
+            site.top.add(found, top, first_row, plan.length)
+            site.uniform.add(found, uniform, first_row, plan.length)
             state.tokens.add(number, inputs.counted(found, pairs))
             chosen.add(number, found, sampled[kept])
 

@@ -1,10 +1,10 @@
-"""Examples of where the components of a site fire: those of largest λ, and a uniform sample of all."""
+"""Examples of where the components of a site fire: those of largest λ · |a|, and a uniform sample of all."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from jaxtyping import Float32, Int, Int8, Int32, UInt8, UInt64
+from jaxtyping import Float32, Int, Int8, Int32, Int64, UInt8, UInt64
 
 from param_decomp_lab.harvest.firings import Firings, Ranked, Selected
 
@@ -12,16 +12,18 @@ Kind = Literal["top", "uniform"]
 AROUND = 20
 """Tokens shown to each side of an example."""
 PER_ROW = 2
-"""At most so many of the examples of largest λ are from one row. The uniform sample has no limit, to be uniform."""
+"""At most so many of the top examples of one sign are from one row. The uniform sample has no limit, to be uniform."""
 AT_ONCE = 1 << 14
 EMPTY = np.uint64(np.iinfo(np.uint64).max)
+NEGATIVE = np.uint64(1)
+"""The bit of a top example's rank that says a < 0."""
 
 
 @dataclass
 class Examples:
-    """For every component, K slots with the examples of lowest ``rank``; an empty slot has rank `EMPTY`.
+    """A uniform sample of the firings of every component, in K slots: those of lowest ``rank``, which is a random key.
+    An empty slot has rank `EMPTY`.
 
-    Ranks are random keys for a uniform sample; for the examples of largest λ they order by λ, equal ones at random.
     ``importances`` and ``activations`` are of ``width`` positions around the example: λ in 255ths, and the activation
     in 127ths of ``scale``, the largest |a| among them; 0 beyond the ends of the row.
     """
@@ -36,7 +38,7 @@ class Examples:
     activations: Int8[np.ndarray, "C K width"]
 
     @classmethod
-    def empty(cls, C: int, K: int, around: int) -> "Examples":
+    def empty(cls, C: int, K: int, around: int) -> Self:
         whole, wide, width = np.zeros((C, K), np.int32), np.zeros((C, K), np.float32), 2 * around + 1
         return cls(
             np.full((C, K), EMPTY), whole.copy(), whole.copy(), wide.copy(), wide.copy(), wide.copy(),
@@ -44,28 +46,35 @@ class Examples:
         )  # fmt: skip
 
     @property
-    def worst(self) -> UInt64[np.ndarray, " C"]:
-        """The rank that a firing must be below to take the place of an example."""
-        return self.rank.max(axis=1)
+    def worst(self) -> UInt64[np.ndarray, "..."]:
+        """The rank that a firing of each component must be below to take the place of an example."""
+        worst: np.ndarray = self.rank.max(axis=1)
+        return worst
 
-    def add(self, kind: Kind, found: Firings, ranked: Ranked, first_row: int, length: int) -> None:
+    def add(self, found: Firings, ranked: Ranked, first_row: int, length: int) -> None:
         """Takes those of some firings of one block that belong here. ``first_row``: number of the block's first row.
         ``length``: positions in a row."""
         if not len(ranked.number):
             return
         better, rank = found.select(ranked.number), ranked.rank
         component, row = better.component, better.position // length
-        if kind == "top":
-            order = np.lexsort((rank, row, component))
-            first = order[place_in_group(component[order].astype(np.int64) * (1 << 31) + row[order]) < PER_ROW]
-        else:
-            first = np.arange(len(rank))
-        order = first[np.lexsort((rank[first], component[first]))]
+        order = self._candidates(component, row, rank)
         order = order[place_in_group(component[order]) < self.rank.shape[1]]
         self._take(found, Selected(*(x[order] for x in better)), rank[order], first_row, length)
 
+    def _candidates(
+        self, component: Int32[np.ndarray, " n"], row: Int32[np.ndarray, " n"], rank: UInt64[np.ndarray, " n"]
+    ) -> Int64[np.ndarray, " k"]:
+        """Which firings of a block may be taken: by component, those of each in the order in which they are."""
+        del row
+        return np.lexsort((rank, component))
+
+    def _best_first(self, rank: UInt64[np.ndarray, "n m"]) -> Int64[np.ndarray, "n m"]:
+        """In each row the order in which examples are kept; empty slots come last."""
+        return np.argsort(rank, axis=1, kind="stable")
+
     def _take(self, found: Firings, better: Selected, rank: np.ndarray, first_row: int, length: int) -> None:
-        """Puts these firings, sorted by component and rank and at most K of each component, in the place of worse."""
+        """Puts these firings, sorted by component and at most K of each component, in the place of worse."""
         where, slot, new = self._make_room(better.component, rank)
         accepted, rank = Selected(*(x[new] for x in better)), rank[new]
         # In parts: what surrounds the examples of a whole block takes more memory than all that is kept.
@@ -107,13 +116,13 @@ class Examples:
         self, component: Int[np.ndarray, " n"], rank: UInt64[np.ndarray, " n"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots that candidates take: component and slot of each, and which candidate; candidates are sorted by
-        component and rank, at most K of each component."""
+        component, at most K of each."""
         K = self.rank.shape[1]
         changed, group = np.unique(component, return_inverse=True)
         candidates = np.full((len(changed), K), EMPTY)
         column = place_in_group(component)
         candidates[group, column] = rank
-        order = np.argsort(np.concatenate([self.rank[changed], candidates], axis=1), axis=1, kind="stable")
+        order = self._best_first(np.concatenate([self.rank[changed], candidates], axis=1))
         chosen = np.zeros((len(changed), 2 * K), bool)
         np.put_along_axis(chosen, order[:, :K], True, axis=1)
         freed_row, slot = np.nonzero(~chosen[:, :K])
@@ -122,7 +131,7 @@ class Examples:
         number[group, column] = np.arange(len(component))
         return changed[freed_row], slot, number[taken_row, taken_column]
 
-    def merge(self, other: "Examples") -> None:
+    def merge(self, other: Self) -> None:
         """Takes the better ones of ``other``, which are of other rows."""
         order = np.argsort(other.rank, axis=1, kind="stable")
         component, place = np.nonzero(np.take_along_axis(other.rank, order, axis=1) != EMPTY)
@@ -131,6 +140,46 @@ class Examples:
         source = component[new], slots[new]
         for name, mine in vars(self).items():
             mine[where, slot] = getattr(other, name)[source]
+
+
+class TopExamples(Examples):
+    """The firings of largest λ · |a|: the ``K // 2`` best with a ≥ 0 and the ``K // 2`` best with a < 0, and in the
+    slots that are left the best of the rest. So a component of one sign has K examples of it, in the same memory.
+
+    Ranks order by λ · |a|, equal ones at random, and tell the sign (`NEGATIVE`).
+    """
+
+    @property
+    def worst(self) -> UInt64[np.ndarray, "C 2"]:
+        """For a ≥ 0, and for a < 0."""
+        half, taken = self.rank.shape[1] // 2, self.rank != EMPTY
+        negative = (self.rank & NEGATIVE).astype(bool)
+        signs = [taken & ~negative, taken & negative]
+        n = [mine.sum(axis=1) for mine in signs]
+        last = [np.where(mine, self.rank, 0).max(axis=1) for mine in signs]
+        full = taken.all(axis=1)
+        # What one sign has beyond its half gives way to the other, too.
+        beyond = [np.where(n[other] > half, last[other], 0) for other in (1, 0)]
+        worst = [np.where(full & (n[s] >= half), np.maximum(last[s], beyond[s]), EMPTY) for s in (0, 1)]
+        return np.stack(worst, axis=1).astype(np.uint64)
+
+    def _candidates(
+        self, component: Int32[np.ndarray, " n"], row: Int32[np.ndarray, " n"], rank: UInt64[np.ndarray, " n"]
+    ) -> Int64[np.ndarray, " k"]:
+        signed = component.astype(np.int64) * 2 + (rank & NEGATIVE).astype(np.int64)
+        order = np.lexsort((rank, row, signed))
+        few = order[place_in_group(signed[order] * (1 << 31) + row[order]) < PER_ROW]
+        by_sign = few[np.lexsort((rank[few], signed[few]))]
+        later = place_in_group(signed[by_sign]) >= self.rank.shape[1] // 2
+        return by_sign[np.lexsort((rank[by_sign], later, component[by_sign]))]
+
+    def _best_first(self, rank: UInt64[np.ndarray, "n m"]) -> Int64[np.ndarray, "n m"]:
+        order = super()._best_first(rank)
+        ranked = np.take_along_axis(rank, order, axis=1)
+        negative = (ranked & NEGATIVE).astype(bool)
+        place = np.where(negative, np.cumsum(negative, axis=1), np.cumsum(~negative, axis=1))
+        later = np.where(ranked == EMPTY, 2, place > self.rank.shape[1] // 2)
+        return np.take_along_axis(order, np.argsort(later, axis=1, kind="stable"), axis=1)
 
 
 def place_in_group(sorted_groups: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, UInt32, UInt64
 
 from param_decomp_lab.compilation import compiled
-from param_decomp_lab.harvest.files.tables import OCTAVES
+from param_decomp_lab.harvest.files.tables import AT_ONE, OCTAVES
 
 AT_ONCE = 1 << 13
 """Firings that are collected before they are counted: they stay in the processor's cache."""
@@ -23,17 +23,20 @@ AT_ONCE = 1 << 13
 class Tables(NamedTuple):
     """With what the firings of one site in one block are counted.
 
-    The first six are added to. ``activation_sum``: of |a|. ``pairs``: how often each of the block's u different inputs
-    is where a component fires; ``u`` is 0 where these are not counted here. ``place``: which input is at each position.
+    The first seven are added to. ``activation_sum``: of |a|. ``pairs``: how often each of the block's u different
+    inputs is where a component fires; ``u`` is 0 where these are not counted here. ``place``: which input is at each
+    position.
 
     The key of a firing is the sum of that of its position and that of its component: independent draws for the firings
-    of one component, which is what its sample needs. ``worst_top``, ``worst_uniform``: the ranks that a firing must be
-    below to be among a component's examples. The rank in a uniform sample is the key. By the rank of the top examples,
-    the largest λ comes first, and equal ones in the order of the keys' lower halves: in that of whole keys, a component
-    whose importances are all 1 would have the same examples as its uniform sample.
+    of one component, which is what its sample needs. ``worst_top`` (for a ≥ 0, and for a < 0), ``worst_uniform``: the
+    ranks that a firing must be below to be among a component's examples. The rank in a uniform sample is the key. By
+    the rank of the top examples, the largest λ · |a| comes first, and equal ones in the order of the keys' lower
+    halves: in that of whole keys, a component whose firings are all alike would have the same examples as its uniform
+    sample. The last bit of that rank is 1 where a < 0.
     """
 
     firings: Int64[np.ndarray, " C"]
+    firings_at_one: Int64[np.ndarray, " C"]
     importance_max: Float32[np.ndarray, " C"]
     importance_histogram: UInt32[np.ndarray, "C bins"]
     activation_histogram: UInt32[np.ndarray, "C bins"]
@@ -42,7 +45,7 @@ class Tables(NamedTuple):
     place: Int32[np.ndarray, " n"]
     key_of_position: UInt64[np.ndarray, " n"]
     key_of_component: UInt64[np.ndarray, " C"]
-    worst_top: UInt64[np.ndarray, " C"]
+    worst_top: UInt64[np.ndarray, "C 2"]
     worst_uniform: UInt64[np.ndarray, " C"]
 
 
@@ -188,6 +191,9 @@ _BIN_OF_FIRST_BITS = _bins_of_first_bits()
 logarithm."""
 
 
+_AT_ONE = np.float32(AT_ONE)
+
+
 @compiled
 def _count_list(
     number: Int64[np.ndarray, " k"],
@@ -201,14 +207,15 @@ def _count_list(
     n_uniform: int,
 ) -> tuple[int, int]:
     """Counts firings, and appends those of a low rank to the ``n_top`` and ``n_uniform`` of ``ranked``."""
-    firings, importance_max, importances, activations, activation_sum, pairs, place = tables[:7]
-    of_position, of_component, worst_top, worst_uniform = tables[7:]
+    firings, at_one, importance_max, importances, activations, activation_sum, pairs, place = tables[:8]
+    of_position, of_component, worst_top, worst_uniform = tables[8:]
     (top, top_rank), (uniform, uniform_rank) = ranked
     importance, activation = importance_bits.view(np.float32), activation_bits.view(np.float32)
-    n_bins, low, half = importances.shape[1], np.uint64(0xFFFFFFFF), np.uint64(32)
+    n_bins, low, half, last = importances.shape[1], np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(1)
     for i in range(len(number)):
         p, c = position[i], component[i]
         firings[c] += 1
+        at_one[c] += importance[i] >= _AT_ONE
         importance_max[c] = max(importance_max[c], importance[i])
         activation_sum[c] += abs(activation[i])
         importances[c, min(max(int(np.ceil(importance[i] * np.float32(n_bins))) - 1, 0), n_bins - 1)] += 1
@@ -220,8 +227,10 @@ def _count_list(
             uniform[n_uniform], uniform_rank[n_uniform] = number[i], key
             n_uniform += 1
         # The bits of floats that are not negative are in the order of the floats.
-        rank = ((low - np.uint64(importance_bits[i])) << half) | (key & low)
-        if rank < worst_top[c]:
+        size = np.float32(importance[i] * abs(activation[i])).view(np.uint32)
+        negative = np.uint64(activation_bits[i] >> 31)
+        rank = ((low - np.uint64(size)) << half) | (key & (low - last)) | negative
+        if rank < worst_top[c, negative]:
             top[n_top], top_rank[n_top] = number[i], rank
             n_top += 1
     return n_top, n_uniform

@@ -118,6 +118,7 @@ def _write_components(run: OpenedRun, site: PlannedSite, state: SiteState, top_t
         return {
             "component": np.arange(part.start, part.stop, dtype=np.int32),
             "firings": found.firings[part],
+            "firings_at_one": found.firings_at_one[part],
             **{
                 name: getattr(found, name)[part] * UNIT
                 for name in ("importance_sum", "activation_sum", "firing_activation_sum")

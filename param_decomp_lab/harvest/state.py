@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest.examples import AROUND, Examples
+from param_decomp_lab.harvest.examples import AROUND, Examples, TopExamples
 from param_decomp_lab.harvest.positions import BlockPositions
 from param_decomp_lab.harvest.token_counts import TokenCounts
 from param_decomp_lab.harvest.totals import Totals
@@ -28,12 +28,13 @@ class SiteState:
     """What is known of the components of one site."""
 
     totals: Totals
-    top: Examples
+    top: TopExamples
     uniform: Examples
 
     @classmethod
     def empty(cls, C: int, n_examples: int, around: int) -> "SiteState":
-        return cls(Totals.zeros(C), *(Examples.empty(C, n_examples, around) for _ in range(2)))
+        kept = C, n_examples, around
+        return cls(Totals.zeros(C), TopExamples.empty(*kept), Examples.empty(*kept))
 
     def parts(self) -> Iterable[tuple[str, Totals | Examples]]:
         return vars(self).items()

@@ -17,11 +17,12 @@ class Totals:
     """Of every component of a site, over the positions harvested so far.
 
     ``importance_sum`` and ``activation_sum`` (of |a|) are over all positions, ``firing_activation_sum`` over those
-    where the component fires; all in `UNIT`. ``importance_max`` is over the firings, ``activation_max`` (of |a|) over
-    all positions.
+    where the component fires; all in `UNIT`. ``firings_at_one``: the firings with λ of `AT_ONE` or more.
+    ``importance_max`` is over the firings, ``activation_max`` (of |a|) over all positions.
     """
 
     firings: Int64[np.ndarray, " C"]
+    firings_at_one: Int64[np.ndarray, " C"]
     importance_sum: Int64[np.ndarray, " C"]
     activation_sum: Int64[np.ndarray, " C"]
     firing_activation_sum: Int64[np.ndarray, " C"]
@@ -34,7 +35,7 @@ class Totals:
     def zeros(cls, C: int) -> "Totals":
         whole, wide = np.zeros(C, np.int64), np.zeros(C, np.float32)
         return cls(
-            whole.copy(), whole.copy(), whole.copy(), whole.copy(), wide.copy(), wide.copy(),
+            *(whole.copy() for _ in range(5)), wide.copy(), wide.copy(),
             np.zeros((C, IMPORTANCE_BINS), np.uint32), np.zeros((C, ACTIVATION_BINS), np.uint32),
         )  # fmt: skip
 

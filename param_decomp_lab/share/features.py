@@ -8,7 +8,7 @@ import numpy as np
 from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS
 from param_decomp_lab.share.shared_run import SharedRun, rounded
 
-EXAMPLES = {"top": "Where it matters most (largest λ)", "uniform": "Uniform sample of its firings"}
+EXAMPLES = {"top": "Where it matters most (largest λ · |a|)", "uniform": "Uniform sample of its firings"}
 """Names of the lists of examples, by the harvest's kind."""
 PERCENTILES = 100
 

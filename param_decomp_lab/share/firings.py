@@ -19,13 +19,13 @@ class Firing:
 
 
 def shown_firings(run: SharedRun, site: str, number: int) -> Iterator[Firing]:
-    """The firings of largest λ, then a uniform sample of all."""
+    """The firings of largest λ · |a|, then a uniform sample of all."""
     firings = run.harvest.component(site, number)["firings"]
     examples = run.harvest.examples(site, number)
     for kind in ("top", "uniform"):
         found = [example for example in examples if example.kind == kind]
         peaks = [example.importance for example in found]
-        # The top examples are the largest of all firings, the others a sample of all.
+        # The top examples are the most extreme of all firings, the others a sample of all.
         low, share = (
             (min(peaks, default=0.0), len(found) / firings) if kind == "top" else (run.harvest.plan.threshold, 1.0)
         )

@@ -74,9 +74,9 @@ def _write_site(folder: Path, number: int, rows: np.ndarray, lam: np.ndarray, rn
         values = lam[found[:, 0], found[:, 1], c]
         n = np.bincount(rows[found[:, 0], found[:, 1]], minlength=VOCABULARY)
         tables["components"].append(
-            {"component": c, "firings": len(found), "importance_sum": float(lam[:, :, c].sum()),
-             "importance_max": float(values.max()), "activation_sum": 1.0, "activation_max": 1.0,
-             "firing_activation_sum": 1.0, "V_norm": 1.0, "U_norm": 1.0, "tokens": [-1] * 4,
+            {"component": c, "firings": len(found), "firings_at_one": int((values >= 0.999).sum()),
+             "importance_sum": float(lam[:, :, c].sum()), "importance_max": float(values.max()), "activation_sum": 1.0,
+             "activation_max": 1.0, "firing_activation_sum": 1.0, "V_norm": 1.0, "U_norm": 1.0, "tokens": [-1] * 4,
              "importance_histogram": [0] * 20, "activation_histogram": [0] * 48}
         )  # fmt: skip
         top, uniform = np.argsort(-values)[:EXAMPLES], rng.permutation(len(found))[:EXAMPLES]

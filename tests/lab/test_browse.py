@@ -23,9 +23,11 @@ from param_decomp_lab import load_run
 from param_decomp_lab.browse.catalog import Catalog
 from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
+from param_decomp_lab.browse.pages import by_sign, by_third
 from param_decomp_lab.browse.server import make_app
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest.files import Harvest, find_harvests
+from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
+from param_decomp_lab.ui.numbers import number
 from tests.lab.tiny_run import pd_here
 
 LLAMA, TOY = "p-00000001", "p-00000002"
@@ -117,12 +119,81 @@ def test_a_component(shown: TestClient, harvested: Path) -> None:
     assert f"{row['firings']:,} of {harvest.plan.n_positions:,}" in page
     assert page.count('<p class="context">') == 8
     assert page.count(' at"') == 8  # where it fires
+    assert f"λ is 0.999 or more at {row['firings_at_one']:,} of its {row['firings']:,} firings" in page
     for companion in harvest.companions(SITE, c, 3).to_pylist():
         assert f"{base(harvested)}/sites/{companion['site']}/{companion['component']}" in page
     last = harvest.plan.sites[-1].C - 1
     for n, kinds in ((0, ["next"]), (5, ["prev", "next"]), (last, ["prev"])):
         found = re.findall(r'rel="(\w+)"', shown.get(f"{base(harvested)}/sites/{SITE}/{n}").text)
         assert [kind for kind in found if kind in ("prev", "next")] == kinds
+
+
+def examples_of(page: str, title: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The lists under a heading: their titles, and λ and a of each example as they are written."""
+    section = page.partition(f"<h2>{title}</h2>")[2].partition("</section>")[0]
+    parts = re.findall(r"<h3>(.*?)</h3>(.*?)</ol>", section, re.DOTALL)
+    values = r"<span>λ ([^<]*)</span><br><span>a ([^<]*)</span>"
+    return [(unescape(re.sub("<[^>]*>", "", head)), re.findall(values, body)) for head, body in parts]
+
+
+def listed(title: str, lam: np.ndarray, a: np.ndarray) -> tuple[str, list[tuple[str, str]]]:
+    """As a list of examples is written."""
+    size = lam * np.abs(a)
+    to = f" to {number(size[-1])}" if len(size) > 1 else ""
+    rows = [(f"{x:.2f}", number(y)) for x, y in zip(lam, a, strict=True)]
+    return f"{title} λ · |a| {number(size[0])}{to}", rows
+
+
+def test_the_top_examples_of_each_sign(shown: TestClient, harvested: Path) -> None:
+    harvest = Harvest(only_harvest(harvested))
+    for c in np.flatnonzero(harvest.summary(SITE).firings).tolist():
+        top = [e for e in harvest.examples(SITE, c) if e.kind == "top"]
+        lam, a = (np.asarray([getattr(e, name) for e in top]) for name in ("importance", "activation"))
+        expected = []
+        for title, mine in (("a > 0", a > 0), ("a < 0", a < 0)):
+            order = np.flatnonzero(mine)[np.argsort(-(lam * np.abs(a))[mine], kind="stable")]
+            if len(order):
+                expected.append(listed(title, lam[order], a[order]))
+        page = shown.get(f"{base(harvested)}/sites/{SITE}/{c}").text
+        assert examples_of(page, "Where it matters most") == expected
+    assert [title for title, _ in by_sign([e for e in top if e.activation < 0])] == ["a < 0"]
+
+
+def test_the_sample_in_thirds(shown: TestClient, harvested: Path) -> None:
+    harvest = Harvest(only_harvest(harvested))
+    summary = harvest.summary(SITE)
+    for c in np.flatnonzero(summary.firings).tolist():
+        sample = [e for e in harvest.examples(SITE, c) if e.kind == "uniform"]
+        lam, a = (np.asarray([getattr(e, name) for e in sample]) for name in ("importance", "activation"))
+        order = np.argsort(-lam * np.abs(a), kind="stable")
+        sizes = {1: (0, 0, 1), 2: (1, 0, 1), 3: (1, 1, 1), 4: (1, 2, 1)}[len(sample)]
+        expected = []
+        for title, first, size in zip(("upper", "middle", "lower"), np.cumsum((0, *sizes)), sizes, strict=False):
+            if size:
+                of_third = order[first : first + size]
+                expected.append(listed(f"{title} third", lam[of_third], a[of_third]))
+        page = shown.get(f"{base(harvested)}/sites/{SITE}/{c}").text
+        assert examples_of(page, "A random sample of its firings") == expected
+    assert summary.firings.max() >= 4
+    sample = [Example("uniform", k, 0, 1.0, float(k), 0, (), np.zeros(0), np.zeros(0)) for k in range(12)]
+    assert [[e.row for e in found] for _, found in by_third(sample)] == [[11, 10, 9, 8], [7, 6, 5, 4], [3, 2, 1, 0]]
+
+
+def test_a_harvest_of_format_1(shown: TestClient, mine: Path) -> None:
+    """Without the count of λ near 1, and with the examples of largest λ."""
+    harvest = only_harvest(mine)
+    plan = json.loads((harvest / "harvest.json").read_text())
+    (harvest / "harvest.json").write_text(json.dumps(plan | {"format": 1}))
+    for path in (harvest / "components").iterdir():
+        table = pq.read_table(path)
+        pq.write_table(table.drop_columns("firings_at_one"), path)
+    here = f"{base(mine)}/sites/{SITE}"
+    with client(mine) as browser:
+        assert browser.get(here).text == shown.get(here).text
+        page = browser.get(f"{here}/3")
+        assert "which this old harvest kept" in page.text
+        assert "0.999" not in page.text
+        assert examples_of(page.text, "Where it matters most")
 
 
 def test_a_toy(shown: TestClient, harvested: Path) -> None:
@@ -438,7 +509,7 @@ def test_a_search_where_tokens_are_of_a_component_that_is_not_there(mine: Path, 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
+        {"format": 3}, {"format": "2"}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
         {"n_inputs": 10**12}, {"inputs": "images"},
         {"run": "../x"}, {"threshold": "a"}, {"data": None}, {"around": 10**9},
         {"block_rows": 0}, {"rows": 0},

@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 from param_decomp_jax.method.step import run_clean_pass
 from param_decomp_lab import load_run
 from param_decomp_lab.errors import CannotWrite, UserError
-from param_decomp_lab.harvest.examples import Examples
+from param_decomp_lab.harvest.examples import Examples, TopExamples
 from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.firings import HostFirings, ListedFirings, Ranked, Tables, find_firings
 from param_decomp_lab.harvest.harvest import harvest
@@ -114,6 +114,7 @@ def test_totals_and_histograms(made: tuple[Run, Harvest, Counted]) -> None:
             row = table.slice(c, 1).to_pylist()[0]
             mine = fires[:, c]
             assert row["firings"] == mine.sum()
+            assert abs(row["firings_at_one"] - (lam[:, c] >= 0.999).sum()) <= (np.abs(lam[:, c] - 0.999) < 1e-5).sum()
             assert row["importance_sum"] == pytest.approx(lam[:, c].sum(dtype=float), abs=1e-4)
             assert row["importance_max"] == pytest.approx(lam[mine, c].max(initial=0), abs=1e-5)
             assert row["activation_sum"] == pytest.approx(np.abs(a[:, c]).sum(), rel=1e-4, abs=1e-4)
@@ -167,7 +168,7 @@ def test_input_tokens(made: tuple[Run, Harvest, Counted]) -> None:
 
 def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
     _, read, counted = made
-    plan = read.plan
+    plan, of_both_signs = read.plan, 0
     for site in read.sites:
         lam, a = counted.importances[site], counted.activations[site]
         fires = lam > plan.threshold
@@ -176,11 +177,19 @@ def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
             top = [e for e in examples if e.kind == "top"]
             uniform = [e for e in examples if e.kind == "uniform"]
             assert len(uniform) == min(5, fires[:, c].sum())
-            # The best two of every row, and of these the best five.
-            by_row = np.sort(np.where(fires, lam, -1)[:, c].reshape(plan.rows, plan.length), axis=1)[:, -2:]
-            best = np.sort(by_row[by_row >= 0])[::-1][:5]
-            np.testing.assert_allclose([e.importance for e in top], best, atol=1e-5)
-            assert max(Counter(e.row for e in top).values(), default=0) <= 2
+            # Of each sign the best two of every row; of these the best two of each sign, and the best that are left.
+            best, left = [], []
+            for sign in (1, -1):
+                mine = fires[:, c] & (np.where(np.signbit(a[:, c]), -1, 1) == sign)
+                sizes = np.where(mine, lam[:, c] * np.abs(a[:, c]), -1).reshape(plan.rows, plan.length)
+                by_row = np.sort(sizes, axis=1)[:, -2:]
+                of_sign = np.sort(by_row[by_row >= 0])[::-1]
+                best += [*(sign * of_sign[:2])]
+                left += [*(sign * of_sign[2:])]
+            best = sorted(best + sorted(left, key=abs)[::-1][: 5 - len(best)], key=abs)[::-1]
+            np.testing.assert_allclose([e.importance * e.activation for e in top], best, rtol=1e-3, atol=1e-5)
+            assert max(Counter((e.row, e.activation < 0) for e in top).values(), default=0) <= 2
+            of_both_signs += len({e.activation > 0 for e in top}) == 2
             assert len({(e.row, e.position) for e in uniform}) == len(uniform)
             for e in examples:
                 at = e.row * plan.length + e.position
@@ -196,6 +205,7 @@ def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
                     assert e.tokens == tuple(counted.inputs.reshape(-1)[around].tolist())
                 else:
                     assert e.tokens == tuple(np.flatnonzero(counted.inputs[at]).tolist())
+    assert of_both_signs or plan.inputs == "features"
 
 
 def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +441,7 @@ def test_the_sample_is_uniform() -> None:
             for of in halves:
                 sample = Examples.empty(3, 6, 2)
                 for first in range(of.start, of.stop, 10):
-                    sample.add("uniform", row, Ranked(np.arange(10), drawn[first : first + 10]), first // 10, 10)
+                    sample.add(row, Ranked(np.arange(10), drawn[first : first + 10]), first // 10, 10)
                 if merged is None:
                     merged = sample
                 else:
@@ -443,13 +453,49 @@ def test_the_sample_is_uniform() -> None:
     assert chisquare(chosen[0]).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("K", [1, 2, 5, 12])
+def test_top_examples_are_the_best_of_each_sign(K: int) -> None:
+    """In whatever parts they are found: firings of 3 components, block by block, in two states that are merged."""
+    rng = np.random.default_rng(K)
+    length, rows, block = 8, 24, 3
+    for n_negative in (0.0, 0.1, 0.5, 1.0):
+        lam = rng.choice([0.2, 1.0], (rows * length, 3)).astype(np.float32)
+        size = rng.exponential(size=lam.shape).astype(np.float32)
+        a = np.where(rng.random(lam.shape) < n_negative, -size, size)
+        lam[rng.random(lam.shape) < 0.3] = 0
+        halves = [TopExamples.empty(3, K, 2) for _ in range(2)]
+        for number in range(rows // block):
+            half, here = halves[number % 2], slice(number * block * length, (number + 1) * block * length)
+            found = HostFirings(lam[here], a[here], np.float32(0))
+            counted = tables(block * length, 3, np.zeros(block * length, np.int32), 0)
+            ranked, _ = found.count(counted._replace(worst_top=half.worst), len(found))
+            half.add(found, ranked, number * block, length)
+        halves[0].merge(halves[1])
+        for c in range(3):
+            worth = lam[:, c] * np.abs(a[:, c])
+            signs = []
+            for mine in (a[:, c] > 0, a[:, c] < 0):
+                places = [p for p in np.argsort(-worth, kind="stable") if mine[p] and worth[p] > 0]
+                signs.append(
+                    [p for k, p in enumerate(places) if [q // length for q in places[:k]].count(p // length) < 2]
+                )
+            first = [p for of in signs for p in of[: K // 2]]
+            left = sorted((p for of in signs for p in of[K // 2 :]), key=lambda p: -worth[p])
+            expected = {(p // length, p % length) for p in first + left[: K - len(first)]}
+            kept = halves[0].rank[c] != np.iinfo(np.uint64).max
+            assert set(zip(halves[0].row[c][kept], halves[0].position[c][kept], strict=True)) == expected
+
+
 def tables(n: int, C: int, places: np.ndarray, worst: int) -> Tables:
     """For n positions; ``places`` of one of up to 4 inputs at each. Every other component has its examples already."""
     totals, high = Totals.zeros(C), np.iinfo(np.uint64).max
-    limits = [np.where(np.arange(C) % 2, np.uint64(worst), high) for _ in range(2)]
-    of_firings = totals.firings, totals.importance_max, totals.importance_histogram, totals.activation_histogram
+    limit = np.where(np.arange(C) % 2, np.uint64(worst), high)
+    counts = totals.firings, totals.firings_at_one, totals.importance_max
+    of_firings = *counts, totals.importance_histogram, totals.activation_histogram
     drawn = keys(1, np.arange(n)), keys(2, np.arange(C))
-    return Tables(*of_firings, np.zeros(C), np.zeros((C, 4), np.int32), places, *drawn, *limits)
+    return Tables(
+        *of_firings, np.zeros(C), np.zeros((C, 4), np.int32), places, *drawn, np.stack([limit, limit], 1), limit
+    )
 
 
 def test_bins() -> None:
@@ -460,6 +506,7 @@ def test_bins() -> None:
     assert counted.importance_histogram.argmax(1).tolist() == [0, 0, 1, 19, 19, 19, 19, 19]
     assert counted.activation_histogram.argmax(1).tolist() == [36, 36, 37, 11, 24, 47, 0, 23]
     assert (counted.firings == 1).all()
+    assert counted.firings_at_one.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
     np.testing.assert_array_equal(counted.activation_sum, np.abs(a.astype(float)))
 
 

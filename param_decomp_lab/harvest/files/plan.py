@@ -11,7 +11,10 @@ from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS = "harvests"
 """Folder of a run's harvests, in its own."""
-FORMAT = 1
+FORMAT = 2
+"""Of new harvests. Format 1 ranked the top examples by λ, equal ones at random, and did not count
+``firings_at_one``."""
+READABLE = (1, 2)
 LARGEST = 1 << 40
 """Largest number in a plan."""
 MOST_INPUTS = 1 << 24
@@ -79,8 +82,8 @@ class Plan:
     @classmethod
     def from_json(cls, raw: Any) -> "Plan":
         """TypeError, KeyError or ValueError for what is none: a file that somebody else may have made."""
-        if raw["format"] != FORMAT:
-            raise ValueError(f"its format is {raw['format']}, this version reads {FORMAT}")
+        if type(raw["format"]) is not int or raw["format"] not in READABLE:
+            raise ValueError(f"its format is {raw['format']}, this version reads {' and '.join(map(str, READABLE))}")
         sites = tuple(
             PlannedSite(**{field.name: site[field.name] for field in fields(PlannedSite)}) for site in raw["sites"]
         )

@@ -31,10 +31,10 @@ from param_decomp_lab.harvest.files.tables import (
     PLAN_FILE,
     POSITIONS_FILE,
     ROWS_FILE,
-    SCHEMAS,
     TOP_TOKENS,
     VOCABULARY_FILE,
     Table,
+    schema_of,
     table_file,
 )
 from param_decomp_lab.safe_io.files import LISTING_BYTES, regular_file
@@ -182,7 +182,8 @@ class Harvest:
         }
 
     def examples(self, site: str, number: int) -> list[Example]:
-        """Firings of largest λ (``top``), then a uniform sample of all (``uniform``)."""
+        """Firings of largest λ · |a|, best first (``top``; of both signs of a, where it has both), then a uniform
+        sample of all in random order (``uniform``). Harvests of format 1 have those of largest λ as ``top``."""
         rows = self._rows("examples", site, number).to_pylist()
         with self._damage(self.folder):
             return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
@@ -366,7 +367,7 @@ class Harvest:
 
     def _open_table(self, table: Table, number: int, groups: int) -> pq.ParquetFile:
         file = self._open(str(table_file(Path(), table, number)))
-        if file.schema_arrow != SCHEMAS[table] or file.num_row_groups != groups:
+        if file.schema_arrow != schema_of(table, self.plan.format) or file.num_row_groups != groups:
             raise ValueError("other columns than a harvest has")
         return file
 

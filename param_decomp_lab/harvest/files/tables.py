@@ -15,6 +15,8 @@ OCTAVES = range(-12, 12)
 """Bins of |a| where a component fires: from 2^o to 2^(o+1), the first and the last open."""
 ACTIVATION_BINS = 2 * len(OCTAVES)
 """The bins of negative activations, largest first, then those of positive ones."""
+AT_ONE = 0.999
+"""λ from here up counts as 1."""
 TOP_TOKENS = 4
 RARE_TOKEN = 10
 """Tokens that occur less often are raised by chance."""
@@ -26,6 +28,7 @@ COMPONENTS = pa.schema(
     [
         ("component", pa.int32()),
         ("firings", pa.int64()),
+        ("firings_at_one", pa.int64()),
         ("importance_sum", pa.float64()),
         ("importance_max", pa.float32()),
         ("activation_sum", pa.float64()),
@@ -38,7 +41,8 @@ COMPONENTS = pa.schema(
         ("activation_histogram", pa.list_(pa.uint32())),
     ]
 )
-"""Sums are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value.
+"""``firings_at_one``: the firings with λ of `AT_ONE` or more; harvests of format 1 lack the column (`schema_of`). Sums
+are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value.
 ``tokens``: up to `TOP_TOKENS` that tell the most of a component, by n · PMI; -1 where there are fewer."""
 
 EXAMPLES = pa.schema(
@@ -77,6 +81,15 @@ WEIGHTS = pa.schema(
 SCHEMAS: dict[Table, pa.Schema] = {
     "components": COMPONENTS, "examples": EXAMPLES, "tokens": TOKENS, "weights": WEIGHTS
 }  # fmt: skip
+
+
+def schema_of(table: Table, plan_format: int) -> pa.Schema:
+    """The columns of a table in a harvest of this format (`Plan.format`)."""
+    schema = SCHEMAS[table]
+    if table == "components" and plan_format < 2:
+        return schema.remove(schema.get_field_index("firings_at_one"))
+    return schema
+
 
 PLAN_FILE = "harvest.json"
 ROWS_FILE = "rows.parquet"
