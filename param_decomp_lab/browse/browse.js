@@ -1,4 +1,4 @@
-// Keys. Every one of them is a link or a field of the page, so that nothing needs this script.
+// Keys, and buttons that copy. Every key is a link or a field of the page, so that nothing needs this script.
 "use strict";
 
 const shadeKey = "param-decomp shade";
@@ -17,6 +17,21 @@ if (byActivation) {
       } catch { /* storage is switched off */ }
     });
   }
+}
+
+for (const button of document.querySelectorAll("[data-copy], [data-copy-link]")) {
+  if (!navigator.clipboard) break; // not on an address that the browser takes for insecure
+  button.hidden = false;
+  const says = button.textContent;
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy ?? location.href);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "not copied";
+    }
+    setTimeout(() => { button.textContent = says; }, 1200);
+  });
 }
 
 document.addEventListener("keydown", (event) => {

@@ -167,8 +167,7 @@ class Pages:
         """``given``: whether the address had a query, whose order previous and next then follow."""
         harvest, plan = opened.harvest, opened.harvest.plan
         where = harvest.site(site)
-        if not 0 <= n < where.C:
-            raise NotThere(f"{site} has components 0 to {where.C - 1:,}, and no component {n:,}")
+        checked_number(opened, site, n)
         row = harvest.component(site, n)
         tokens, outputs = harvest.tokens(site, n), harvest.outputs(site, n)
         weights, companions = harvest.weights(site, n), harvest.companions(site, n, COMPANIONS)
@@ -183,6 +182,7 @@ class Pages:
             activations=activation_histogram(row["activation_histogram"]),
             top=self._lists(opened, by_sign(examples), row["activation_max"]),
             uniform=self._lists(opened, by_third(examples), row["activation_max"]),
+            id=f"{site}:{n}", python="" if self.only is not None else _in_python(opened, site, n),
             at_one=AT_ONE, ranked_by_a=plan.format > 1,
             tokens=_token_rows(opened, tokens), outputs=_output_rows(opened, outputs),
             companions=[
@@ -220,6 +220,19 @@ class Pages:
         else:
             context = _context(opened.harvest.names(example.tokens), example, max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
+
+
+def checked_number(opened: Opened, site: str, n: int) -> None:
+    """Raises NotThere for a component that a site does not have."""
+    C = opened.harvest.site(site).C
+    if not 0 <= n < C:
+        raise NotThere(f"{site} has components 0 to {C - 1:,}, and no component {n:,}")
+
+
+def _in_python(opened: Opened, site: str, n: int) -> str:
+    """Lines that open the component."""
+    opens = f"run = load_run({str(opened.run_folder)!r}, step={opened.harvest.plan.step})"
+    return f"from param_decomp_lab import load_run\n\n{opens}\ncomponent = run.component({site!r}, {n})"
 
 
 def by_sign(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:

@@ -31,6 +31,7 @@ from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.graph_pages import GraphPages
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.intervention_page import InterventionPages
+from param_decomp_lab.browse.nearest_page import NearestPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages, Workers
 from param_decomp_lab.browse.text_worker import GraphQuestion
@@ -64,7 +65,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     workers = Workers()
     texts, graphs = TextPages(pages, workers), GraphPages(pages, workers)
     interventions = InterventionPages(pages, workers)
-    group_pages = GroupPages(pages)
+    group_pages, nearest_pages = GroupPages(pages), NearestPages(pages, workers)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -143,6 +144,13 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(interventions.page, opened, request.query_params))
 
     @of_harvest
+    async def nearest(request: Request, opened: Opened) -> Response:
+        given = request.query_params
+        name = _known_site(given.get("site", ""), opened)
+        number = _number(given.get("component", ""))
+        return HTMLResponse(await asyncio.to_thread(nearest_pages.page, opened, name, number))
+
+    @of_harvest
     async def groups(request: Request, opened: Opened) -> Response:
         return HTMLResponse(group_pages.groups(opened, GroupQuery.parse(request.query_params), _page(request)))
 
@@ -204,6 +212,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/intervene", intervene),
             Route("/{run}/{harvest}/baselines", baselines),
             Route("/{run}/{harvest}/report", report),
+            Route("/{run}/{harvest}/nearest", nearest),
             Route("/{run}/{harvest}/groups", groups),
             Route("/{run}/{harvest}/groups/{group}", group),
             Route("/{run}/{harvest}/sites/{site}", site),
@@ -307,7 +316,10 @@ def static_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _site(request: Request, opened: Opened) -> str:
-    name: str = request.path_params["site"]
+    return _known_site(request.path_params["site"], opened)
+
+
+def _known_site(name: str, opened: Opened) -> str:
     try:
         opened.harvest.site(name)
     except UserError as error:

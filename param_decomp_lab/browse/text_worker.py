@@ -1,4 +1,5 @@
-"""Runs prompts through a run, in a process of its own: JAX takes seconds to start and more memory than all pages do."""
+"""Answers what takes the run itself, in a process of its own: JAX takes seconds to start and more memory than all pages
+do."""
 
 import multiprocessing
 import os
@@ -92,9 +93,27 @@ class InterventionAnswer:
     wrong: str = ""
 
 
-Question = str | GraphQuestion | InterventionQuestion
+@dataclass(frozen=True)
+class NearestQuestion:
+    """The ``most`` components of nearest direction, by U and by V."""
+
+    site: str
+    number: int
+    most: int
+
+
+@dataclass(frozen=True)
+class NearestAnswer:
+    """Site, number and cosine of components, by U and by V."""
+
+    by_U: list[tuple[str, int, float]] = field(default_factory=list)
+    by_V: list[tuple[str, int, float]] = field(default_factory=list)
+    wrong: str = ""
+
+
+Question = str | GraphQuestion | InterventionQuestion | NearestQuestion
 """A text asks what fires in it."""
-AnyAnswer = Answer | GraphAnswer | InterventionAnswer
+AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer
 
 
 class TextWorker:
@@ -127,6 +146,14 @@ class TextWorker:
         if isinstance(found, Answer):
             return InterventionAnswer(wrong=found.wrong)
         assert found is None or isinstance(found, InterventionAnswer)
+        return found
+
+    def nearest(self, question: NearestQuestion, patience_s: float) -> NearestAnswer | None:
+        """The nearest components; None as of `wait`."""
+        found = self.wait(question, patience_s)
+        if isinstance(found, Answer):
+            return NearestAnswer(wrong=found.wrong)
+        assert found is None or isinstance(found, NearestAnswer)
         return found
 
     def wait(self, question: Question, patience_s: float) -> AnyAnswer | None:
@@ -195,6 +222,9 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
             return GraphAnswer(run.graph(prompt, target=target or None, optimize=optimize, threshold=threshold))
         case InterventionQuestion():
             return _intervene(run, question)
+        case NearestQuestion(site, number, most):
+            by_U, by_V = ([tuple(n) for n in run.nearest(site, number, side, most=most, sites=sites)] for side in "UV")
+            return NearestAnswer(by_U, by_V)
 
 
 def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:

@@ -35,7 +35,7 @@ class Totals:
     def zeros(cls, C: int) -> "Totals":
         whole, wide = np.zeros(C, np.int64), np.zeros(C, np.float32)
         return cls(
-            *(whole.copy() for _ in range(5)), wide.copy(), wide.copy(),
+            whole.copy(), whole.copy(), whole.copy(), whole.copy(), whole.copy(), wide.copy(), wide.copy(),
             np.zeros((C, IMPORTANCE_BINS), np.uint32), np.zeros((C, ACTIVATION_BINS), np.uint32),
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.harvest.files import Groups, Harvest, harvest_of
 from param_decomp_lab.opening.intervention import Intervention, intervene
+from param_decomp_lab.opening.nearest import Nearest, Side, nearest_components
 from param_decomp_lab.opening.selection import Selection
 from param_decomp_lab.runs.inputs import Inputs
 from param_decomp_lab.runs.load import open_run
@@ -38,6 +39,17 @@ class Run(OpenedRun):
         Raises UserError if there are none (`pd cluster` finds them).
         """
         return self.harvest.groups
+
+    def nearest(
+        self, site: str, number: int, side: Side = "U", *, most: int = 12, sites: str | Sequence[str] | None = None
+    ) -> list[Nearest]:
+        """The components whose output directions (``U``) or input directions (``V``) are nearest to those of component
+        ``number``, by absolute cosine, among the sites that write or read the same space.
+
+        ``sites``: names or patterns of those that are searched; None for all. Raises UserError for an unknown site,
+        component or side.
+        """
+        return nearest_components(self, site, number, side, most, sites)
 
     def graph(
         self,

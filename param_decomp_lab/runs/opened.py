@@ -146,6 +146,11 @@ class OpenedRun:
         V, U = self._factors(self._site(site))
         return np.asarray(V[:, numbers]), np.asarray(U[numbers])
 
+    def directions(self, site: str, side: Literal["U", "V"]) -> Float[np.ndarray, "C d"]:
+        """The vectors V or U of a site's components, a row each, as a NumPy array."""
+        V, U = self._factors(self._site(site))
+        return np.asarray(U) if side == "U" else np.asarray(V).T
+
     def matrix(self, site: str) -> Float[np.ndarray, "d_in d_out"]:
         """The target's matrix W at a site, applied as ``x @ W``. The components leave out Δ = W - V @ U."""
         stack, row = self._place(self._site(site))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -25,9 +26,10 @@ from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.pages import by_sign, by_third
 from param_decomp_lab.browse.server import make_app
+from param_decomp_lab.browse.text_worker import Answer, _answer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
-from param_decomp_lab.ui.numbers import number
+from param_decomp_lab.ui.numbers import number, percent, signed
 from tests.lab.tiny_run import pd_here
 
 LLAMA, TOY = "p-00000001", "p-00000002"
@@ -73,8 +75,10 @@ def numbers_of(page: Response) -> list[int]:
 # ---- what they show ----
 
 
-def test_every_link_leads_somewhere(shown: TestClient) -> None:
-    """From the first page, each address once, with one of each kind of query."""
+def test_every_link_leads_somewhere(shown: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first page, each address once, with one of each kind of query; no process of a run is started."""
+    asked = "param_decomp_lab.browse.text_worker.TextWorker._question"
+    monkeypatch.setattr(asked, lambda worker, question: Answer(wrong="not asked"))
     todo, done, kinds = ["/"], set[str](), set[str]()
     while todo:
         link = todo.pop()
@@ -266,6 +270,56 @@ def test_the_map_has_every_component_that_fires(harvested: Path, monkeypatch: py
             address = unescape(link)
             reached += numbers_of(together.get(address)) if "?" in address else [int(address.rpartition("/")[2])]
         assert set(reached) == set(fires.tolist())
+
+
+def test_what_to_do_with_a_component(shown: TestClient, harvested: Path) -> None:
+    here, step = base(harvested), Harvest(only_harvest(harvested)).plan.step
+    page = shown.get(f"{here}/sites/{SITE}/3")
+    for how in ("how=off", "how=scale&scale=2"):
+        address = f"{here}/intervene?select={quote(SITE)}%3A3&{how}"
+        assert address in links(page)
+        form = shown.get(address).text
+        assert f">{SITE}:3</textarea>" in form
+        assert f'<option value="{how[4:].partition("&")[0]}" selected>' in form
+    copies = [unescape(text) for text in re.findall(r'data-copy="([^"]*)"', page.text)]
+    assert copies[0] == f"{SITE}:3"
+    found: dict[str, Any] = {}
+    exec(copies[1], found)
+    assert (found["run"].folder.resolve(), found["run"].step) == ((harvested / LLAMA).resolve(), step)
+    assert (found["component"].site, found["component"].number) == (SITE, 3)
+    assert page.text.count("<abbr title=") > 8
+    assert '<abbr title="">' not in page.text
+
+
+def test_nearest_components(shown: TestClient, harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those by U and V as the run says, here in this process; those by firing by their Jaccard index."""
+    run, harvest = load_run(harvested / LLAMA, devices=1), Harvest(only_harvest(harvested))
+    asked = "param_decomp_lab.browse.text_worker.TextWorker._question"
+    monkeypatch.setattr(asked, lambda worker, question: _answer(run, question, *worker._about[2:]))
+    c = int(harvest.components(SITE)["firings"].to_numpy().argmin())
+    address = f"{base(harvested)}/nearest?site={SITE}&component={c}"
+    assert address in links(shown.get(f"{base(harvested)}/sites/{SITE}/{c}"))
+    page = shown.get(address)
+    found = []
+    for section in page.text.split("<h2>")[1:]:
+        value = r'<td class="num">([^<]*)</td>'
+        row = rf'<tr><td><a href="[^"]*/sites/([^/"]*)/(\d+)">.*?{value}{value}'
+        found.append(re.findall(row, section))
+    together = sorted(harvest.companions(SITE, c, 10**6).to_pylist(), key=lambda row: -row["jaccard"])[:12]
+    expected = [[(n.site, n.number, signed(n.cosine)) for n in run.nearest(SITE, c, side)] for side in ("U", "V")]
+    expected.append([(row["site"], row["component"], percent(min(row["jaccard"], 1))) for row in together])
+    for listed, wanted in zip(found, expected, strict=True):
+        assert len(wanted) >= 8
+        dense = [percent(harvest.summary(site).density[n]) for site, n, _ in wanted]
+        assert listed == [(site, str(n), value, d) for (site, n, value), d in zip(wanted, dense, strict=True)]
+    for wrong in (
+        f"site=x&component={c}",
+        f"site={SITE}&component=99",
+        f"site={SITE}",
+        "",
+        f"site={SITE}&component=-1",
+    ):
+        assert shown.get(f"{base(harvested)}/nearest?{wrong}").status_code == 404
 
 
 # ---- labels ----

@@ -499,14 +499,14 @@ def tables(n: int, C: int, places: np.ndarray, worst: int) -> Tables:
 
 
 def test_bins() -> None:
-    lam = np.array([1e-9, 0.05, 0.0500001, 0.999, 1.0, 1.3, 1, 1], np.float32)
+    lam = np.array([1e-9, 0.05, 0.0500001, 0.999, 1.0, 1.3, 1, 0.998], np.float32)
     a = np.array([1.0, 1.99, 2.0, -1.0, 1e-9, 1e9, -1e9, -1e-9], np.float32)
     counted = tables(1, 8, np.zeros(1, np.int32), 0)
     HostFirings(lam[None], a[None], np.float32(0)).count(counted, 8)
     assert counted.importance_histogram.argmax(1).tolist() == [0, 0, 1, 19, 19, 19, 19, 19]
     assert counted.activation_histogram.argmax(1).tolist() == [36, 36, 37, 11, 24, 47, 0, 23]
     assert (counted.firings == 1).all()
-    assert counted.firings_at_one.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert counted.firings_at_one.tolist() == [0, 0, 0, 1, 1, 1, 1, 0]
     np.testing.assert_array_equal(counted.activation_sum, np.abs(a.astype(float)))
 
 
