@@ -1,19 +1,50 @@
 """The documentation site, built by `make docs`: the pages of this folder, and the API reference from docstrings."""
 
+import os
+import sys
 import typing
+from pathlib import Path
 from typing import Any
+
+from myst_nb.core import render
+
+# The notebooks call `pd` as a shell finds it.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 # jaxtyping then prints `Float[Array, "n d"]` in signatures, without the modules in which JAX keeps its classes.
 typing.GENERATING_DOCUMENTATION = "param_decomp"  # type: ignore[attr-defined]
 
 project = "param-decomp"
 html_title = project
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
 exclude_patterns = ["templates"]
 templates_path = ["templates"]
 
 # Anchors of headings as the forges make them: a link to a section works there and here.
 myst_heading_anchors = 4
+
+# The notebooks are kept without outputs, and executed here; in later builds, those that changed. A cell that fails is
+# an error of the build.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks")
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
+
+
+def _join_streams(outputs: list[Any]) -> list[Any]:
+    """Pieces of a stream that follow each other, as one. A `%%bash` cell gives pieces of a hundred bytes, and myst-nb's
+    own function would begin a line with each."""
+    joined: list[Any] = []
+    for output in outputs:
+        if output["output_type"] == "stream" and joined and joined[-1].get("name") == output["name"]:
+            joined[-1]["text"] += output["text"]
+        else:
+            joined.append(output)
+    return joined
+
+
+render.coalesce_streams = _join_streams
 
 # In docstrings ``literal`` is code; `name` links to what its module or class calls so, and is code otherwise.
 default_role = "py:obj"

@@ -5,17 +5,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Summary
-from param_decomp_lab.harvest.files.tables import RARE_TOKEN, table_file
-from param_decomp_lab.safe_io.files import regular_file
+from param_decomp_lab.harvest.files import search as search_files
+from param_decomp_lab.harvest.files.search import match_by_tokens
+from param_decomp_lab.harvest.files.tables import table_file
 from param_decomp_lab.safe_io.printable import printable
 
 PAGE = 50
@@ -33,10 +31,6 @@ SORTS = {
 RANGES = {"density": "density", "importance": "mean λ"}
 LABELLED = {"any": "all", "yes": "labelled", "no": "unlabelled"}
 LONGEST_SEARCH = 200
-TOKENS_MATCHED = 200
-MATCHED_SHARE = 0.02
-"""A component is found by a token that is at this share of its firings, and more often than elsewhere."""
-ENGINE_MEMORY = "200MB"
 
 
 @dataclass(frozen=True)
@@ -131,57 +125,20 @@ _VALUES: dict[str, Callable[[Summary, Bool[np.ndarray, " C"], Float[np.ndarray, 
 def _match(opened: Opened, site: str, search: str, labels: dict[int, str], summary: Summary) -> Any:
     """How well each component fits a search: labels that contain it first, then the share of the firings that are on
     such tokens, as far as it is raised there. 0 where it does not fit."""
-    found = np.zeros(len(summary.firings))
-    tokens = matching_tokens(opened, search)
-    if len(tokens):
-        harvest = opened.harvest
-        file = regular_file(table_file(harvest.folder, "tokens", harvest.sites[site]), "the tokens")
-        try:
-            rows = (
-                _engine()
-                .execute(
-                    "SELECT component, token, n FROM read_parquet(?) WHERE token = ANY(?)", [str(file), tokens.tolist()]
-                )
-                .fetchnumpy()
-            )
-        except duckdb.Error as error:
-            why = printable(str(error), 300)
-            raise UserError(f"{file} cannot be read ({why}): make the harvest again") from error
-        component, n = rows["component"], rows["n"].astype(float)
-        unknown = component[(component < 0) | (component >= len(found))]
-        if len(unknown):
-            raise UserError(
-                f"{file} is damaged: it has component {unknown[0]}, and {site} has {len(found):,} of them: make the "
-                "harvest again"
-            )
-        total = harvest.input_totals[rows["token"]]
-        share = n / np.maximum(summary.firings[component], 1)
-        lift = share * harvest.plan.n_positions / np.maximum(total, 1)
-        good = (share >= MATCHED_SHARE) & (lift > 1) & (total >= RARE_TOKEN)
-        np.add.at(found, component[good], share[good] * np.log(lift[good]))
+    harvest = opened.harvest
+    found = match_by_tokens(
+        table_file(harvest.folder, "tokens", harvest.sites[site]), matching_tokens(opened, search), summary.firings,
+        harvest.input_totals, harvest.plan.n_positions,
+    )  # fmt: skip
     for number, label in labels.items():
         if number < len(found) and search.casefold() in label.casefold():
             found[number] += 100
     return found
 
 
-@lru_cache(maxsize=1)
-def _engine() -> duckdb.DuckDBPyConnection:
-    return duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "threads": 2})
-
-
 def matching_tokens(opened: Opened, search: str) -> Int[np.ndarray, " n"]:
-    """Tokens that are this text, whatever space surrounds them and in any case; if there is none, those that contain
-    it. Of a toy, the feature of this number."""
-    vocabulary = opened.harvest.vocabulary
-    if vocabulary is None:
-        return np.asarray([int(search)] if search.isdecimal() and int(search) < opened.harvest.plan.n_inputs else [])
-    words = pc.utf8_lower(vocabulary)
-    equal = pc.equal(pc.utf8_trim_whitespace(words), pa.scalar(search.lower()))
-    found = np.flatnonzero(equal.to_numpy(zero_copy_only=False))
-    if not len(found):
-        found = np.flatnonzero(pc.match_substring(words, search.lower()).to_numpy(zero_copy_only=False))
-    return found[:TOKENS_MATCHED]
+    """Tokens that a search means; of a toy, the feature of this number."""
+    return search_files.matching_tokens(opened.harvest.vocabulary, opened.harvest.plan.n_inputs, search)
 
 
 def _bound(given: Mapping[str, str], name: str) -> float | None:

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode
 
 import numpy as np
 import pyarrow as pa
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.chosen import Chosen, around
@@ -34,7 +34,6 @@ RARE_FIRINGS = 100
 """Ratios of components that fire less often are of little meaning."""
 TOKENS_SHOWN = 12
 COMPANIONS = 12
-SHADES = 10
 THIRDS = ("upper third", "middle third", "lower third")
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
@@ -184,7 +183,7 @@ class Pages:
             uniform=self._lists(opened, by_third(examples), row["activation_max"]),
             id=f"{site}:{n}", python="" if self.only is not None else _in_python(opened, site, n),
             at_one=AT_ONE, ranked_by_a=plan.format > 1,
-            tokens=_token_rows(opened, tokens), outputs=_output_rows(opened, outputs),
+            tokens=_token_rows(tokens), outputs=outputs.to_pylist(),
             companions=[
                 {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in companions.to_pylist()
             ],
@@ -203,7 +202,7 @@ class Pages:
     def _lists(
         self, opened: Opened, lists: Sequence[tuple[str, Sequence[Example]]], largest: float
     ) -> list[dict[str, Any]]:
-        """Lists of examples that are sorted by λ · |a|, with the values of it between which each lies."""
+        """Lists of examples that are sorted by ``λ · |a|``, with the values of it between which each lies."""
         return [
             {
                 "title": title, "examples": [self._example(opened, e, largest) for e in found],
@@ -215,10 +214,10 @@ class Pages:
     def _example(self, opened: Opened, example: Example, largest: float) -> dict[str, Any]:
         if opened.harvest.plan.inputs == "features":
             values = opened.harvest.row(example.row)
-            named = zip(opened.harvest.names(example.tokens), example.tokens, strict=True)
+            named = zip(example.names, example.tokens, strict=True)
             context = Markup(", ").join(f"{name} = {values[feature]:.3g}" for name, feature in named)
         else:
-            context = _context(opened.harvest.names(example.tokens), example, max(largest, 1e-30))
+            context = example.marked(max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
 
 
@@ -236,16 +235,16 @@ def _in_python(opened: Opened, site: str, n: int) -> str:
 
 
 def by_sign(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
-    """The top examples of each sign of a that has any, those of largest λ · |a| first. Where a = 0 the component does
-    nothing, and is no example."""
+    """The top examples of each sign of a that has any, those of largest ``λ · |a|`` first. Places where a = 0, so that
+    the component does nothing, are left out."""
     top = sorted((e for e in examples if e.kind == "top"), key=_size, reverse=True)
     signs = ("a > 0", [e for e in top if e.activation > 0]), ("a < 0", [e for e in top if e.activation < 0])
     return [(title, found) for title, found in signs if found]
 
 
 def by_third(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
-    """The uniform sample by λ · |a|, the largest first, in thirds: those of a uniform sample lie in the same thirds of
-    all firings, but for the chance of the draw. Fewer where there are fewer than three."""
+    """The uniform sample in thirds by ``λ · |a|``, the largest first. Up to chance, the thirds of a uniform sample are
+    those of all firings. Fewer than three where there are fewer examples."""
     found = sorted((e for e in examples if e.kind == "uniform"), key=_size, reverse=True)
     ends = [round(len(found) * k / len(THIRDS)) for k in range(len(THIRDS) + 1)]
     return [(title, found[a:b]) for title, (a, b) in zip(THIRDS, pairwise(ends), strict=True) if a < b]
@@ -287,22 +286,6 @@ def _averages(opened: Opened, site: str, n: int) -> dict[str, Any] | None:
     return {"wrong": "", "lists": lists, "rows": averages.options.rows, "any": bool(into or out)}
 
 
-def _context(tokens: Sequence[str], example: Example, largest: float) -> Markup:
-    """The tokens around an example, each with its shades. Not a template: there are a thousand of them on a page."""
-    spans = []
-    here = example.position - example.first
-    values = zip(tokens, example.importances.tolist(), example.activations.tolist(), strict=True)
-    for k, (token, importance, activation) in enumerate(values):
-        classes = [f"l{_shade(importance)}"] if importance > 0 else []
-        if shade := _shade(abs(activation) / largest):
-            classes.append(f"{'p' if activation > 0 else 'n'}{shade}")
-        if k == here:
-            classes.append("at")
-        marked = f' class="{" ".join(classes)}"' if classes else ""
-        spans.append(f'<span{marked} title="λ {importance:.2f}, a {activation:.3g}">{escape(token)}</span>')
-    return Markup("".join(spans))
-
-
 def address(*parts: object, **parameters: object) -> str:
     """The address of a page: nothing in a part can leave it. A part may be several, as a tuple."""
     flat = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
@@ -326,29 +309,16 @@ def shown_tokens(opened: Opened, ids: Sequence[int]) -> list[str]:
     return opened.harvest.names([i for i in ids if i >= 0])
 
 
-def _shade(value: float) -> int:
-    """What is not 0 is visible."""
-    return min(SHADES, math.ceil(value * SHADES))
-
-
 def unit(opened: Opened) -> str:
     return "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
 
 
-def _token_rows(opened: Opened, tokens: pa.Table) -> dict[str, Any]:
+def _token_rows(tokens: pa.Table) -> dict[str, Any]:
     """The most frequent inputs, and those most raised among the frequent ones."""
-    rows = [
-        {**row, "text": text}
-        for row, text in zip(tokens.to_pylist(), opened.harvest.names(tokens["token"].to_pylist()), strict=True)
-    ]
+    rows = tokens.to_pylist()
     common = [row for row in rows if row["total"] >= RARE_TOKEN]
     raised = sorted(common, key=lambda row: (-row["pmi"], -row["n"]))
     return {"frequent": rows[:TOKENS_SHOWN], "raised": raised[:TOKENS_SHOWN], "rare": len(rows) - len(common)}
-
-
-def _output_rows(opened: Opened, outputs: pa.Table) -> list[dict[str, Any]]:
-    names = opened.harvest.names(outputs["token"].to_pylist())
-    return [{**row, "text": name} for row, name in zip(outputs.to_pylist(), names, strict=True)]
 
 
 def _signed(opened: Opened, weights: Mapping[str, Any], name: str) -> list[tuple[str, float]]:

@@ -1,1 +1,5 @@
 """`pd compare`: runs beside each other."""
+
+from param_decomp_lab.compare.page import Compared, compare
+
+__all__ = ["Compared", "compare"]

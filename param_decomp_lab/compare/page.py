@@ -4,17 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonpath, relpath
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from param_decomp_lab.compare.agreement import Agreement
 from param_decomp_lab.compare.charts import front_chart
 from param_decomp_lab.compare.differences import differences, in_order, labels, seed_groups, short_names
 from param_decomp_lab.compare.fronts import Front, fronts
-from param_decomp_lab.compare.records import Record
+from param_decomp_lab.compare.records import Record, read_records
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.cards import card
 from param_decomp_lab.ui.charts import Chart, Series, line_chart, ramp_colors
 from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.templates import templates_beside
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PALETTE = [f"var(--c{i})" for i in range(8)]
+RUNS_SHOWN = 50
+"""Runs that a notebook shows of a comparison."""
+LABEL_CHARACTERS = 60
 FEW = 14
 """Up to so many runs are named in the legend of a chart of curves."""
 
@@ -39,6 +49,42 @@ class Compared:
         shades = PALETTE if n <= len(PALETTE) else ramp_colors(n)
         of_groups = {run: shades[g] for g, group in enumerate(self.groups) for run in group}
         return {run: of_groups.get(run, "var(--ink-2)") for run in range(len(self.records))}
+
+    def plot(self, error: str | None = None) -> "Figure":
+        """L0 and an error of every run, and the front, as a matplotlib figure. ``error``: one of the names of `fronts`;
+        None for the first. Raises UserError if no run has it."""
+        from param_decomp_lab.metrics.figures import front_of_runs
+
+        found = {front.name: front for front in self.fronts if front.points}
+        if not found or (error is not None and error not in found):
+            raise UserError(f"error '{error}' should be one of {', '.join(found)}" if found else "no run has an error")
+        front = found[next(iter(found)) if error is None else error]
+        places = {point.run: (point.l0, point.error) for point in front.points}
+        points = [(printable(self.labels[run], LABEL_CHARACTERS), *place) for run, place in places.items()]
+        return front_of_runs(points, [places[run] for run in front.front], front.name, front.unit)
+
+    def __repr__(self) -> str:
+        errors = ", ".join(front.name for front in self.fronts)
+        return printable(f"Compared: {len(self.records)} runs ({', '.join(self.labels[:8])}), {errors} against L0")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "label": label, "state": record.status.state, "l0": None if record.l0 is None else record.l0.last,
+                "errors": [(record.error(front.name), run in front.front) for front in self.fronts],
+            }
+            for run, (record, label) in enumerate(zip(self.records, self.labels, strict=True))
+        ]  # fmt: skip
+        errors = [front.name for front in self.fronts]
+        return card("comparison", rows=rows[:RUNS_SHOWN], errors=errors, more=max(0, len(rows) - RUNS_SHOWN))
+
+
+def compare(*folders: str | Path) -> Compared:
+    """The runs in or below ``folders``, beside each other; a notebook shows them as a table, ``.plot()`` their front.
+
+    Small files alone are read. Raises UserError for a missing folder, and if there is no run.
+    """
+    return compared(read_records([Path(folder) for folder in folders]))
 
 
 def compared(records: Sequence[Record]) -> Compared:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from param_decomp_lab.data.meta import META_FILE, DataMeta
-from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed
+from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed, whole_text
 from param_decomp_lab.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 
@@ -40,6 +42,10 @@ class TokenText:
     def text(self, ids: Sequence[int]) -> str:
         """The text of these token ids as a whole, with control characters as `tokens` has them."""
         return text_of(self._pieces, [int(i) for i in ids])
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of these token ids as a whole, as it is; bytes that form no character are `\\xe6`."""
+        return whole_text(self._pieces, [int(i) for i in ids])
 
     @cached_property
     def _names(self) -> Mapping[int, str]:

@@ -50,11 +50,16 @@ def visible(text: str) -> str:
 
 def text_of(pieces: Mapping[int, Piece], tokens: Sequence[int]) -> str:
     """A text of these tokens, `visible`: bytes that form a character together are this character."""
+    return visible(whole_text(pieces, tokens))
+
+
+def whole_text(pieces: Mapping[int, Piece], tokens: Sequence[int]) -> str:
+    """A text of these tokens as it is, control characters included."""
     whole = b"".join(
         piece if isinstance(piece, bytes) else piece.encode()
         for piece in (pieces.get(token) or unnamed(token) for token in tokens)
     )
-    return visible(whole.decode("utf-8", errors="backslashreplace"))
+    return whole.decode("utf-8", errors="backslashreplace")
 
 
 def decoded_piece(piece: str, text: str, added: bool) -> Piece:

@@ -13,12 +13,21 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.harvest.files.groups import Groups
 from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.cards import card
+from param_decomp_lab.ui.numbers import number, percent
 
 VERSION = 1
 FOLDER = "graphs"
 """Subfolder of a run's folder."""
 LARGEST = 64 << 20
 """Bytes of a file that is read."""
+
+SHOWN = 5
+"""Components that the printed form of a graph lists."""
+
+CARD_NODES = 12
+ON_CARD = ("component", "group")
 
 GroupOf = Callable[[str, int], int | None]
 """The group of a component, by site and number; None where it has none (`Groups.group_of`)."""
@@ -58,6 +67,10 @@ class Node:
                 return "biases"
             case _:
                 return f"{self.kind}:{self.number}@{self.position}"
+
+    def __repr__(self) -> str:
+        importance = f", λ {self.importance:.2f}" if self.kind in ("component", "group") else ""
+        return printable(f"Node({self.id}, value {self.value:.3g}{importance}, influence {self.influence:.3g})")
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,71 @@ class Graph:
     optimized: Optimized | None = None
 
     @property
+    def title(self) -> str:
+        """What is followed: ``a text → ' word' 45 %``."""
+        outputs = ", ".join(
+            f"{self.output_names.get(node.number, str(node.number))!r}"
+            + (f" {node.probability:.1%}" if node.probability else "")
+            for node in self.outputs[:3]
+        )
+        more = f" and {len(self.outputs) - 3} more" if len(self.outputs) > 3 else ""
+        return f"{self.prompt!r} → {outputs}{more}"
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Graph of {self.title}",
+            f"  {len(self.components)} of {self.firing} components that fire, {len(self.nodes)} nodes, "
+            f"{len(self.edges)} edges; {self.shares.influence:.0%} of the influence",
+        ]
+        for node in self.components[:SHOWN]:
+            lines.append(f"  {node.id} {self._at(node)!r}  influence {node.influence:.3f}, λ {node.importance:.2f}")
+        return printable("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        shown = [node for node in sorted(self.nodes, key=lambda node: -node.influence) if node.kind in ON_CARD]
+        by_position = [0.0] * len(self.tokens)
+        for node in shown:
+            if 0 <= node.position < len(by_position):
+                by_position[node.position] += node.influence
+        most = max([*by_position, 1e-30])
+        tokens = [
+            {"name": name, "influence": influence, "share": influence / most}
+            for name, influence in zip(self.tokens, by_position, strict=True)
+        ]
+        outputs = [
+            {
+                "name": self.output_names.get(node.number, str(node.number)),
+                "value": percent(node.probability) if self.token_ids else number(node.value),
+            }
+            for node in self.outputs
+        ]
+        nodes = [
+            {
+                "name": node.id.rpartition("@")[0], "at": self._at(node), "position": node.position,
+                "influence": node.influence, "importance": node.importance, **self._strongest(node),
+            }
+            for node in shown[:CARD_NODES]
+        ]  # fmt: skip
+        return card(
+            "graph", n_components=len(self.components), firing=self.firing, n_edges=len(self.edges), shares=self.shares,
+            tokens=tokens, outputs=outputs, nodes=nodes, more=max(0, len(shown) - CARD_NODES),
+        )  # fmt: skip
+
+    def _at(self, node: Node) -> str:
+        """The token where a node is; empty if it is nowhere, or the graph is damaged."""
+        return self.tokens[node.position] if 0 <= node.position < len(self.tokens) else ""
+
+    def _strongest(self, node: Node) -> dict[str, Any]:
+        """What a node leads to most, and whether that is an output."""
+        found = self.out_of(node)
+        target = found[0][0] if found else None
+        if target is None or target.kind != "output":
+            return {"to": "" if target is None else target.id, "output": False}
+        return {"to": self.output_names.get(target.number, str(target.number)), "output": True}
+
+    @property
     def outputs(self) -> tuple[Node, ...]:
+        """What is followed back."""
         return tuple(node for node in self.nodes if node.kind == "output")
 
     @property

@@ -1,4 +1,4 @@
-"""Examples of where the components of a site fire: those of largest λ · |a|, and a uniform sample of all."""
+"""Examples of where the components of a site fire: those of largest ``λ · |a|``, and a uniform sample of all."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -143,10 +143,10 @@ class Examples:
 
 
 class TopExamples(Examples):
-    """The firings of largest λ · |a|: the ``K // 2`` best with a ≥ 0 and the ``K // 2`` best with a < 0, and in the
+    """The firings of largest ``λ · |a|``: the ``K // 2`` best with a ≥ 0 and the ``K // 2`` best with a < 0, and in the
     slots that are left the best of the rest. So a component of one sign has K examples of it, in the same memory.
 
-    Ranks order by λ · |a|, equal ones at random, and tell the sign (`NEGATIVE`).
+    Ranks order by ``λ · |a|``, equal ones at random, and tell the sign (`NEGATIVE`).
     """
 
     @property

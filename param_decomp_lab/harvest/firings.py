@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     The key of a firing is the sum of that of its position and that of its component: independent draws for the firings
     of one component, which is what its sample needs. ``worst_top`` (for a ≥ 0, and for a < 0), ``worst_uniform``: the
     ranks that a firing must be below to be among a component's examples. The rank in a uniform sample is the key. By
-    the rank of the top examples, the largest λ · |a| comes first, and equal ones in the order of the keys' lower
+    the rank of the top examples, the largest ``λ · |a|`` comes first, and equal ones in the order of the keys' lower
     halves: in that of whole keys, a component whose firings are all alike would have the same examples as its uniform
     sample. The last bit of that rank is 1 where a < 0.
     """

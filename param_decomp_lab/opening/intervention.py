@@ -1,7 +1,7 @@
 """Interventions: a prompt with some components off, scaled, or on alone (section 14 of the method)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -9,11 +9,21 @@ from jaxtyping import Float
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.selection import Selection, selected
+from param_decomp_lab.runs.generation import extended
 from param_decomp_lab.runs.prompt import read_prompt
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.cards import card
+from param_decomp_lab.ui.numbers import number, percent
 
 ReadingName = Literal["ci", "random", "attack"]
 READINGS: tuple[ReadingName, ...] = ("ci", "random", "attack")
 """What the components that are not selected do (I3)."""
+OUTPUTS_NAMED = 8
+READING_TITLES: dict[ReadingName, str] = {
+    "ci": "The others at their importances",
+    "random": "The others at random above them",
+    "attack": "The others under attack",
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,63 @@ class Reading:
 @dataclass(frozen=True)
 class Intervention:
     """What an intervention does to a prompt. ``readings``: by name. ``continuation``: the most likely text after the
-    prompt, token by token, without and with it, at the importances (reading ``ci``); empty if not asked for."""
+    prompt, token by token, without and with it, at the importances (reading ``ci``); empty if not asked for.
+
+    For people: ``what``, such as ``2 components off``; ``prompt``, ``names`` of its tokens (of a toy, of its active
+    features); ``output_names`` of the outputs that are largest at the last position, without or with it, by number;
+    ``continuation_text``. ``of_text``: whether outputs are logits of tokens.
+    """
 
     tokens: tuple[int, ...]
     readings: dict[ReadingName, Reading]
     continuation: tuple[tuple[int, ...], tuple[int, ...]]
+    what: str = ""
+    prompt: str = ""
+    names: tuple[str, ...] = ()
+    output_names: dict[int, str] = field(default_factory=dict)
+    continuation_text: tuple[str, str] = ("", "")
+    of_text: bool = True
+
+    def outputs(self, reading: ReadingName) -> list[tuple[str, float, float]]:
+        """The largest outputs at the last position: name, and probability without and with the intervention (of a toy,
+        the value), means over the samples; the most changed first."""
+        found = self.readings[reading]
+        pair = found.probabilities() if self.of_text else [x[:, -1].mean(0) for x in (found.before, found.after)]
+        before, after = pair
+        rows = [(name, float(before[n]), float(after[n])) for n, name in self.output_names.items()]
+        return sorted(rows, key=lambda row: -abs(row[2] - row[1]))
+
+    def distance(self, reading: ReadingName, position: int | None = -1) -> float:
+        """KL(without ‖ with) at a position or over all (None), in nats; of a toy the mean squared difference."""
+        found = self.readings[reading]
+        if self.of_text:
+            return found.kl(position)
+        return float(((found.after - found.before) ** 2).mean())
+
+    def __repr__(self) -> str:
+        show = percent if self.of_text else number
+        lines = [f"Intervention on {self.prompt!r}: {self.what}"]
+        for name in self.readings:
+            moved = ", ".join(f"{token!r} {show(p)} → {show(q)}" for token, p, q in self.outputs(name)[:3])
+            lines.append(f"  {name:7} {'KL' if self.of_text else 'MSE'} {number(self.distance(name))}  {moved}")
+        if any(self.continuation_text):
+            lines += [f"  goes on {self.continuation_text[0]!r}", f"  then    {self.continuation_text[1]!r}"]
+        return printable("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        show = percent if self.of_text else number
+        readings = [
+            {
+                "title": READING_TITLES[name],
+                "distance": f"{'KL' if self.of_text else 'squared difference'} {number(self.distance(name))}"
+                + (" nats at the last position" if self.of_text else ""),
+                "outputs": [(output, show(p), show(q)) for output, p, q in self.outputs(name)[:OUTPUTS_NAMED]],
+            }
+            for name in self.readings
+        ]
+        return card(
+            "intervention", what=self.what, prompt=self.prompt, readings=readings, continuations=self.continuation_text
+        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +170,36 @@ def intervene(run: Any, prompt: Any, selection: Selection, **options: Any) -> In
             raise UserError("continue_tokens: a toy has no text to continue")
         without = _continue(run, values, None, request)
         continuation = without, _continue(run, values, selection, request)
-    return Intervention(tuple(values.tolist()) if values.dtype.kind in "iu" else (), readings, continuation)
+    of_text = values.dtype.kind in "iu"
+    tokens = tuple(values.tolist()) if of_text else ()
+    names = tuple(run.names(tokens if of_text else np.flatnonzero(values).tolist()))
+    shown = _largest(readings, of_text)
+    text = run.text if of_text else None
+    return Intervention(
+        tokens, readings, continuation, _described(chosen, request),
+        prompt if isinstance(prompt, str) else ("" if of_text else " ").join(names), names,
+        dict(zip(shown, run.names(shown), strict=True)),
+        ("", "") if text is None else (text.text(continuation[0]), text.text(continuation[1])), of_text,
+    )  # fmt: skip
+
+
+def _described(chosen: Mapping[str, np.ndarray], request: InterventionRequest) -> str:
+    """``layers.1.mlp.down_proj:3 off``, ``2 components alone``, ``5 components × 0.5``."""
+    components = [f"{site}:{n}" for site, mask in chosen.items() for n in np.flatnonzero(mask.any(axis=0)).tolist()]
+    how = "alone" if request.alone else "off" if request.scale == 0 else f"× {request.scale:g}"
+    everywhere = all(mask.any(axis=0).sum() * len(mask) == mask.sum() for mask in chosen.values())
+    what = components[0] if len(components) == 1 else f"{len(components):,} components"
+    return f"{what} {how}" + ("" if everywhere else ", at some positions")
+
+
+def _largest(readings: Mapping[ReadingName, Reading], of_text: bool) -> list[int]:
+    """Numbers of the outputs that are largest at the last position, in any reading, without or with it."""
+    found: list[int] = []
+    for reading in readings.values():
+        pair = reading.probabilities() if of_text else [x[:, -1].mean(0) for x in (reading.before, reading.after)]
+        for values in pair:
+            found += np.argsort(-np.abs(values), kind="stable")[:OUTPUTS_NAMED].tolist()
+    return list(dict.fromkeys(found))
 
 
 def _importances(run: Any, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -216,11 +307,8 @@ def _continue(
     run: Any, values: np.ndarray, selection: Selection | None, request: InterventionRequest
 ) -> tuple[int, ...]:
     """The most likely tokens after the prompt, each read with the importances of the text so far."""
-    tokens = values.tolist()
-    longest = run.longest_row
-    for _ in range(request.continue_tokens):
-        if longest is not None and len(tokens) >= longest:
-            break
+
+    def next_token(tokens: list[int]) -> int:
         row = np.asarray(tokens, np.int32)
         importances = _importances(run, row)
         chosen = (
@@ -229,8 +317,9 @@ def _continue(
             else selected(selection, run.sites, len(tokens), request.positions, groups=lambda: run.groups)
         )
         masks = _Maskings(importances, chosen, request).with_sources(selection is None, None)
-        tokens.append(int(np.asarray(run.logits(row, masks))[-1].argmax()))
-    return tuple(tokens[len(values) :])
+        return int(np.asarray(run.logits(row, masks))[-1].argmax())
+
+    return extended(values.tolist(), request.continue_tokens, run.longest_row, next_token)
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from param_decomp_lab.graph.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.harvest.files import Groups, Harvest, harvest_of
 from param_decomp_lab.opening.intervention import Intervention, intervene
 from param_decomp_lab.opening.nearest import Nearest, Side, nearest_components
+from param_decomp_lab.opening.plots import Plots
 from param_decomp_lab.opening.selection import Selection
 from param_decomp_lab.runs.inputs import Inputs
 from param_decomp_lab.runs.load import open_run
@@ -50,6 +51,11 @@ class Run(OpenedRun):
         component or side.
         """
         return nearest_components(self, site, number, side, most, sites)
+
+    @cached_property
+    def plot(self) -> Plots:
+        """Figures of the run as matplotlib figures: ``run.plot.l0()``; `Plots.names` lists them."""
+        return Plots(self)
 
     def graph(
         self,

@@ -75,7 +75,7 @@ def make_toy(recipe: ToyRecipe) -> Toy:
 
 @dataclass(frozen=True)
 class TMSToy:
-    """Trained: linear1, the bias, and linear2 unless it is tied. Label |x|."""
+    """Trained: linear1, the bias, and linear2 unless it is tied. Label ``|x|``."""
 
     model: TMSRecipe
     features: SparseFeatures

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Int32
 
 from param_decomp_jax.ci import longest_row
 from param_decomp_jax.ci.function import CIFunction
@@ -27,15 +27,22 @@ from param_decomp_lab.data.token_names import unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.runs.data_file import read_data
 from param_decomp_lab.runs.forward import activations, attacked, clean, importances, masked
+from param_decomp_lab.runs.generation import generate
 from param_decomp_lab.runs.inputs import Inputs, read_inputs
+from param_decomp_lab.runs.listing import read_run
 from param_decomp_lab.runs.masks import CI, Delta, Masks, bundle, by_site
 from param_decomp_lab.runs.metrics_file import read_metrics
 from param_decomp_lab.runs.target import load_weights, weights_folder
+from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.schema.spelling import nearest
 from param_decomp_lab.setup.bos import find_tokenizer
 from param_decomp_lab.setup.resolved import ResolvedConfig
+from param_decomp_lab.ui.cards import card
 
 Importance = Literal["lower", "upper", "logits"]
+NEURONS_SHOWN = 8
+STACKS_SHOWN = 24
+"""Kinds of matrices that a notebook shows of a run."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,18 @@ class Component:
     @property
     def matrix(self) -> Float[np.ndarray, "d_in d_out"]:
         return np.outer(self.V, self.U)
+
+    def _repr_html_(self) -> str:
+        def largest(x: np.ndarray) -> list[tuple[int, float]]:
+            cosines = x / max(float(np.linalg.norm(x)), 1e-30)
+            order = np.argsort(-np.abs(cosines), kind="stable")[:NEURONS_SHOWN]
+            return [(int(i), float(cosines[i])) for i in order]
+
+        neurons = [("read by V", largest(self.V)), ("written by U", largest(self.U))]
+        return card(
+            "matrix", site=self.site, n=self.number, d_in=len(self.V), d_out=len(self.U), norm=self.norm,
+            neurons=neurons,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
@@ -327,6 +346,58 @@ class OpenedRun:
             return [str(number) for number in numbers]
         return [unnamed(token) for token in numbers] if self.text is None else self.text.tokens(numbers)
 
+    def tokens(self, text: str) -> Int32[np.ndarray, " T"]:
+        """The token ids of a text as the run reads it: with BOS before them if the rows of the run's data begin with
+        it. Raises UserError for a toy, without a tokenizer, for a text without tokens, and for one that is too long."""
+        self._tokenizer("has no tokens: it reads features")
+        return read_inputs(self, text)
+
+    def decode(self, tokens: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        """The text of these token ids as a whole, BOS included; bytes that form no character are ``\\xe6``. For their
+        names one by one: `names`. Raises UserError for a toy, and without a tokenizer."""
+        return self._tokenizer("has no tokens: it reads features").decode(tokens)
+
+    @overload
+    def generate(
+        self, prompt: str, n: int = ..., *, masks: Masks | None = ..., delta: Delta = ..., temperature: float = ...,
+        seed: int = ...,
+    ) -> str: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Any, n: int = ..., *, masks: Masks | None = ..., delta: Delta = ..., temperature: float = ...,
+        seed: int = ...,
+    ) -> Int32[np.ndarray, " n"]: ...  # fmt: skip
+
+    def generate(
+        self,
+        prompt: Inputs,
+        n: int = 20,
+        *,
+        masks: Masks | None = None,
+        delta: Delta = 0.0,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str | Int32[np.ndarray, " n"]:
+        """How a prompt goes on for ``n`` tokens; fewer where the target or the CI function takes no longer rows.
+
+        ``prompt``: a text, which gives a text without the prompt; or token ids ``[T]``, which give token ids.
+        ``masks``, ``delta``: as for `output`; every token is chosen from the masked network. With ``"ci"`` each new
+        length compiles. ``temperature``: 0 takes the most likely token, 1 draws by the model's own probabilities.
+        ``seed``: of these draws.
+
+        Raises UserError for a toy, and if the prompt or the masks do not fit.
+        """
+        found = generate(self, prompt, n, masks, delta, temperature, seed)
+        return self.decode(found) if isinstance(prompt, str) else found
+
+    def _tokenizer(self, of_a_toy: str) -> TokenText:
+        if not self.is_language_model:
+            raise UserError(f"a toy {of_a_toy}")
+        if self.text is None:
+            raise UserError("no tokenizer next to the data or the target: texts cannot be read, only token ids")
+        return self.text
+
     @property
     def longest_row(self) -> int | None:
         """Most tokens that the target and the CI function take in a row; None without a limit, and for a toy."""
@@ -358,9 +429,22 @@ class OpenedRun:
         stacks = self.target.sites.stacks
         width = max(len(stack.name) for stack in stacks)
         lines = [
-            f"Run {self.id} ({self.name}), step {self.step:,} of {self.problem.decomposition.steps:,}: "
+            f"Run {self.id} ({printable(self.name, 200)}), step {self.step:,} of {self.problem.decomposition.steps:,}: "
             f"{len(self.sites)} sites, {sum(site.C for site in self.sites.values()):,} components",
             f"  of {self.architecture.describe()}",
             *(f"  {stack.name:{width}}  {stack.d_in:,} × {stack.d_out:,}  C {stack.C:,}" for stack in stacks),
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        stacks = self.target.sites.stacks
+        return card(
+            "run", id=self.id, name=self.name, step=self.step, steps=self.problem.decomposition.steps,
+            n_sites=len(self.sites), C=sum(site.C for site in self.sites.values()),
+            about=self.architecture.describe(), main=read_run(self.folder).main,
+            stacks=[
+                {"name": stack.name, "sites": len(stack.sites), "d_in": stack.d_in, "d_out": stack.d_out, "C": stack.C}
+                for stack in stacks[:STACKS_SHOWN]
+            ],
+            more=max(0, len(stacks) - STACKS_SHOWN),
+        )  # fmt: skip

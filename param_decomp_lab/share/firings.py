@@ -19,7 +19,7 @@ class Firing:
 
 
 def shown_firings(run: SharedRun, site: str, number: int) -> Iterator[Firing]:
-    """The firings of largest λ · |a|, then a uniform sample of all."""
+    """The firings of largest ``λ · |a|``, then a uniform sample of all."""
     firings = run.harvest.component(site, number)["firings"]
     examples = run.harvest.examples(site, number)
     for kind in ("top", "uniform"):

@@ -119,7 +119,7 @@ def test_a_click_shows_a_component(shared: dict[str, Path], packages: Path, brow
         detail = page.locator(".feature-detail")
         detail.locator(".example-quantile").first.wait_for()
         assert detail.locator(".quantile-title").all_inner_texts() == [
-            "Where it matters most (largest λ)",
+            "Where it matters most (largest λ · |a|)",
             "Uniform sample of its firings",
         ]
         examples = [example for quantile in feature["examples_quantiles"] for example in quantile["examples"]]

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from tokenize import TokenError
@@ -18,13 +17,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Float32, Float64, Int32, Int64
 
+from param_decomp_lab.config.site_patterns import chosen_sites
 from param_decomp_lab.data.token_names import stored_names, unnamed
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.averages import Averages, find_averages
 from param_decomp_lab.harvest.files.component_index import ComponentIndex
+from param_decomp_lab.harvest.files.example import Example
 from param_decomp_lab.harvest.files.groups import Groups, find_groups
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.known import KnownComponent
+from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.plan import HARVESTS, Plan, PlannedSite
+from param_decomp_lab.harvest.files.search import match_by_tokens, matching_tokens
 from param_decomp_lab.harvest.files.tables import (
+    COMPONENTS,
     FIRINGS_FILE,
     GROUPS,
     INPUTS_FILE,
@@ -39,6 +44,8 @@ from param_decomp_lab.harvest.files.tables import (
 )
 from param_decomp_lab.safe_io.files import LISTING_BYTES, regular_file
 from param_decomp_lab.safe_io.json_text import read_json
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.ui.cards import card
 
 DAMAGE = (
     *(OSError, pa.ArrowException, LookupError, ValueError, TypeError),
@@ -50,28 +57,10 @@ MOST_POSITIONS = 256
 MOST_MEMBERS = 1 << 18
 BY_CHANCE = 32
 """Among so many positions, once is by chance: such companions are left out."""
+SITES_SHOWN = 24
+"""Sites that a notebook shows of a harvest."""
 FILES_OPEN = 256
 """Tables of sites that stay open: looking into one again is much faster."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """A firing in its context.
-
-    ``row``, ``position``: of the harvest. ``first``: the position of the first of ``tokens``; the firing is at
-    ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
-    ``activations``: of the component at each position of the context.
-    """
-
-    kind: str
-    row: int
-    position: int
-    importance: float
-    activation: float
-    first: int
-    tokens: tuple[int, ...]
-    importances: Float32[np.ndarray, " n"]
-    activations: Float32[np.ndarray, " n"]
 
 
 class Summary(NamedTuple):
@@ -85,6 +74,22 @@ class Summary(NamedTuple):
     activation_mean: Float64[np.ndarray, " C"]
     activation_max: Float32[np.ndarray, " C"]
     tokens: Int32[np.ndarray, "C top"]
+
+
+FOUND = pa.schema(
+    [
+        ("site", pa.string()),
+        ("component", pa.int32()),
+        ("label", pa.string()),
+        ("tokens", pa.list_(pa.string())),
+        ("density", pa.float64()),
+        ("importance_mean", pa.float64()),
+        ("match", pa.float64()),
+    ]
+)
+"""Columns of `Harvest.find`."""
+MEANS = {"density": "firings", "importance_mean": "importance_sum", "activation_mean": "activation_sum"}
+"""Columns of `Harvest.components` that are those of the file, divided by the number of positions."""
 
 
 class NumberList:
@@ -143,9 +148,16 @@ class Harvest:
     # --- tables of a site ---
 
     def components(self, site: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`)."""
+        """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`), and
+        ``density``, ``importance_mean``, ``activation_mean``: means over all positions. ``columns``: those to read."""
+        wanted = [*COMPONENTS.names, *MEANS] if columns is None else list(columns)
+        stored = dict.fromkeys(MEANS.get(name, name) for name in wanted)
         with self._reading("components", site) as file:
-            return file.read(columns=list(columns) if columns is not None else None)
+            table = file.read(columns=list(stored))
+            for name in wanted:
+                if name in MEANS:
+                    table = table.append_column(name, pa.array(np.asarray(table[MEANS[name]]) / self.plan.n_positions))
+            return table.select(wanted)
 
     def summary(self, site: str) -> Summary:
         """What a list of a site's components shows, as arrays over them."""
@@ -181,16 +193,26 @@ class Harvest:
             "firing_activation_mean": row["firing_activation_sum"] / f if f else 0.0,
         }
 
+    def read(self, site: str, number: int) -> KnownComponent:
+        """Everything about a component that a person looks at first; a notebook shows it as a card."""
+        history = self.labels.history(site, number)
+        return KnownComponent(
+            site, number, self.component(site, number), history[0].text if history else "",
+            self.examples(site, number), self.tokens(site, number), self.outputs(site, number),
+            self.plan.n_positions, self.plan.inputs == "tokens",
+        )  # fmt: skip
+
     def examples(self, site: str, number: int) -> list[Example]:
-        """Firings of largest λ · |a|, best first (``top``; of both signs of a, where it has both), then a uniform
+        """Firings of largest ``λ · |a|``, best first (``top``; of both signs of a, where it has both), then a uniform
         sample of all in random order (``uniform``). Harvests of format 1 have those of largest λ as ``top``."""
         rows = self._rows("examples", site, number).to_pylist()
         with self._damage(self.folder):
             return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
 
     def tokens(self, site: str, number: int) -> pa.Table:
-        """The inputs where a component fires, the most frequent first: ``token``, ``n`` (the count), ``total`` (how
-        often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi`` ln(nN/(ft))."""
+        """The inputs where a component fires, the most frequent first: ``token``, its name ``text``, ``n`` (the count),
+        ``total`` (how often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi``
+        ln(nN/(ft))."""
         rows = self._rows("tokens", site, number)
         with self._damage(self.folder):
             f, N = self.component(site, number)["firings"], self.plan.n_positions
@@ -206,7 +228,8 @@ class Harvest:
             }
             for name, column in columns.items():
                 rows = rows.append_column(name, pa.array(column))
-            return rows.drop_columns("component")
+            rows = rows.drop_columns("component")
+        return self._with_names(rows)
 
     def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
         """The components of any site that fire where this one does, by n · PMI: those that are there more often than
@@ -258,20 +281,87 @@ class Harvest:
         )
 
     def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
-        """What the target predicts more where a component fires: ``token``, ``mean`` there, ``everywhere``, by their
-        difference. Means over the same positions as of `companions`; what is not among the largest predictions of a
-        position counts as 0."""
+        """What the target predicts more where a component fires: ``token``, its name ``text``, ``mean`` there,
+        ``everywhere``, by their difference. Means over the same positions as of `companions`; what is not among the
+        largest predictions of a position counts as 0."""
         with self._damage(self.folder):
             here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
             everywhere = self._outputs_everywhere
         more = np.flatnonzero(here > everywhere)
         order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
-        return pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]})
+        return self._with_names(pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]}))
 
     def weights(self, site: str, number: int) -> dict[str, Any]:
         """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
         the site writes to the residual stream."""
         return self._only_row("weights", site, number)
+
+    # --- finding components ---
+
+    @cached_property
+    def labels(self) -> Labels:
+        """The labels of the run's components at this step: empty where nobody has labelled any."""
+        folder = self.folder.resolve()
+        return Labels(folder.parent.parent if folder.parent.name == HARVESTS else folder, self.plan.step)
+
+    def find(
+        self,
+        *,
+        token: str | int | None = None,
+        label: str | None = None,
+        sites: str | Sequence[str] | None = None,
+        most: int = 50,
+    ) -> pa.Table:
+        """Components that fire on a token, or whose label contains a text, the best match first.
+
+        ``token``: a token's id, or its text, whatever spaces surround it and in any case; if no token is this text,
+        those that contain it; of a toy, the number of a feature. ``label``: in any case. Where both are given, both
+        must fit. ``sites``: names or patterns; None for all.
+
+        Columns: ``site``, ``component``, ``label`` (empty without one), ``tokens`` (those that tell the most),
+        ``density``, ``importance_mean``, ``match`` (the share of the firings that are on the token, times the logarithm
+        of how far it is raised there; 0 if no token is given). Raises UserError where nothing is asked for, for an
+        unknown site, and for a token that is not in the vocabulary.
+        """
+        if token is None and not label:
+            raise UserError("find: give token=…, label=…, or both")
+        if token is not None:
+            tokens = self._tokens_meant(token)
+        rows: list[dict[str, Any]] = []
+        for site in chosen_sites(self.sites, sites):
+            summary, labels = self.summary(site), self.labels.of_site(site)
+            fits, match = np.ones(len(summary.firings), bool), np.zeros(len(summary.firings))
+            if token is not None:
+                file = table_file(self.folder, "tokens", self.sites[site])
+                match = match_by_tokens(file, tokens, summary.firings, self.input_totals, self.plan.n_positions)
+                fits = match > 0
+            if label:
+                named = [n for n, own in labels.items() if label.casefold() in own.casefold() and 0 <= n < len(fits)]
+                fits &= np.isin(np.arange(len(fits)), named)
+            order = np.flatnonzero(fits)
+            order = order[np.lexsort((-summary.importance_mean[order], -match[order]))][:most]
+            rows += [
+                {
+                    "site": site, "component": n, "label": labels.get(n, ""),
+                    "tokens": self.names([t for t in summary.tokens[n].tolist() if t >= 0]),
+                    "density": float(summary.density[n]), "importance_mean": float(summary.importance_mean[n]),
+                    "match": float(match[n]),
+                }
+                for n in order.tolist()
+            ]  # fmt: skip
+        rows.sort(key=lambda row: (-row["match"], -row["importance_mean"]))
+        return pa.Table.from_pylist(rows[:most], FOUND)
+
+    def _tokens_meant(self, token: str | int) -> Int64[np.ndarray, " n"]:
+        if isinstance(token, str):
+            found = matching_tokens(self.vocabulary, self.plan.n_inputs, token.strip() or token)
+            if not len(found):
+                how = "give a token's id" if self.vocabulary is None else "no token has this text in it"
+                raise UserError(f"token '{printable(token, 100)}': {how}")
+            return found
+        if not 0 <= token < self.plan.n_inputs:
+            raise UserError(f"token {token}: they go from 0 to {self.plan.n_inputs - 1}")
+        return np.asarray([token])
 
     # --- groups and averages ---
 
@@ -331,8 +421,13 @@ class Harvest:
             raise ValueError("numbers that are not finite")
         return Example(
             row["kind"], row["row"], row["position"], row["importance"], row["activation"], first,
-            tuple(tokens.tolist()), importances, activations,
+            tuple(tokens.tolist()), importances, activations, tuple(self.names(tokens.tolist())),
+            plan.inputs == "tokens",
         )  # fmt: skip
+
+    def _with_names(self, table: pa.Table) -> pa.Table:
+        names = pa.array(self.names(table["token"].to_pylist()), pa.string())
+        return table.add_column(table.column_names.index("token") + 1, "text", names)
 
     def _row_of(self, site: str, number: int) -> dict[str, Any]:
         return self._only_row("components", site, number)
@@ -487,6 +582,20 @@ class Harvest:
         plan = self.plan
         what = "tokens" if plan.inputs == "tokens" else "inputs"
         return (
-            f"Harvest of {plan.run}, step {plan.step:,}: {plan.n_positions:,} {what}, {len(plan.sites)} sites, "
-            f"{sum(site.C for site in plan.sites):,} components, fires above {plan.threshold:g}"
+            f"Harvest of {printable(plan.run, 200)}, step {plan.step:,}: {plan.n_positions:,} {what}, "
+            f"{len(plan.sites)} sites, {sum(site.C for site in plan.sites):,} components, "
+            f"fires above {plan.threshold:g}"
         )
+
+    def _repr_html_(self) -> str:
+        rows, labelled = [], self.labels.count()
+        for site in self.plan.sites[:SITES_SHOWN]:
+            firings = np.asarray(self.components(site.name, ["firings"])["firings"])
+            rows.append(
+                {
+                    "name": site.name, "C": site.C, "alive": int((firings > 0).sum()),
+                    "l0": float(firings.sum() / self.plan.n_positions), "labelled": labelled.get(site.name, 0),
+                }
+            )  # fmt: skip
+        C = sum(site.C for site in self.plan.sites)
+        return card("harvest", plan=self.plan, rows=rows, C=C, more=max(0, len(self.plan.sites) - SITES_SHOWN))

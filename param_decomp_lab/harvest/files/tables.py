@@ -12,7 +12,7 @@ import pyarrow as pa
 IMPORTANCE_BINS = 20
 """Bins of equal width over (0, 1], of λ where a component fires."""
 OCTAVES = range(-12, 12)
-"""Bins of |a| where a component fires: from 2^o to 2^(o+1), the first and the last open."""
+"""Bins of ``|a|`` where a component fires: from 2^o to 2^(o+1), the first and the last open."""
 ACTIVATION_BINS = 2 * len(OCTAVES)
 """The bins of negative activations, largest first, then those of positive ones."""
 AT_ONE = 0.999

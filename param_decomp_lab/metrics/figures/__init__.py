@@ -7,6 +7,8 @@ from param_decomp_lab.metrics.figures.activation_density import activation_densi
 from param_decomp_lab.metrics.figures.active_per_position import active_per_position
 from param_decomp_lab.metrics.figures.ci_heat_map import ci_heat_map
 from param_decomp_lab.metrics.figures.ci_histograms import ci_histograms
+from param_decomp_lab.metrics.figures.front import front_of_runs
+from param_decomp_lab.metrics.figures.l0_by_site import l0_by_site
 from param_decomp_lab.metrics.figures.mean_ci import mean_ci_per_component
 from param_decomp_lab.metrics.figures.permuted_ci import n_shown, permuted_ci
 from param_decomp_lab.metrics.figures.save import figure_path, save_figure
@@ -18,6 +20,8 @@ __all__ = [
     "ci_heat_map",
     "ci_histograms",
     "figure_path",
+    "front_of_runs",
+    "l0_by_site",
     "mean_ci_per_component",
     "n_shown",
     "permuted_ci",

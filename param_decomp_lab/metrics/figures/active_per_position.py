@@ -15,8 +15,8 @@ SIZE = 7.5
 
 
 def active_per_position(counts: Float[np.ndarray, "T thresholds"], thresholds: Sequence[float]) -> Figure:
-    """A line for each threshold: the number of components of all sites with λ above it, mean over rows, at each
-    position."""
+    """A line for each of up to three thresholds: the number of components of all sites with λ above it, mean over rows,
+    at each position."""
     width, height = 6.4, 3.7
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
@@ -30,7 +30,8 @@ def active_per_position(counts: Float[np.ndarray, "T thresholds"], thresholds: S
     style_axes(axes, SIZE)
     positions = np.arange(len(counts))
     marker = "o" if len(counts) == 1 else ""
-    for values, threshold, color, dashes in zip(counts.T, thresholds, COLORS, DASHES, strict=True):
+    n = len(thresholds)
+    for values, threshold, color, dashes in zip(counts.T, thresholds, COLORS[:n], DASHES[:n], strict=True):
         label = f"λ > {threshold:g}, mean {values.mean():.4g}"
         axes.plot(positions, values, color=color, linestyle=dashes, linewidth=1.2, marker=marker, label=label)
     axes.set_xlim(0, max(len(counts) - 1, 1))

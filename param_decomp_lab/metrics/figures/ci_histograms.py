@@ -10,18 +10,22 @@ from param_decomp_lab.metrics.figures.grid import if_experts, site_grid
 from param_decomp_lab.metrics.figures.style import BLUE, QUIET, title_axes
 
 
-def ci_histograms(counts: Mapping[str, Integer[np.ndarray, "bins"]], edges: Float[np.ndarray, "bins+1"]) -> Figure:
+def ci_histograms(
+    counts: Mapping[str, Integer[np.ndarray, "bins"]],
+    edges: Float[np.ndarray, "bins+1"],
+    of_experts: str = "Of experts, over the positions that take them.",
+) -> Figure:
     """Histogram of the lower causal importances λ of each site over all components and positions, log count.
 
     ``counts``: site name -> number of (position, component) pairs in every bin; ``edges``: the bins' limits, shared.
+    ``of_experts``: added to the subtitle where some sites are experts'.
     A healthy decomposition has nearly everything in the first bin and a separate heap at 1.
     """
     grid = site_grid(
         list(counts),
         "Causal importances",
         "How often λ takes each value, over positions and components (log scale). "
-        "Quiet line: share in the first and in the last bin."
-        + if_experts(counts, "Of experts, over the positions that take them."),
+        "Quiet line: share in the first and in the last bin." + if_experts(counts, of_experts),
         share_y=True,
     )
     top = max(max((int(values.max(initial=0)) for values in counts.values()), default=1), 1)

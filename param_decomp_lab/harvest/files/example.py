@@ -1,0 +1,59 @@
+"""A firing in its context."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32
+from markupsafe import Markup
+
+from param_decomp_lab.ui.cards import card, context
+
+
+@dataclass(frozen=True)
+class Example:
+    """A firing in its context.
+
+    ``row``, ``position``: of the harvest. ``first``: the position of the first of ``tokens``; the firing is at
+    ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
+    ``activations``: of the component at each position of the context. ``names``: of ``tokens``.
+    ``of_text``: whether they are tokens.
+    """
+
+    kind: str
+    row: int
+    position: int
+    importance: float
+    activation: float
+    first: int
+    tokens: tuple[int, ...]
+    importances: Float32[np.ndarray, " n"]
+    activations: Float32[np.ndarray, " n"]
+    names: tuple[str, ...] = ()
+    of_text: bool = True
+
+    @property
+    def text(self) -> str:
+        """The context, with the token where the component fires in ⟦brackets⟧; of a toy, its active features."""
+        here = self.position - self.first
+        if not self.of_text:
+            return ", ".join(self.names)
+        return "".join(f"⟦{name}⟧" if k == here else name for k, name in enumerate(self.names))
+
+    def __repr__(self) -> str:
+        return (
+            f"Example({self.kind}, row {self.row}, position {self.position}, λ {self.importance:.2f}, "
+            f"a {self.activation:.3g}: {self.text!r})"
+        )
+
+    def marked(self, largest: float = 0.0) -> Markup:
+        """The context as HTML, shaded by λ, and by a as a share of ``largest``; of a toy, its active features."""
+        if not self.of_text:
+            return Markup(", ").join(self.names)
+        values = self.importances.tolist(), self.activations.tolist()
+        return context(self.names, *values, self.position - self.first, largest)
+
+    def _repr_html_(self) -> str:
+        return card(
+            "example", importance=self.importance, activation=self.activation, row=self.row, position=self.position,
+            uniform=self.kind == "uniform", context=self.marked(),
+        )  # fmt: skip
