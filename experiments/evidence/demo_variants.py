@@ -1,4 +1,4 @@
-"""The demo's method on a model of bytes, by other recipes: how each stands beside the best baseline, by seed and steps.
+"""The demo's method by other recipes: how each stands beside the best baseline, by seed and steps.
 
     pd data tokenize --stdlib --seq-len 64 --out data/bytes
     pd pretrain configs/demo/bytes_pretrain.yaml
@@ -6,9 +6,13 @@
     python -m experiments.evidence.demo_variants --steps 10000 --only adamw-3e-3 --only muon-9e-3 --seeds 0
     python -m experiments.evidence.demo_variants --table                            # only print what is there
 
-Each run is `pd train configs/demo/bytes.yaml` with some keys set, and then `pd eval RUN --baselines --matched
---batches 2 --batch-size 8 --attack 20`. What is finished is not run again: figures are kept in a JSON file, a line for
-each run. Start it in the background. A run of 3,000 steps takes two to three minutes on two cores.
+    pd demo --smollm2                                                               # fetches SmolLM2 and its rows
+    python -m experiments.evidence.demo_variants --smollm2 --steps 300 --only faithfulness-1e4-attack-1 --seeds 0
+
+Each run is `pd train configs/demo/bytes.yaml` (``--smollm2``: `configs/demo-smollm2.yaml`) with some keys set, and then
+`pd eval RUN --baselines --matched --attack 20`. What is finished is not run again: figures are kept in a JSON file, a
+line for each run. Start it in the background. On two cores 3,000 steps on bytes take two to three minutes, and 300 on
+SmolLM2 six.
 """
 
 import argparse
@@ -27,7 +31,6 @@ from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "demo" / "bytes.yaml"
 
 
 def _adamw(rate: float) -> dict[str, str]:
@@ -47,7 +50,7 @@ def _loss(number: int, entry: str) -> dict[str, str]:
 
 
 _ASCENT = "optimizer: {type: adam, beta1: 0.5, beta2: 0.99, lr_schedule: 0.02}, n_warmup_steps: 2"
-VARIANTS: Mapping[str, Mapping[str, str]] = {
+_BYTES: Mapping[str, Mapping[str, str]] = {
     "adamw-1e-3": _adamw(1e-3),
     "adamw-3e-3": _adamw(3e-3),
     "adamw-9e-3": _adamw(9e-3),
@@ -69,7 +72,66 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Keys that differ from `bytes.yaml`, by the name of the variant."""
+_RATE = {"pd.components_optimizer": _adamw(1e-2)["pd.components_optimizer"]}
+_MINIMALITY = (
+    "pnorm: 2.0, beta: 0.2, p_anneal_start_frac: 0.0, p_anneal_final_p: 0.4, p_anneal_end_frac: 1.0, eps: 1.0e-6"
+)
+_ATTACK = "init: random, step_size: 0.5, n_steps: 2, mask_scope: unique_per_datapoint"
+
+
+def _minimality(coeff: float) -> str:
+    return f"{{type: ImportanceMinimalityLoss, coeff: {coeff}, {_MINIMALITY}}}"
+
+
+def _attack(coeff: float) -> str:
+    return f"{{type: PGDReconLoss, coeff: {coeff}, {_ATTACK}}}"
+
+
+def _faithfulness(coeff: float) -> str:
+    return f"{{type: FaithfulnessLoss, coeff: {coeff}}}"
+
+
+def _unfaithful(minimality: float, attack: float) -> dict[str, str]:
+    return {
+        **_RATE,
+        **_loss(0, _minimality(minimality)),
+        **_loss(2, _attack(attack)),
+        **_loss(3, _faithfulness(1e4)),
+    }
+
+
+_SMOLLM2: Mapping[str, Mapping[str, str]] = {
+    "rate-1e-2": _RATE,
+    "C-2304": {**_RATE, "pd.decomposition_targets.0.C": "2304"},
+    "faithfulness-1e3": {**_RATE, **_loss(3, _faithfulness(1e3))},
+    "faithfulness-1e4-attack-1": _unfaithful(1e-2, 1.0),
+    "faithfulness-1e4-attack-1.5": _unfaithful(1.2e-2, 1.5),
+    "faithfulness-1e4-stochastic-8": {**_unfaithful(1e-2, 1.5), **_loss(1, "{type: StochasticReconLoss, coeff: 8}")},
+    # Some of the three matrices masked, at each position others, so that one can get better while the others are bad.
+    "subset": {
+        **_RATE,
+        "pd.loss_metrics": f"[{_minimality(5e-3)}, {{type: StochasticReconSubsetLoss, coeff: 4}}, {_attack(1.0)}, "
+        f"{_faithfulness(1e4)}, {{type: CIMaskedReconLoss, coeff: 1}}, {{type: CIMaskedReconSubsetLoss, coeff: 3}}]",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A configuration and its variants, each with the keys that differ. ``measured``: of `pd eval`."""
+
+    name: str
+    config: Path
+    variants: Mapping[str, Mapping[str, str]]
+    measured: tuple[str, ...]
+
+    @property
+    def kept(self) -> Path:
+        return ROOT / "docs" / "measurements" / f"{self.name}_variants.jsonl"
+
+
+BYTES = Demo("demo", ROOT / "configs/demo/bytes.yaml", _BYTES, ("--batches", "2", "--batch-size", "8"))
+SMOLLM2 = Demo("smollm2", ROOT / "configs/demo-smollm2.yaml", _SMOLLM2, ("--batches", "2", "--batch-size", "2"))
 
 
 @dataclass(frozen=True)
@@ -91,9 +153,9 @@ def results(kept: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in lines]
 
 
-def run(out: Path, variant: str, steps: int, seed: int) -> Result:
+def run(demo: Demo, out: Path, variant: str, steps: int, seed: int) -> Result:
     """Trains and measures; the run folder goes again when it is measured."""
-    name = f"demo-{variant}-{steps}-{seed}"
+    name = f"{demo.name}-{variant}-{steps}-{seed}"
     folder_name = f"p-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     settings = {
         "out_dir": str(out),
@@ -104,16 +166,15 @@ def run(out: Path, variant: str, steps: int, seed: int) -> Result:
         "cadence.save_every": "null",
         "eval.every": str(steps),
         "eval.slow_every": str(steps),
-        **VARIANTS[variant],
+        **demo.variants[variant],
     }
     shutil.rmtree(out / folder_name, ignore_errors=True)
     start = time.monotonic()
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-    _pd("train", str(CONFIG), *sets)
+    _pd("train", str(demo.config), *sets)
     minutes = (time.monotonic() - start) / 60
     folder = out / folder_name
-    measure = ("--baselines", "--matched", "--batches", "2", "--batch-size", "8", "--attack", "20")
-    _pd("eval", str(folder), *measure)
+    _pd("eval", str(folder), "--baselines", "--matched", "--attack", "20", *demo.measured)
     kept = find_comparison(folder, steps)
     assert kept is not None
     shutil.rmtree(folder)
@@ -128,7 +189,7 @@ def _pd(*arguments: str) -> None:
         sys.exit(f"pd {arguments[0]} ended with status {done.returncode}")
 
 
-def table(found: list[Result]) -> str:
+def table(demo: Demo, found: list[Result]) -> str:
     """Means over seeds, and from the least to the largest where there are several."""
 
     def figure(values: list[float]) -> str:
@@ -137,7 +198,7 @@ def table(found: list[Result]) -> str:
 
     def rows() -> Iterator[list[str]]:
         for steps in sorted({r.steps for r in found}):
-            for variant in VARIANTS:
+            for variant in demo.variants:
                 own = [r for r in found if (r.variant, r.steps) == (variant, steps)]
                 if own:
                     columns = ([getattr(r, key) for r in own] for key in ("l0", "kl", "random", "attack"))
@@ -149,23 +210,30 @@ def table(found: list[Result]) -> str:
 def main() -> None:
     """Runs what is missing, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", action="store_true", help="the MLP of SmolLM2's layer 28, in place of bytes")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", default="0,1,2", help="numbers with commas between them")
-    parser.add_argument("--only", action="append", choices=VARIANTS, metavar="VARIANT", help="may be repeated")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo_variants")
-    parser.add_argument("--kept", type=Path, default=ROOT / "docs" / "measurements" / "demo_variants.jsonl")
+    parser.add_argument("--only", action="append", metavar="VARIANT", help="may be repeated")
+    parser.add_argument("--out", type=Path, help="where runs are trained (default: runs/NAME_variants)")
+    parser.add_argument("--kept", type=Path, help="default: docs/measurements/NAME_variants.jsonl")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
+    demo = SMOLLM2 if options.smollm2 else BYTES
+    unknown = [variant for variant in options.only or () if variant not in demo.variants]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: not among {', '.join(demo.variants)}")
+    kept = options.kept or demo.kept
+    out = options.out or ROOT / "runs" / f"{demo.name}_variants"
     if not options.table:
-        options.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         for seed in map(int, options.seeds.split(",")):
-            for variant in options.only or VARIANTS:
-                done = {(r.variant, r.steps, r.seed) for r in results(options.kept)}
+            for variant in options.only or demo.variants:
+                done = {(r.variant, r.steps, r.seed) for r in results(kept)}
                 if (variant, options.steps, seed) not in done:
-                    result = run(options.out, variant, options.steps, seed)
-                    with options.kept.open("a") as file:
+                    result = run(demo, out, variant, options.steps, seed)
+                    with kept.open("a") as file:
                         file.write(json.dumps(asdict(result)) + "\n")
-    print(table(results(options.kept)))
+    print(table(demo, results(kept)))
 
 
 if __name__ == "__main__":
