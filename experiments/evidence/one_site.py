@@ -15,6 +15,7 @@ others ever are.
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,18 @@ BASELINES: tuple[Baseline, ...] = ("neurons", "weighted singular vectors")
 OFTEN = 0.5
 
 
-def error(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
-    """The KL with these masks, a mean over positions."""
-    return masked_passes(problem, parts, weights, inputs).error(masks)
+class Row(NamedTuple):
+    """``errors``: with the sites of one name masked, name by name, and with all."""
+
+    label: str
+    l0: float
+    errors: list[float]
+
+
+def masked_errors(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
+    """The KL, a mean over positions, with each of the masks of `alone`; the clean pass is run once."""
+    passes = masked_passes(problem, parts, weights, inputs)
+    return jnp.stack([passes.error(given) for given in alone(masks)])
 
 
 def alone(masks: Masks) -> Iterator[Masks]:
@@ -56,14 +66,14 @@ def alone(masks: Masks) -> Iterator[Masks]:
     yield masks
 
 
-def errors(run: Run, batch: Array, others: Sequence[Array], ks: Sequence[int]) -> tuple[list[list[str]], Masks]:
+def measure(run: Run, batch: Array, others: Sequence[Array], ks: Sequence[int]) -> tuple[list[Row], Masks]:
     """Rows of the first table, and λ by stack. ``others``: batches that baselines are weighted by."""
     problem = for_attribution(run.problem)
     baselines = Measurement(run, [batch], others, (1,), 0, True, "activation")
 
-    def row(label: str, parts: Components, masks: Masks, l0: float) -> list[str]:
-        found = (jitted(error)(problem, parts, run.weights, batch, given) for given in alone(masks))
-        return [label, number(l0), *(number(float(x)) for x in found)]
+    def row(label: str, parts: Components, masks: Masks, l0: float) -> Row:
+        found = jitted(masked_errors)(problem, parts, run.weights, batch, masks)
+        return Row(label, l0, [float(x) for x in found])
 
     with jax.set_mesh(run.mesh):
         importances = jitted(lower_importances)(problem, run.learned, run.weights, batch)
@@ -104,11 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = load_run(given.run, devices=1)
         request = EvaluationRequest(batches=1, batch_size=given.rows)
         source, data = evaluation_batches(run, evaluation_config(run.config, request, str(given.run)), request)
-        rows, importances = errors(run, source(0), other_batches(run, source, 1, given.rows), ks)
+        rows, importances = measure(run, source(0), other_batches(run, source, 1, given.rows), ks)
     except UserError as problem:
         parser.exit(2, f"{problem}\n")
     print(f"{given.rows} rows of {data}\n")
-    print("\n".join(markdown_table(f"parts | L0 or k | {' | '.join(importances)} | all", rows)))
+    cells = ((row.label, number(row.l0), *map(number, row.errors)) for row in rows)
+    print("\n".join(markdown_table(f"parts | L0 or k | {' | '.join(importances)} | all", cells)))
     print()
     head = "sites | on at more than half of the positions | of positions, on average | others ever on | their L0"
     print("\n".join(markdown_table(head, frequencies(importances))))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -114,6 +114,7 @@ class NearestAnswer:
 Question = str | GraphQuestion | InterventionQuestion | NearestQuestion
 """A text asks what fires in it."""
 AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer
+Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer)
 
 
 class TextWorker:
@@ -134,26 +135,22 @@ class TextWorker:
 
     def graph(self, question: GraphQuestion, patience_s: float) -> GraphAnswer | None:
         """A graph; None as of `wait`."""
-        found = self.wait(question, patience_s)
-        if isinstance(found, Answer):
-            return GraphAnswer(wrong=found.wrong)
-        assert found is None or isinstance(found, GraphAnswer)
-        return found
+        return self._answer_of(GraphAnswer, question, patience_s)
 
     def intervention(self, question: InterventionQuestion, patience_s: float) -> InterventionAnswer | None:
         """What an intervention does; None as of `wait`."""
-        found = self.wait(question, patience_s)
-        if isinstance(found, Answer):
-            return InterventionAnswer(wrong=found.wrong)
-        assert found is None or isinstance(found, InterventionAnswer)
-        return found
+        return self._answer_of(InterventionAnswer, question, patience_s)
 
     def nearest(self, question: NearestQuestion, patience_s: float) -> NearestAnswer | None:
         """The nearest components; None as of `wait`."""
+        return self._answer_of(NearestAnswer, question, patience_s)
+
+    def _answer_of(self, kind: type[Kind], question: Question, patience_s: float) -> Kind | None:
+        """An answer of this kind; None as of `wait`. What fails in the process comes as an `Answer`."""
         found = self.wait(question, patience_s)
         if isinstance(found, Answer):
-            return NearestAnswer(wrong=found.wrong)
-        assert found is None or isinstance(found, NearestAnswer)
+            return kind(wrong=found.wrong)
+        assert found is None or isinstance(found, kind)
         return found
 
     def wait(self, question: Question, patience_s: float) -> AnyAnswer | None:

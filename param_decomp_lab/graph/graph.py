@@ -147,7 +147,7 @@ class Graph:
 
     @property
     def title(self) -> str:
-        """What is followed: ``a text → ' word' 45 %``."""
+        """The prompt and the outputs that it follows back: ``a text → ' word' 45 %``."""
         outputs = ", ".join(
             f"{self.output_names.get(node.number, str(node.number))!r}"
             + (f" {node.probability:.1%}" if node.probability else "")
@@ -210,7 +210,7 @@ class Graph:
 
     @property
     def outputs(self) -> tuple[Node, ...]:
-        """What is followed back."""
+        """The nodes that the graph follows back."""
         return tuple(node for node in self.nodes if node.kind == "output")
 
     @property

@@ -32,8 +32,8 @@ def nearest_components(
 
     ``side``: ``U``, the output direction, among the sites that write the same space (`written_space`), or ``V``, the
     input direction, among those that read the same (`read_space`). ``sites``: names or patterns of those that are
-    searched; None for all. Fewer than ``most`` where there are no more. Raises UserError for an unknown site, component
-    or side.
+    searched; None for all. The result is shorter than ``most`` where there are no more. Raises UserError for an unknown
+    site, component or side.
     """
     if side not in ("U", "V"):
         raise UserError(f"side: '{side}' should be U or V")

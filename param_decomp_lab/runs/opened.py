@@ -349,13 +349,13 @@ class OpenedRun:
     def tokens(self, text: str) -> Int32[np.ndarray, " T"]:
         """The token ids of a text as the run reads it: with BOS before them if the rows of the run's data begin with
         it. Raises UserError for a toy, without a tokenizer, for a text without tokens, and for one that is too long."""
-        self._tokenizer("has no tokens: it reads features")
+        self._tokenizer()
         return read_inputs(self, text)
 
     def decode(self, tokens: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         """The text of these token ids as a whole, BOS included; bytes that form no character are ``\\xe6``. For their
         names one by one: `names`. Raises UserError for a toy, and without a tokenizer."""
-        return self._tokenizer("has no tokens: it reads features").decode(tokens)
+        return self._tokenizer().decode(tokens)
 
     @overload
     def generate(
@@ -391,9 +391,9 @@ class OpenedRun:
         found = generate(self, prompt, n, masks, delta, temperature, seed)
         return self.decode(found) if isinstance(prompt, str) else found
 
-    def _tokenizer(self, of_a_toy: str) -> TokenText:
+    def _tokenizer(self) -> TokenText:
         if not self.is_language_model:
-            raise UserError(f"a toy {of_a_toy}")
+            raise UserError("a toy has no tokens: it reads features")
         if self.text is None:
             raise UserError("no tokenizer next to the data or the target: texts cannot be read, only token ids")
         return self.text

@@ -1,4 +1,4 @@
-"""λ beside importances optimised for their batch: they are better at the same L0; and what cannot be measured."""
+"""λ beside importances optimised for their batch, and each matrix masked alone (`one_site`)."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.evidence import floor
+from experiments.evidence import floor, one_site
 from param_decomp_lab.baselines.measure import LAMBDA, OWN
 
 
@@ -77,3 +77,35 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         floor.main([str(tmp_path)])
     assert ended.value.code == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_each_site_alone(finished: Path, rows: list[floor.Row], capsys: pytest.CaptureFixture[str]) -> None:
+    one_site.main([str(finished), "--rows", "4", "--k", "1,1000"])
+    head, _, own, *baselines = [
+        [cell.strip().replace("−", "-") for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.split("\n\n")[1].splitlines()
+    ]
+    assert head[-1] == "all"
+    assert float(own[-1]) == pytest.approx(rows[0].point.error, rel=1e-2)  # as printed; the same four rows
+    for one, every in zip(baselines[::2], baselines[1::2], strict=True):
+        assert [one[1], every[1]] == ["1", "1,000"]
+        assert all(float(x) < 1e-5 for x in every[2:])  # all parts are the matrix
+        assert min(float(x) for x in one[2:]) > 1e-4
+
+
+def test_masks_of_one_site_alone() -> None:
+    given = {"a": jnp.zeros((1, 3, 4)), "b": jnp.full((2, 3, 5), 0.5)}
+    first, second, every = one_site.alone(given)
+    assert every is given
+    assert first["a"] is given["a"]
+    assert second["b"] is given["b"]
+    assert (first["b"] == 1).all()
+    assert (second["a"] == 1).all()
+
+
+def test_how_often_components_are_on() -> None:
+    on = np.zeros((2, 4, 3), np.float32)  # two layers of four positions
+    on[:, :, 0] = 1  # always
+    on[0, :3, 1] = 0.1  # at three of four
+    on[1, 0, 2] = 1  # once
+    assert list(one_site.frequencies({"a": jnp.asarray(on)})) == [["a", "3", "91.7\xa0%", "1", "0.125"]]

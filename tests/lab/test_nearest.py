@@ -15,7 +15,7 @@ def layer_of(site: str) -> str:
 
 
 def same_space(side: str, one: str, other: str) -> bool:
-    """Of a Llama's sites, as one writes it down by hand."""
+    """Whether two sites of a Llama share a space, written down by hand."""
     if one == other:
         return True
     kinds = {site.rpartition(".")[2] for site in (one, other)}

@@ -12,7 +12,7 @@ from param_decomp_lab.safe_io.printable import printable
 HARVESTS = "harvests"
 """Folder of a run's harvests, in its own."""
 FORMAT = 2
-"""Of new harvests. Format 1 ranked the top examples by λ, equal ones at random, and did not count
+"""New harvests have it. Format 1 ranked the top examples by λ, equal ones at random, and did not count
 ``firings_at_one``."""
 READABLE = (1, 2)
 LARGEST = 1 << 40
