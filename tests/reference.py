@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11-13 and 15-17, N4 and N5, in NumPy float64: the yardstick of the tests.
+"""The math of `semantics.md`, sections 1-8, 11-13, 15-17 and 19, N4 and N5, in NumPy float64, the tests' yardstick.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -2443,3 +2443,86 @@ def fewer_latents(config: dict, tensors: dict[str, Array], f: Array, k: int) -> 
     if config.get("rescale_acts_by_decoder_norm", False):
         lengths = np.ones_like(lengths)
     return np.where(top_k(f * lengths, k), f, 0)
+
+
+# ---- Section 19: attention heads ----
+
+
+def head_shares(vectors: Array, n_heads: int) -> Array:
+    """H1 of `vectors` [C, heads * d]: [C, heads]."""
+    squares = np.asarray(vectors, np.float64) ** 2
+    whole = squares.sum(axis=1, keepdims=True)
+    by_head = squares.reshape(len(squares), n_heads, -1).sum(axis=2)
+    return np.divide(by_head, whole, out=np.zeros_like(by_head), where=whole > 0)
+
+
+def turned(x: Array, position: int, freq: Array | None) -> Array:
+    """A head's query or key x [d] at a position: complex numbers of the two halves turn; freq [d / 2], None turns
+    nothing."""
+    if freq is None:
+        return x
+    a, b = np.split(np.asarray(x, np.float64), 2)
+    z = (a + 1j * b) * np.exp(1j * position * freq)
+    return np.concatenate([z.real, z.imag])
+
+
+def kappa(u_q: Array, u_k: Array, n_heads: int, n_kv: int, distance: int, freq: Array | None = None) -> Array:
+    """H2's kappa [heads] of two rows of U."""
+    queries = (u_q / np.linalg.norm(u_q)).reshape(n_heads, -1)
+    keys = (u_k / np.linalg.norm(u_k)).reshape(n_kv, -1)
+    found = [turned(q, distance, freq) @ keys[h * n_kv // n_heads] for h, q in enumerate(queries)]
+    return np.array(found) / math.sqrt(queries.shape[1])
+
+
+def query_key(q: tuple[Array, Array], k: tuple[Array, Array], kappas: Array) -> Array:
+    """H2 by the weights: (V, U) of two components, and their kappas."""
+    return math.prod(float(np.linalg.norm(x)) for x in (*q, *k)) * kappas
+
+
+def query_key_on_text(a_q: Array, a_k: Array, kappas: Sequence[Array]) -> Array:
+    """H2 on a text [heads, T, T]: activations (E1) of the two components, and kappa at every distance below T."""
+    T = len(a_q)
+    found = np.zeros((len(kappas[0]), T, T))
+    for t in range(T):
+        for s in range(t + 1):
+            found[:, t, s] = a_q[t] * a_k[s] * kappas[t - s]
+    return found
+
+
+def attention_pattern(q: Array, k: Array, n_heads: int, n_kv: int, freq: Array | None = None) -> Array:
+    """Causal attention [heads, T, T] of queries [T, heads * d] and keys [T, n_kv * d]."""
+    T, d = len(q), q.shape[1] // n_heads
+    pattern = np.zeros((n_heads, T, T))
+    for h in range(n_heads):
+        g = h * n_kv // n_heads
+        for t in range(T):
+            query = turned(q[t, h * d : (h + 1) * d], t, freq)
+            scores = [query @ turned(k[s, g * d : (g + 1) * d], s, freq) / math.sqrt(d) for s in range(t + 1)]
+            weights = np.exp(np.array(scores) - max(scores))
+            pattern[h, t, : t + 1] = weights / weights.sum()
+    return pattern
+
+
+def head_scores(patterns: Array, tokens: Array) -> dict[str, Array]:
+    """H3 of patterns [B, heads, T, T] on tokens [B, T]: by name, [heads]; NaN where no position counts."""
+    reads: dict[str, Callable[[Array, int, int], bool]] = {
+        "previous": lambda x, t, s: s == t - 1,
+        "duplicate": lambda x, t, s: s < t and x[s] == x[t],
+        "induction": lambda x, t, s: 0 < s < t and x[s - 1] == x[t],
+        "first": lambda x, t, s: s == 0 and t > 0,
+    }
+    found = {}
+    for name, counts in reads.items():
+        sums = []
+        for pattern, row in zip(patterns, tokens, strict=True):
+            for t in range(len(row)):
+                read = [s for s in range(t + 1) if counts(row, t, s)]
+                if read:
+                    sums.append(pattern[:, t, read].sum(axis=1))
+        found[name] = np.mean(sums, axis=0) if sums else np.full(patterns.shape[1], np.nan)
+    return found
+
+
+def component_scores(shares: Array, of_query_heads: Array) -> Array:
+    """H4: shares [C, heads or key heads], scores [heads]: [C]."""
+    return shares @ of_query_heads.reshape(shares.shape[1], -1).mean(axis=1)

@@ -117,6 +117,33 @@ def _attend_queries(
     `jax.nn.dot_product_attention` is the same but for float64, which it rounds to fp32 before the softmax.
     """
     B, Q, heads, d = q.shape
+    weights = _weights(q, k, first, window, cap).astype(v.dtype)
+    return jnp.einsum("BkgQT,BTkd->BQkgd", weights, v).reshape(B, Q, heads, d)
+
+
+def pattern(
+    q: Float[Array, "B T heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    causal: bool,
+    window: Window | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B heads T T"]:
+    """How much of each position's value every position reads, in fp32 or wider: what `attend` multiplies the values by.
+    The last axis, of keys, adds up to 1."""
+    B, T, heads, _ = q.shape
+    weights = _weights(q, k, jnp.zeros((), jnp.int32) if causal else None, window, cap)
+    return weights.reshape(B, heads, T, T)
+
+
+def _weights(
+    q: Float[Array, "B Q heads d"],
+    k: Float[Array, "B T kv_heads d"],
+    first: Int[Array, ""] | None,
+    window: Window | None,
+    cap: float | None,
+) -> Float[Array, "B kv_heads served Q T"]:
+    """The softmax of the scores, as of `_attend_queries`."""
+    B, Q, heads, d = q.shape
     groups = q.reshape(B, Q, k.shape[2], heads // k.shape[2], d)
     scores = jnp.einsum("BQkgd,BTkd->BkgQT", groups, k, preferred_element_type=wide(q).dtype) * d**-0.5
     if cap is not None:
@@ -128,8 +155,7 @@ def _attend_queries(
         if window is not None:
             past &= (own - read < window.size) | ~jnp.asarray(window.applies)
         scores = jnp.where(past, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BkgQT,BTkd->BQkgd", weights, v).reshape(B, Q, heads, d)
+    return jax.nn.softmax(scores, axis=-1)
 
 
 # ---- cuDNN ----

@@ -87,6 +87,11 @@ class Architecture(ABC):
     def matrices(self) -> tuple[Matrix, ...]:
         """Every matrix that can be a site, in canonical order."""
 
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """The matrices with a side that is cut into attention heads (H1)."""
+        faced = ((matrix, matrix.faces) for matrix in self.matrices())
+        return tuple(matrix for matrix, units in faced if units is not None and units.kind == "attention_head")
+
     def points(self) -> tuple[Point, ...]:
         """The activations that losses can compare beside the output (R6), in order; none without a residual stream."""
         return ()

@@ -73,6 +73,15 @@ def hooked(linear: LayerLinears, name: str, x: Float[Array, "*n d"]) -> Float[Ar
 
 
 @runtime_checkable
+class ReadsPatterns(Protocol):
+    """A `LayerLinears` that sees its layer's attention (H3)."""
+
+    def see_pattern(self, pattern: Float[Array, "B heads T T"]) -> None:
+        """Receives how much every position reads of every other, in fp32 or wider."""
+        ...
+
+
+@runtime_checkable
 class SharedRows(Protocol):
     """A `LayerLinears` of several forward passes that may have rows in common: `alike`."""
 

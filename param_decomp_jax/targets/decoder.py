@@ -15,15 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.components import look_up
 from param_decomp_jax.decomposition.sites import Sites
+from param_decomp_jax.nn.attention import Window, attend, pattern
 from param_decomp_jax.nn.fused_kl import Head, fused_kl
 from param_decomp_jax.nn.numerics import divergence_from, matmul_wide
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, constrain, held_axes
-from param_decomp_jax.sharding.remat import token_blocks
+from param_decomp_jax.sharding.remat import named, token_blocks
 from param_decomp_jax.targets.base import (
     Forward,
     LayerLinears,
     Linears,
+    ReadsPatterns,
     UniformLayers,
     Weights,
     run_layers,
@@ -94,7 +96,28 @@ class Decoder:
         the hook `NORMALIZED`."""
         raise NotImplementedError
 
+    def queries_and_keys(
+        self, weights: Weights, layer: int, q: Float[Array, "n T _"], k: Float[Array, "m S _"]
+    ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S kv_heads d"]]:
+        """Parts of a layer's queries and keys, at the positions 0, 1, …, as its attention takes them, as far as that is
+        linear (H2); of a family that has attention."""
+        raise NotImplementedError
+
     # ---- what they share ----
+
+    def attend(
+        self,
+        linear: LayerLinears,
+        q: Float[Array, "B T heads d"],
+        k: Float[Array, "B T kv_heads d"],
+        v: Float[Array, "B T kv_heads d"],
+        window: Window | None = None,
+        cap: float | None = None,
+    ) -> Float[Array, "B T heads d"]:
+        """A layer's causal attention, as of `nn/attention.py:attend`; a ``linear`` that reads patterns sees its own."""
+        if isinstance(linear, ReadsPatterns):
+            linear.see_pattern(pattern(q, k, True, window, cap))
+        return named(attend(q, k, v, True, self.memory.attention, window, cap), "attention")
 
     @property
     def frozen(self) -> Axes:

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from param_decomp_jax.decomposition.sites import Matrix, Sites, Units
-from param_decomp_jax.nn.attention import attend
 from param_decomp_jax.nn.fused_kl import Head
 from param_decomp_jax.nn.numerics import layer_norm, matmul, matmul_wide
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import gather
-from param_decomp_jax.sharding.remat import named, over_layers
+from param_decomp_jax.sharding.remat import over_layers
 from param_decomp_jax.targets.architecture import Architecture, Tensors, TokenInputs
 from param_decomp_jax.targets.base import LayerLinears, Weights, hooked
 from param_decomp_jax.targets.decoder import Decoder
@@ -246,12 +245,15 @@ class GPT(Decoder):
 
     def layer(self, x: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
         x = x + hooked(linear, "hook_mlp_out", _mlp(self.architecture, x, w, linear))
-        return x + hooked(linear, "hook_attn_out", _attention(self.architecture, x, w, linear, self._attend))
+        attended = _attention(self.architecture, x, w, linear, partial(self.attend, linear))
+        return x + hooked(linear, "hook_attn_out", attended)
 
-    def _attend(
-        self, q: Float[Array, "B T h d"], k: Float[Array, "B T h d"], v: Float[Array, "B T h d"]
-    ) -> Float[Array, "B T h d"]:
-        return named(attend(q, k, v, True, self.memory.attention), "attention")
+    def queries_and_keys(
+        self, weights: Weights, layer: int, q: Float[Array, "n T _"], k: Float[Array, "m S _"]
+    ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S heads d"]]:
+        """They are taken as they are."""
+        heads = self.architecture.n_heads
+        return q.reshape(*q.shape[:2], heads, -1), k.reshape(*k.shape[:2], heads, -1)
 
     def head(self, weights: Weights, dtype: Any) -> Head:
         arrays = (weights[name] for name in ("head_bias", "norm", "norm_bias"))

@@ -16,14 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
-from param_decomp_jax.nn.attention import Window, attend
+from param_decomp_jax.nn.attention import Window
 from param_decomp_jax.nn.fused_kl import Head
 from param_decomp_jax.nn.numerics import layer_norm, matmul_wide, rms_norm
 from param_decomp_jax.nn.rotary import frequencies, rotate
 from param_decomp_jax.sharding.by_layer import stacked
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import gather
-from param_decomp_jax.sharding.remat import named
 from param_decomp_jax.targets.base import LayerLinears, UniformLayers, Weights, alike, hooked, site_weights
 from param_decomp_jax.targets.decoder import NORMALIZED, Decoder
 from param_decomp_jax.targets.experts import mixture
@@ -145,6 +144,16 @@ class Transformer(Decoder):
         k, v = (y.reshape(B, T, c.n_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm == "head":
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+        q, k = self._placed_heads(q, k, w)
+        window = None if c.window is None else Window(c.window, w[IN_WINDOW])
+        attended = self.attend(linear, q, k, v, window, c.attention_cap)
+        return self._affine("o_proj", attended.reshape(B, T, -1), w, linear)
+
+    def _placed_heads(
+        self, q: Float[Array, "n T heads d"], k: Float[Array, "m S kv_heads d"], w: Mapping[str, Array]
+    ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S kv_heads d"]]:
+        """Queries and keys turned by their positions, 0 and on, and scaled for attention's ``d^-½``."""
+        c = self.architecture
         if c.rope_theta is not None:
             factor = 1.0 if c.rope_scaling is None else c.rope_scaling.attention_factor
             turn = partial(rotate, per_position=rotary_frequencies(c), pairs=c.rotary_pairs, factor=factor)
@@ -153,9 +162,23 @@ class Transformer(Decoder):
             q = q * jnp.asarray(c.query_scale * c.head_dim**0.5, q.dtype)
         if c.scale_by_layer:
             q = q / w[DEPTH].astype(q.dtype)
-        window = None if c.window is None else Window(c.window, w[IN_WINDOW])
-        attended = attend(q, k, v, True, self.memory.attention, window, c.attention_cap)
-        return self._affine("o_proj", named(attended, "attention").reshape(B, T, -1), w, linear)
+        return q, k
+
+    def queries_and_keys(
+        self, weights: Weights, layer: int, q: Float[Array, "n T _"], k: Float[Array, "m S _"]
+    ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S kv_heads d"]]:
+        """Their norm's weight, the rotation and the scales; not biases, the norm's division, clipping."""
+        c = self.architecture
+        layers = next(g for g in self.uniform_layers(weights) if g.first <= layer < g.stop)
+        own = layers.slice_weights(layer, layer + 1)
+        w = {name: stacked(own[name])[0] for name in ("q_norm", "k_norm", DEPTH) if name in own}
+        scales = (self._scale(w["q_norm"]), self._scale(w["k_norm"])) if c.qk_norm is not None else (1.0, 1.0)
+        if c.qk_norm == "all":
+            q, k = q * scales[0], k * scales[1]
+        q, k = q.reshape(*q.shape[:2], c.n_heads, -1), k.reshape(*k.shape[:2], c.n_kv_heads, -1)
+        if c.qk_norm == "head":
+            q, k = q * scales[0], k * scales[1]
+        return self._placed_heads(q, k, w)
 
     def _queries_keys_values(
         self, h: Float[Array, "B T d"], w: Mapping[str, Array], linear: LayerLinears

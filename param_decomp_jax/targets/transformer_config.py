@@ -5,7 +5,7 @@ the names of its tensors, and says what it refuses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -186,7 +186,23 @@ class TransformerConfig(Architecture):
 
     def _of_layer(self, layer: int, run: int) -> Iterator[Matrix]:
         mlp = self.mlp_kinds if self.has_mlp(layer) else ()
-        for kind in (*self.attention_kinds, *mlp):
+        yield from self._dense((*self.attention_kinds, *mlp), layer, run)
+        if self.experts is not None and not mlp:
+            for kind in EXPERT_KINDS:
+                shape, stored = self.matrix_shape(kind), self.names[kind]
+                for e in range(self.experts.n):
+                    name = stored.format(layer, e).removeprefix(self.prefix)
+                    yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e, faces=self.faces(kind))
+
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """As of `Architecture`, without a look at the experts, of which there may be many."""
+        runs = ((run, layer) for run, layers in enumerate(self.runs()) for layer in layers)
+        found = (m for run, layer in runs for m in self._dense(self.attention_kinds, layer, run))
+        return tuple(matrix for matrix in found if matrix.faces is not None)
+
+    def _dense(self, kinds: Sequence[str], layer: int, run: int) -> Iterator[Matrix]:
+        """A layer's matrices of these kinds, without experts', each with its slices."""
+        for kind in kinds:
             name = self.module_name(layer, kind)
             faces = self.faces(kind)
             yield Matrix(name, layer, kind, READS[kind], *self.matrix_shape(kind), group=run, faces=faces)
@@ -195,12 +211,6 @@ class TransformerConfig(Architecture):
                 yield Matrix(
                     f"{name}.{part[0]}", layer, part, READS[part], *shape, group=run, part_of=name, faces=faces
                 )
-        if self.experts is not None and not mlp:
-            for kind in EXPERT_KINDS:
-                shape, stored = self.matrix_shape(kind), self.names[kind]
-                for e in range(self.experts.n):
-                    name = stored.format(layer, e).removeprefix(self.prefix)
-                    yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e, faces=self.faces(kind))
 
     @property
     def residual_width(self) -> int:

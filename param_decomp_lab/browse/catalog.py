@@ -16,6 +16,7 @@ from param_decomp_lab.harvest.files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest.files.scores import Scores
 from param_decomp_lab.harvest.files.tables import PLAN_FILE
 from param_decomp_lab.runs.listing import DEPTH, RunStatus, read_run, run_folders
+from param_decomp_lab.runs.target_file import read_target
 from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS_OPEN = 4
@@ -130,6 +131,17 @@ class Opened:
     @cached_property
     def scores(self) -> Scores:
         return Scores(self.run_folder, self.harvest.plan.step)
+
+    @cached_property
+    def sites_with_heads(self) -> frozenset[str]:
+        """The sites that are cut into attention heads; empty where the run does not say what its target is."""
+        try:
+            architecture = read_target(self.run_folder)
+        except UserError:
+            return frozenset()
+        if architecture is None:
+            return frozenset()
+        return frozenset(matrix.name for matrix in architecture.attention_matrices()) & set(self.harvest.sites)
 
     @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def summary(self, site: str) -> Summary:

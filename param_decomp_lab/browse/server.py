@@ -30,6 +30,7 @@ from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.graph_pages import GraphPages
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
+from param_decomp_lab.browse.heads_page import HeadsPages
 from param_decomp_lab.browse.intervention_page import InterventionPages
 from param_decomp_lab.browse.nearest_page import NearestPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
@@ -66,6 +67,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     texts, graphs = TextPages(pages, workers), GraphPages(pages, workers)
     interventions = InterventionPages(pages, workers)
     group_pages, nearest_pages = GroupPages(pages), NearestPages(pages, workers)
+    heads_pages = HeadsPages(pages, workers)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -151,6 +153,12 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         return HTMLResponse(await asyncio.to_thread(nearest_pages.page, opened, name, number))
 
     @of_harvest
+    async def heads(request: Request, opened: Opened) -> Response:
+        given = request.query_params
+        name, number = _known_site(given.get("site", ""), opened), _number(given.get("component", ""))
+        return HTMLResponse(await asyncio.to_thread(heads_pages.page, opened, name, number, given.get("text", "")))
+
+    @of_harvest
     async def groups(request: Request, opened: Opened) -> Response:
         return HTMLResponse(group_pages.groups(opened, GroupQuery.parse(request.query_params), _page(request)))
 
@@ -213,6 +221,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/baselines", baselines),
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/nearest", nearest),
+            Route("/{run}/{harvest}/heads", heads),
             Route("/{run}/{harvest}/groups", groups),
             Route("/{run}/{harvest}/groups/{group}", group),
             Route("/{run}/{harvest}/sites/{site}", site),

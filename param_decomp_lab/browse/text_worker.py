@@ -111,10 +111,52 @@ class NearestAnswer:
     wrong: str = ""
 
 
-Question = str | GraphQuestion | InterventionQuestion | NearestQuestion
+@dataclass(frozen=True)
+class HeadsQuestion:
+    """The heads of a component, what they read in a text, and the ``most`` partners of the component at each of the
+    ``heads`` in which it has the largest shares."""
+
+    site: str
+    number: int
+    text: str
+    most: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class PartnerOnText:
+    """A component of the other site, with its contribution by the weights at the distances 0 and 1, and, if there is a
+    text, the largest in it: how much, and from which position to which."""
+
+    number: int
+    at_0: float
+    at_1: float
+    on_text: tuple[float, int, int] | None
+
+
+@dataclass(frozen=True)
+class HeadsAnswer:
+    """``shares``: of each head of the site; ``served``: the query heads of each. ``scores``: by name, of each head,
+    None where nothing counts; ``chance`` and ``of_component``: by name, to compare. ``tokens``: ids of the text.
+    ``partners``: by query head, components of ``partner_site``. ``text_wrong``: why there are no scores."""
+
+    shares: list[float] = field(default_factory=list)
+    side: str = "U"
+    served: int = 1
+    scores: dict[str, list[float | None]] = field(default_factory=dict)
+    chance: dict[str, float | None] = field(default_factory=dict)
+    of_component: dict[str, float | None] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    partner_site: str = ""
+    partners: dict[int, list[PartnerOnText]] = field(default_factory=dict)
+    text_wrong: str = ""
+    wrong: str = ""
+
+
+Question = str | GraphQuestion | InterventionQuestion | NearestQuestion | HeadsQuestion
 """A text asks what fires in it."""
-AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer
-Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer)
+AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer | HeadsAnswer
+Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer, HeadsAnswer)
 
 
 class TextWorker:
@@ -144,6 +186,10 @@ class TextWorker:
     def nearest(self, question: NearestQuestion, patience_s: float) -> NearestAnswer | None:
         """The nearest components; None as of `wait`."""
         return self._answer_of(NearestAnswer, question, patience_s)
+
+    def heads(self, question: HeadsQuestion, patience_s: float) -> HeadsAnswer | None:
+        """The heads of a component; None as of `wait`."""
+        return self._answer_of(HeadsAnswer, question, patience_s)
 
     def _answer_of(self, kind: type[Kind], question: Question, patience_s: float) -> Kind | None:
         """An answer of this kind; None as of `wait`. What fails in the process comes as an `Answer`."""
@@ -222,6 +268,52 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
         case NearestQuestion(site, number, most):
             by_U, by_V = ([tuple(n) for n in run.nearest(site, number, side, most=most, sites=sites)] for side in "UV")
             return NearestAnswer(by_U, by_V)
+        case HeadsQuestion():
+            return _heads(run, question)
+
+
+def _heads(run: Any, question: HeadsQuestion) -> HeadsAnswer:
+    from param_decomp_lab.opening.heads import partner_site
+    from param_decomp_lab.runs.prompt import read_prompt
+
+    site, number = question.site, question.number
+    heads = run.heads(site, number)
+    values: dict[str, Any] = {"shares": heads.share.tolist(), "side": heads.side, "served": heads.served}
+    inputs = None
+    try:
+        inputs, values["tokens"] = read_prompt(run, question.text)
+    except UserError as error:
+        values["text_wrong"] = str(error)
+    if inputs is not None:
+        scores = run.head_scores(inputs)
+        values["scores"] = {name: [_known(x) for x in own] for name, own in scores.by_head(heads).items()}
+        values["chance"] = {name: _known(x) for name, x in scores.chance.items()}
+        values["of_component"] = {name: _known(x) for name, x in scores.of(heads).items()}
+    other = partner_site(run, site)
+    if other is not None:
+        values["partner_site"] = other.name
+        largest = np.argsort(-heads.share.repeat(heads.served), kind="stable")[: question.heads].tolist()
+        listed = run.partners(site, number, most=question.most)
+        values["partners"] = {head: _partners(run, question, inputs, listed[head]) for head in largest}
+    return HeadsAnswer(**values)
+
+
+def _partners(run: Any, question: HeadsQuestion, inputs: Any, listed: Any) -> list[PartnerOnText]:
+    on_text: list[tuple[float, int, int] | None] = [None] * len(listed)
+    if inputs is not None:
+        numbers = [partner.number for partner in listed]
+        found = run.contributions(inputs, question.site, question.number, numbers)[:, listed[0].head]
+        for k, own in enumerate(found):
+            t, s = np.unravel_index(np.abs(own).argmax(), own.shape)
+            on_text[k] = float(own[t, s]), int(t), int(s)
+    return [
+        PartnerOnText(partner.number, partner.contributions[0], partner.contributions[1], own)
+        for partner, own in zip(listed, on_text, strict=True)
+    ]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:

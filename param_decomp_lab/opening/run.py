@@ -5,9 +5,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.harvest.files import Groups, Harvest, harvest_of
+from param_decomp_lab.opening.heads import (
+    HeadPrograms,
+    Heads,
+    HeadScores,
+    Partner,
+    attention_of,
+    contributions_on,
+    head_scores_of,
+    heads_of,
+    partners_of,
+)
 from param_decomp_lab.opening.intervention import Intervention, intervene
 from param_decomp_lab.opening.nearest import Nearest, Side, nearest_components
 from param_decomp_lab.opening.plots import Plots
@@ -51,6 +65,51 @@ class Run(OpenedRun):
         component or side.
         """
         return nearest_components(self, site, number, side, most, sites)
+
+    def heads(self, site: str, component: int | None = None) -> Heads:
+        """In which attention heads the components of a site lie, or one component: ``.share`` ``[C, heads]`` (H1).
+
+        Of a site that writes queries, keys or values by U, of one that reads what the heads give by V. Raises UserError
+        for other sites, and for an unknown component.
+        """
+        return heads_of(self, site, component)
+
+    def head_scores(self, inputs: Inputs) -> HeadScores:
+        """What the attention heads of the target read on a text, or on token ids ``[B, T]`` or ``[T]`` (H3):
+        ``.previous``, ``.duplicate``, ``.induction`` and ``.first``, each ``[layers, heads]``, and ``.chance``;
+        ``.of(run.heads(site))`` gives the same of components.
+
+        Raises UserError for a target without attention, for inputs that do not fit, and without the target's weights.
+        """
+        return head_scores_of(self, self._head_programs, inputs)
+
+    def attention(self, inputs: Inputs, layer: int) -> Float[np.ndarray, "*B heads T T"]:
+        """The target's attention in one layer, from every position to every one, without a batch axis for a single
+        row. The last axis adds up to 1. Raises UserError as `head_scores`, and for a layer that is not there."""
+        return attention_of(self, self._head_programs, inputs, layer)
+
+    def partners(self, site: str, component: int, *, most: int = 12, distances: int = 2) -> list[list[Partner]]:
+        """For every query head, the components of the layer's ``k_proj`` with which a component of its ``q_proj`` adds
+        most to the attention scores (or the other way round), by the weights and in the order of size (H2).
+
+        ``distances``: contributions are given at 0 to ``distances - 1`` tokens between query and key. Raises UserError
+        for other sites, where the other matrix is not decomposed, and for an unknown component.
+        """
+        return partners_of(self, self._head_programs, site, component, most, distances)
+
+    def contributions(
+        self, inputs: Inputs, site: str, component: int, others: Sequence[int]
+    ) -> Float[np.ndarray, "others heads T T"]:
+        """What a component of a ``q_proj``, with each of some components of the layer's ``k_proj`` (or the other way
+        round), adds to the attention score from position t to s on a text or token ids ``[T]`` (H2); 0 for s > t.
+
+        Raises UserError as `partners`, and for inputs that do not fit.
+        """
+        return contributions_on(self, self._head_programs, inputs, site, component, others)
+
+    @cached_property
+    def _head_programs(self) -> HeadPrograms:
+        return HeadPrograms(self.target)
 
     @cached_property
     def plot(self) -> Plots:
