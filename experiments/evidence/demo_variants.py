@@ -6,13 +6,16 @@
     python -m experiments.evidence.demo_variants --steps 10000 --only adamw-3e-3 --only muon-9e-3 --seeds 0
     python -m experiments.evidence.demo_variants --table                            # only print what is there
 
+    pd demo                                                                         # its target, of words
+    python -m experiments.evidence.demo_variants --words --steps 5000
+
     pd demo --smollm2                                                               # fetches SmolLM2 and its rows
     python -m experiments.evidence.demo_variants --smollm2 --steps 300 --only faithfulness-1e4-attack-1 --seeds 0
 
-Each run is `pd train configs/demo/bytes.yaml` (``--smollm2``: `configs/demo-smollm2.yaml`) with some keys set, and then
-`pd eval RUN --baselines --matched --attack 20`. What is finished is not run again: figures are kept in a JSON file, a
-line for each run. Start it in the background. On two cores 3,000 steps on bytes take two to three minutes, and 300 on
-SmolLM2 six.
+Each run is `pd train configs/demo/bytes.yaml` (``--words``: `configs/demo/decompose.yaml`; ``--smollm2``:
+`configs/demo-smollm2.yaml`) with some keys set, and then `pd eval RUN --baselines --matched --attack 20`. What is
+finished is not run again: figures are kept in a JSON file, a line for each run. Start it in the background: 3,000
+steps on bytes take two to three minutes, 5,000 on words three to four, and 300 on SmolLM2 six, on two cores.
 """
 
 import argparse
@@ -100,6 +103,23 @@ def _unfaithful(minimality: float, attack: float) -> dict[str, str]:
     }
 
 
+def _words(c: int, minimality: float, attack: float) -> dict[str, str]:
+    """Of the demo's method on words. ``c``: components a matrix."""
+    return {
+        "pd.decomposition_targets.0.C": str(c),
+        **_loss(0, _minimality(minimality)),
+        **_loss(2, _attack(attack)),
+    }
+
+
+_WORDS: Mapping[str, Mapping[str, str]] = {
+    "demo": {},
+    "C-256": _words(256, 1.9e-2, 2.2),
+    "C-256-attack-2.6": _words(256, 1.8e-2, 2.6),
+    "C-256-attack-2.6-adamw": {**_words(256, 1.8e-2, 2.6), **_adamw(9e-3)},
+    "C-256-attack-2.4-adamw": {**_words(256, 2e-2, 2.4), **_adamw(9e-3)},
+    "C-256-attack-2.2-adamw": {**_words(256, 2.1e-2, 2.2), **_adamw(9e-3)},
+}
 _SMOLLM2: Mapping[str, Mapping[str, str]] = {
     "rate-1e-2": _RATE,
     "C-2304": {**_RATE, "pd.decomposition_targets.0.C": "2304"},
@@ -130,6 +150,7 @@ class Demo:
         return ROOT / "docs" / "measurements" / f"{self.name}_variants.jsonl"
 
 
+WORDS = Demo("words", ROOT / "configs/demo/decompose.yaml", _WORDS, ("--batches", "2", "--batch-size", "8"))
 BYTES = Demo("demo", ROOT / "configs/demo/bytes.yaml", _BYTES, ("--batches", "2", "--batch-size", "8"))
 SMOLLM2 = Demo("smollm2", ROOT / "configs/demo-smollm2.yaml", _SMOLLM2, ("--batches", "2", "--batch-size", "2"))
 
@@ -210,7 +231,9 @@ def table(demo: Demo, found: list[Result]) -> str:
 def main() -> None:
     """Runs what is missing, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", action="store_true", help="the MLP of SmolLM2's layer 28, in place of bytes")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--words", action="store_true", help="the demo, in place of its method on a model of bytes")
+    which.add_argument("--smollm2", action="store_true", help="the MLP of SmolLM2's layer 28")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", default="0,1,2", help="numbers with commas between them")
     parser.add_argument("--only", action="append", metavar="VARIANT", help="may be repeated")
@@ -218,7 +241,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="default: docs/measurements/NAME_variants.jsonl")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    demo = SMOLLM2 if options.smollm2 else BYTES
+    demo = SMOLLM2 if options.smollm2 else WORDS if options.words else BYTES
     unknown = [variant for variant in options.only or () if variant not in demo.variants]
     if unknown:
         parser.error(f"--only {unknown[0]}: not among {', '.join(demo.variants)}")

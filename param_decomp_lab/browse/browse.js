@@ -34,6 +34,30 @@ for (const button of document.querySelectorAll("[data-copy], [data-copy-link]"))
   });
 }
 
+// A link whose page is shown in its place, asked for again while it waits. Without this script it is a link.
+for (const link of document.querySelectorAll("a[data-load]")) {
+  link.addEventListener("click", async (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    const section = link.closest("section");
+    const heading = section.querySelector("h2");
+    section.setAttribute("aria-live", "polite");
+    try {
+      for (let waiting = true; waiting;) {
+        const answer = await fetch(link.href);
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+        const found = page.querySelector("[data-loaded]");
+        if (!found) throw new Error("another page");
+        section.replaceChildren(heading, found);
+        waiting = "waiting" in found.dataset;
+        if (waiting) await new Promise((again) => { setTimeout(again, 1000); });
+      }
+    } catch {
+      location.href = link.href;
+    }
+  });
+}
+
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = event.target.closest("input:not([type=radio]), textarea, select");

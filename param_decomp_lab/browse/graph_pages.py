@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
-from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
-from param_decomp_lab.browse.text_worker import GraphAnswer, GraphQuestion
+from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
+from param_decomp_lab.browse.text_worker import LONGEST, GraphAnswer, GraphQuestion
 from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written

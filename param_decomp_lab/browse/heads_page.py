@@ -4,8 +4,8 @@ from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import NotThere, Pages, checked_number, clean
-from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
-from param_decomp_lab.browse.text_worker import HeadsAnswer, HeadsQuestion
+from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
+from param_decomp_lab.browse.text_worker import LONGEST, HeadsAnswer, HeadsQuestion
 
 TEXT = (
     "When Mary and John went to the shop, John gave a drink to Mary. When Mary and John went to the park, John gave a "

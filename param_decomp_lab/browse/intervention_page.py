@@ -7,8 +7,8 @@ from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages, clean, unit
-from param_decomp_lab.browse.text_page import LONGEST, PATIENCE_S, WAITING, Workers
-from param_decomp_lab.browse.text_worker import InterventionQuestion
+from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
+from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.selection import GROUP
 

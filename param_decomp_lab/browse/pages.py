@@ -14,6 +14,8 @@ from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.chosen import Chosen, around
 from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
+from param_decomp_lab.browse.text_worker import LONGEST as LONGEST_TEXT
+from param_decomp_lab.browse.text_worker import PLACES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
@@ -196,6 +198,7 @@ class Pages:
             ],
             rare=row["firings"] < RARE_FIRINGS, unit=unit(opened), author=user_name(),
             routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
+            longest_text=LONGEST_TEXT, places=PLACES,
             group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS, averages=_averages(opened, site, n),
         )  # fmt: skip
 

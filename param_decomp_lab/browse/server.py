@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from param_decomp_lab.browse.baselines_page import baselines_page
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
+from param_decomp_lab.browse.effect_page import EffectPages
 from param_decomp_lab.browse.graph_pages import GraphPages
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.heads_page import HeadsPages
@@ -43,7 +44,7 @@ HERE = Path(__file__).parent
 LOCAL = ("localhost", "localhost.localdomain", "ip6-localhost")
 FORM_BYTES = 1 << 16
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; form-action 'self'; "
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -68,6 +69,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     interventions = InterventionPages(pages, workers)
     group_pages, nearest_pages = GroupPages(pages), NearestPages(pages, workers)
     heads_pages = HeadsPages(pages, workers)
+    effects = EffectPages(pages, workers)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -114,6 +116,10 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     @of_harvest
     async def text(request: Request, opened: Opened) -> Response:
         given = request.query_params
+        if given.get("of"):
+            name, _, number = given["of"].rpartition(":")
+            asked = given.get("text", ""), _known_site(name, opened), _number(number)
+            return HTMLResponse(await asyncio.to_thread(texts.of_component, opened, *asked))
         at = _number(given["at"]) if given.get("at") else 0
         return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
 
@@ -157,6 +163,13 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         given = request.query_params
         name, number = _known_site(given.get("site", ""), opened), _number(given.get("component", ""))
         return HTMLResponse(await asyncio.to_thread(heads_pages.page, opened, name, number, given.get("text", "")))
+
+    @of_harvest
+    async def effect(request: Request, opened: Opened) -> Response:
+        given = request.query_params
+        name = _known_site(given.get("site", ""), opened)
+        number = _number(given.get("component", ""))
+        return HTMLResponse(await asyncio.to_thread(effects.page, opened, name, number))
 
     @of_harvest
     async def groups(request: Request, opened: Opened) -> Response:
@@ -222,6 +235,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/nearest", nearest),
             Route("/{run}/{harvest}/heads", heads),
+            Route("/{run}/{harvest}/effect", effect),
             Route("/{run}/{harvest}/groups", groups),
             Route("/{run}/{harvest}/groups/{group}", group),
             Route("/{run}/{harvest}/sites/{site}", site),

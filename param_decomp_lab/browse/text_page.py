@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, clean, shown_tokens
-from param_decomp_lab.browse.text_worker import Answer, TextWorker
+from param_decomp_lab.browse.pages import Pages, checked_number, clean, shown_tokens, unit
+from param_decomp_lab.browse.text_worker import LONGEST, Answer, ComponentAnswer, ComponentQuestion, TextWorker
+from param_decomp_lab.ui.cards import context
 
-LONGEST = 5_000
-"""Characters of a text."""
 PATIENCE_S = 0.7
 """How long a request waits; the page then asks again by itself."""
 SPAN = 24
@@ -18,7 +17,8 @@ SPAN = 24
 COMPONENTS = 12
 """Components shown of a site, those of largest λ."""
 SHADED = 10
-
+STRONGEST = 12
+"""Tokens in the list of where one component is strongest."""
 
 WAITING = (
     "Working on it; the first prompt starts JAX and compiles, which takes a few seconds and more with a large model. "
@@ -46,16 +46,14 @@ class Workers:
 
 
 class TextPages:
-    """Renders the text page."""
+    """Renders the text page, and that of one component in a text."""
 
     def __init__(self, pages: Pages, workers: Workers) -> None:
         self._pages, self._workers = pages, workers
 
     def page(self, opened: Opened, text: str, at: int) -> str:
-        values: dict[str, Any] = {"wrong": "", "waiting": "", "found": None}
-        if len(text) > LONGEST:
-            values["wrong"] = f"a text may have {LONGEST:,} characters; this one has {len(text):,}"
-        elif text.strip():
+        values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "found": None}
+        if text.strip() and not values["wrong"]:
             answer = self._workers.of(opened).ask(text, PATIENCE_S)
             if answer is None:
                 values["waiting"] = WAITING
@@ -63,10 +61,31 @@ class TextPages:
                 values["wrong"] = clean(answer.wrong, 2000)
             else:
                 values |= self._found(opened, answer, at)
-        unit = "tokens" if opened.harvest.plan.inputs == "tokens" else "features"
         return self._pages.render(
-            "text.html", opened=opened, text=clean(text[:LONGEST]), unit=unit, longest=LONGEST, **values
+            "text.html",
+            opened=opened,
+            text=clean(text[:LONGEST]),
+            unit=unit(opened),
+            longest=LONGEST,
+            **values,
         )
+
+    def of_component(self, opened: Opened, text: str, site: str, number: int) -> str:
+        """λ and a of one component at every token of a text."""
+        checked_number(opened, site, number)
+        values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "strongest": []}
+        if text.strip() and not values["wrong"]:
+            answer = self._workers.of(opened).component(ComponentQuestion(text, site, number), PATIENCE_S)
+            if answer is None:
+                values["waiting"] = WAITING
+            elif answer.wrong:
+                values["wrong"] = clean(answer.wrong, 2000)
+            else:
+                values |= _strongest(opened, answer, float(opened.harvest.component(site, number)["activation_max"]))
+        return self._pages.render(
+            "component_text.html", opened=opened, text=clean(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
+            site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
+        )  # fmt: skip
 
     def _found(self, opened: Opened, answer: Answer, at: int) -> dict[str, Any]:
         """``at``: the number of the token whose components are listed."""
@@ -102,3 +121,27 @@ class TextPages:
             "tokens": [{"number": k, "text": name} for k, name in zip(shown, names, strict=True)],
             "before": first - 1 if first else None, "after": shown.stop if shown.stop < answer.positions else None,
         }  # fmt: skip
+
+
+def _too_long(text: str) -> str:
+    """What is wrong with a text that is too long; "" if it is not."""
+    return f"a text may have {LONGEST:,} characters; this one has {len(text):,}" if len(text) > LONGEST else ""
+
+
+def _strongest(opened: Opened, answer: ComponentAnswer, largest: float) -> dict[str, Any]:
+    """The text with its shades, and where the component is strongest: by ``λ · |a|``, then by ``|a|``. ``largest``: the
+    largest ``|a|`` of the harvest, so that shades are those of the component's page."""
+    of_text, threshold = opened.harvest.plan.inputs == "tokens", opened.harvest.plan.threshold
+    names = opened.harvest.names(answer.tokens)
+    if not of_text:
+        names = [", ".join(names) or "nothing"]
+    lam, a = np.asarray(answer.importance), np.asarray(answer.activation)
+    order = np.lexsort((-np.abs(a), -lam * np.abs(a)))[:STRONGEST].tolist()
+    shaded = context(names, answer.importance, answer.activation, -1, max(largest, 1e-30)) if of_text else names[0]
+    return {
+        "context": shaded,
+        "fires": int((lam > threshold).sum()), "total": len(names), "threshold": threshold, "largest": largest,
+        "strongest": [
+            {"text": names[k], "position": k, "importance": float(lam[k]), "activation": float(a[k])} for k in order
+        ],
+    }  # fmt: skip

@@ -18,6 +18,10 @@ from param_decomp_lab.graph.graph import Graph
 
 OUTPUTS, SAMPLES, CONTINUED = 10, 8, 8
 """Of an intervention: outputs shown, draws of the random reading, tokens of the continuation."""
+LONGEST = 5_000
+"""Characters of a text that is asked about."""
+PLACES = 64
+"""Firings at which an effect is measured."""
 KEPT = 32
 """Answers that are kept, since every click on a token asks for the text again."""
 
@@ -153,10 +157,63 @@ class HeadsAnswer:
     wrong: str = ""
 
 
-Question = str | GraphQuestion | InterventionQuestion | NearestQuestion | HeadsQuestion
+@dataclass(frozen=True)
+class EffectQuestion:
+    """What is lost without a component at up to ``places`` of its firings, of the harvest in this folder."""
+
+    site: str
+    number: int
+    harvest: Path
+    places: int
+
+
+@dataclass(frozen=True)
+class SignEffect:
+    """``up``, ``down``: name of an output, mean change (of its log-probability; a toy's: of its value), and its mean
+    with and without the component, at the ``places`` where the activation has this sign."""
+
+    sign: str
+    places: int
+    up: list[tuple[str, float, float, float]]
+    down: list[tuple[str, float, float, float]]
+
+
+@dataclass(frozen=True)
+class EffectAnswer:
+    """``signs``: the effect where the activation is positive, and where it is negative. ``error``: the mean KL, or
+    squared difference, and its standard error, None with one place. ``places``: how many there were."""
+
+    signs: list[SignEffect] = field(default_factory=list)
+    error: tuple[float, float | None] = (0.0, None)
+    places: int = 0
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class ComponentQuestion:
+    """What one component does in a text."""
+
+    text: str
+    site: str
+    number: int
+
+
+@dataclass(frozen=True)
+class ComponentAnswer:
+    """λ and a of a component at every position. ``tokens``: as of `Answer`."""
+
+    tokens: list[int] = field(default_factory=list)
+    importance: list[float] = field(default_factory=list)
+    activation: list[float] = field(default_factory=list)
+    wrong: str = ""
+
+
+Question = (
+    str | GraphQuestion | InterventionQuestion | NearestQuestion | HeadsQuestion | EffectQuestion | ComponentQuestion
+)
 """A text asks what fires in it."""
-AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer | HeadsAnswer
-Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer, HeadsAnswer)
+AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer | HeadsAnswer | EffectAnswer | ComponentAnswer
+Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer, HeadsAnswer, EffectAnswer, ComponentAnswer)
 
 
 class TextWorker:
@@ -190,6 +247,14 @@ class TextWorker:
     def heads(self, question: HeadsQuestion, patience_s: float) -> HeadsAnswer | None:
         """The heads of a component; None as of `wait`."""
         return self._answer_of(HeadsAnswer, question, patience_s)
+
+    def effect(self, question: EffectQuestion, patience_s: float) -> EffectAnswer | None:
+        """What is lost without a component; None as of `wait`."""
+        return self._answer_of(EffectAnswer, question, patience_s)
+
+    def component(self, question: ComponentQuestion, patience_s: float) -> ComponentAnswer | None:
+        """What one component does in a text; None as of `wait`."""
+        return self._answer_of(ComponentAnswer, question, patience_s)
 
     def _answer_of(self, kind: type[Kind], question: Question, patience_s: float) -> Kind | None:
         """An answer of this kind; None as of `wait`. What fails in the process comes as an `Answer`."""
@@ -270,6 +335,10 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
             return NearestAnswer(by_U, by_V)
         case HeadsQuestion():
             return _heads(run, question)
+        case EffectQuestion():
+            return _effect(run, question)
+        case ComponentQuestion():
+            return _of_component(run, question)
 
 
 def _heads(run: Any, question: HeadsQuestion) -> HeadsAnswer:
@@ -314,6 +383,27 @@ def _partners(run: Any, question: HeadsQuestion, inputs: Any, listed: Any) -> li
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def _effect(run: Any, question: EffectQuestion) -> EffectAnswer:
+    from param_decomp_lab.harvest.files import Harvest
+
+    found = run.effect(question.site, question.number, places=question.places, harvest=Harvest(question.harvest))
+    signs = []
+    for sign, part in found.by_sign().items():
+        up, down = ([(o.name, o.change, o.before, o.after) for o in outputs] for outputs in (part.up, part.down))
+        signs.append(SignEffect(sign, part.n, up, down))
+    return EffectAnswer(signs, (found.error, found.standard_error), found.n)
+
+
+def _of_component(run: Any, question: ComponentQuestion) -> ComponentAnswer:
+    from param_decomp_lab.runs.prompt import read_prompt
+
+    inputs, tokens = read_prompt(run, question.text)
+    site = question.site
+    by_site = run.causal_importances(inputs, site), run.activations(inputs, site)
+    lam, a = (np.asarray(x[site]).reshape(-1, run.sites[site].C)[:, question.number].tolist() for x in by_site)
+    return ComponentAnswer(tokens, lam, a)
 
 
 def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:

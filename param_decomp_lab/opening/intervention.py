@@ -50,7 +50,7 @@ class Reading:
     def kl(self, position: int | None = -1) -> float:
         """KL(before ‖ after) at a position, or the mean over all (None), in nats; a mean over the samples."""
         where = slice(None) if position is None else position
-        log_p, log_q = (_log_softmax(x[:, where]) for x in (self.before, self.after))
+        log_p, log_q = (log_softmax(x[:, where]) for x in (self.before, self.after))
         return float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean())
 
     def change(self, output: int, position: int = -1) -> float:
@@ -322,11 +322,12 @@ def _continue(
     return extended(values.tolist(), request.continue_tokens, run.longest_row, next_token)
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64."""
     shifted = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
     result: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
 
 
 def _softmax(x: np.ndarray) -> np.ndarray:
-    return np.exp(_log_softmax(x))
+    return np.exp(log_softmax(x))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.harvest.files import Groups, Harvest, harvest_of
+from param_decomp_lab.opening.effect import PLACES, Effect, effect_of
 from param_decomp_lab.opening.heads import (
     HeadPrograms,
     Heads,
@@ -106,6 +107,30 @@ class Run(OpenedRun):
         Raises UserError as `partners`, and for inputs that do not fit.
         """
         return contributions_on(self, self._head_programs, inputs, site, component, others)
+
+    def effect(
+        self,
+        site: str,
+        number: int,
+        *,
+        places: int = PLACES,
+        harvest: Harvest | None = None,
+        rows: Inputs | None = None,
+        positions: Int[np.ndarray, " n"] | None = None,
+    ) -> Effect:
+        """What the output loses at the places where a component fires when it alone is masked off there (I5): the mean
+        change of the log-probability of every token, the tokens that go up and down most, and the KL.
+
+        The places are up to ``places`` of its firings, a uniform sample of them, in ``harvest`` (None: `harvest`); or
+        ``positions``, one of each of these ``rows`` (``[n, T]``, a toy's ``[n, d]``). A toy has mean changes of its
+        outputs instead, and the mean squared difference.
+
+        Raises UserError for an unknown site or component, for rows and positions that do not fit, and for a component
+        that never fires.
+        """
+        if harvest is None and rows is None:
+            harvest = self.harvest
+        return effect_of(self, site, number, places, harvest, rows, positions)
 
     @cached_property
     def _head_programs(self) -> HeadPrograms:

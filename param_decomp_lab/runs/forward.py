@@ -1,10 +1,11 @@
 """The functions that an opened run compiles, once per shape of inputs."""
 
 from dataclasses import replace
+from math import prod
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from param_decomp_jax.analysis.importances import read_batch, read_sites, site_logits, squash_existing
 from param_decomp_jax.ci import squashings
@@ -55,6 +56,31 @@ def masked(
     stream = Stream(live, GivenSources(sources, batch.clean_pass.batch))
     [forward] = run_masked(batch, [stream]).forwards
     return _predictions(problem, weights, forward.output)
+
+
+def masked_at(
+    problem: Problem,
+    learned: Learned,
+    weights: Weights,
+    inputs: Array,
+    position: Int[Array, " B"],
+    sources: Bundle,
+    live: tuple[int, ...],
+) -> tuple[Array, Array]:
+    """The target's output ``[B, d]`` at one position of each row (0 for a toy): as it is, and with the ``live`` sites
+    masked by ``sources`` at that position alone; at the others they are as they are (I5)."""
+    learned = hold_for_reading(problem, learned)
+    batch = read_batch(problem, learned, weights, inputs).with_squash(jnp.zeros_like)
+    leading = batch.clean_pass.leading
+    here = jnp.arange(prod(leading[1:])) == position[:, None]
+    routes = jnp.broadcast_to(here.reshape(*leading, 1), (*leading, len(live)))
+    [forward] = run_masked(batch, [Stream(live, GivenSources(sources, batch.clean_pass.batch), routes)]).forwards
+
+    def output(hidden: Array) -> Array:
+        by_row = hidden.reshape(len(hidden), -1, hidden.shape[-1])
+        return _predictions(problem, weights, jnp.take_along_axis(by_row, position[:, None, None], axis=1)[:, 0])
+
+    return output(batch.clean_pass.forward.output), output(forward.output)
 
 
 def attacked(

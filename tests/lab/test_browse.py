@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -26,11 +26,13 @@ from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.pages import by_sign, by_third
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.browse.text_worker import Answer, _answer
+from param_decomp_lab.browse.text_worker import Answer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
+from param_decomp_lab.opening import Run
 from param_decomp_lab.ui.numbers import number, percent, signed
 from tests.lab.tiny_run import pd_here
+from tests.lab.worker_here import answer_here
 
 LLAMA, TOY = "p-00000001", "p-00000002"
 SITE = "layers.1.mlp.down_proj"
@@ -291,12 +293,16 @@ def test_what_to_do_with_a_component(shown: TestClient, harvested: Path) -> None
     assert '<abbr title="">' not in page.text
 
 
+def answered_here(harvested: Path, monkeypatch: pytest.MonkeyPatch, run_name: str = LLAMA) -> Run:
+    """The run, opened here, which answers what is asked of the process of a run."""
+    run = load_run(harvested / run_name, devices=1)
+    answer_here(run, monkeypatch)
+    return run
+
+
 def test_nearest_components(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those by U and V as the run says, here in this process; those by firing by their Jaccard index."""
-    run, harvest = load_run(harvested / LLAMA, devices=1), Harvest(only_harvest(harvested))
-    asked = "param_decomp_lab.browse.text_worker.TextWorker._question"
-    monkeypatch.setattr(asked, lambda worker, question: _answer(run, question, *worker._about[2:]))
-    monkeypatch.setattr("param_decomp_lab.browse.nearest_page.PATIENCE_S", 60)  # not "asks again" on a slow machine
+    run, harvest = answered_here(harvested, monkeypatch), Harvest(only_harvest(harvested))
     c = int(harvest.components(SITE)["firings"].to_numpy().argmin())
     address = f"{base(harvested)}/nearest?site={SITE}&component={c}"
     with client(harvested) as browser:  # its own, which has kept no answer of another test
@@ -322,6 +328,87 @@ def test_nearest_components(harvested: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert len(wanted) >= 8
         dense = [percent(harvest.summary(site).density[n]) for site, n, _ in wanted]
         assert listed == [(site, str(n), value, d) for (site, n, value), d in zip(wanted, dense, strict=True)]
+
+
+@pytest.mark.parametrize("run_name", [LLAMA, TOY])
+def test_what_changes_without_a_component(harvested: Path, monkeypatch: pytest.MonkeyPatch, run_name: str) -> None:
+    """The page has the numbers of `run.effect`, which are tested against single forwards."""
+    run, harvest = answered_here(harvested, monkeypatch, run_name), Harvest(only_harvest(harvested, run_name))
+    site = next(iter(harvest.sites))
+    firings = harvest.components(site)["firings"].to_numpy()
+    c, here = int(firings.argmax()), base(harvested, run_name)
+    with client(harvested) as browser:
+        address = f"{here}/effect?site={site}&component={c}"
+        assert address in links(browser.get(f"{here}/sites/{site}/{c}"))
+        page = browser.get(address).text
+        for wrong in (f"site=x&component={c}", f"site={site}&component=99", f"site={site}", ""):
+            assert browser.get(f"{here}/effect?{wrong}").status_code == 404
+    found, of_text = run.effect(site, c, places=64, harvest=harvest), run_name == LLAMA
+    assert found.n == 64
+    show = percent if of_text else number
+    assert f"{number(found.error)} ± {number(found.standard_error)}" in page
+    assert "at 64 of its firings" in page
+    rows = re.findall(r'<tr><td><span class="token">(.*?)</span></td>' + 3 * r'<td class="num[^"]*">([^<]*)</td>', page)
+    expected = [
+        (
+            output.name,
+            signed(output.change) if of_text else number(output.change),
+            show(output.before),
+            show(output.after),
+        )
+        for part in found.by_sign().values()
+        for output in (*part.down, *part.up)
+    ]
+    assert [tuple(map(unescape, row)) for row in rows] == expected
+    assert len(expected) >= 4
+    for sign, part in found.by_sign().items():
+        assert f"{escape(sign)} <small>at {part.n}</small>" in page
+
+
+def test_the_effect_of_a_component_that_never_fires(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("param_decomp_lab.harvest.files.Harvest.component", lambda *about: {"firings": 0})
+    with client(mine) as browser:
+        assert "It fires nowhere" in browser.get(f"{base(mine)}/effect?site={SITE}&component=1").text
+
+
+def test_one_component_on_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """λ and a at every token, as the run has them, in the text and in the list of the strongest."""
+    run, harvest = answered_here(harvested, monkeypatch), Harvest(only_harvest(harvested))
+    site, text = "layers.1.mlp.up_proj", "if <b>x</b>:"
+    both = [np.asarray(x[site]) for x in (run.causal_importances(text, site), run.activations(text, site))]
+    c = int(both[0].std(axis=0).argmax())  # λ differs most from token to token
+    lam, a = (x[:, c] for x in both)
+    with client(harvested) as browser:
+        component = browser.get(f"{base(harvested)}/sites/{site}/{c}").text
+        form = component.partition('<form class="own"')[2].partition("</form>")[0]
+        assert f'action="{base(harvested)}/text"' in form
+        assert f'name="of" value="{site}:{c}"' in form
+        page = browser.get(f"{base(harvested)}/text", params={"of": f"{site}:{c}", "text": text}).text
+        assert "5,000 characters" in browser.get(f"{base(harvested)}/text?of={site}:{c}&text={'x' * 5001}").text
+        for wrong in ("x:1", f"{site}:99", site, f"{site}:x"):
+            assert browser.get(f"{base(harvested)}/text", params={"of": wrong, "text": text}).status_code == 404
+    shown = re.findall(r'<span[^>]* title="λ ([\d.]+), a ([^"]*)">(.*?)</span>', page)
+    assert [unescape(token) for *_, token in shown] == list(text)
+    assert [(x, y) for x, y, _ in shown] == [(f"{x:.2f}", f"{y:.3g}") for x, y in zip(lam, a, strict=True)]
+    assert f"at {(lam > harvest.plan.threshold).sum()} of {len(text)} tokens" in page
+    listed = re.findall(
+        r'</span></td><td class="num">(\d+)</td><td class="num">([^<]*)</td><td class="num">([^<]*)</td>', page
+    )
+    order = sorted(range(len(text)), key=lambda k: (-lam[k] * abs(a[k]), -abs(a[k])))[:12]
+    assert listed == [(str(k), f"{lam[k]:.2f}", number(a[k])) for k in order]
+
+
+def test_one_component_on_features(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = answered_here(harvested, monkeypatch, TOY)
+    site = next(iter(run.sites))
+    lam, a = (
+        np.asarray(x[site])[2]
+        for x in (run.causal_importances([0, 1, 0, 0.5, 0], site), run.activations([0, 1, 0, 0.5, 0], site))
+    )
+    with client(harvested) as browser:
+        page = browser.get(f"{base(harvested, TOY)}/text", params={"of": f"{site}:2", "text": "1 3=0.5"}).text
+    assert "feature 1" in page
+    assert f'<td class="num">{lam:.2f}</td><td class="num">{number(a)}</td>' in page
 
 
 # ---- labels ----

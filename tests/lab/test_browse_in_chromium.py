@@ -194,6 +194,23 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
     assert [line for line in said if "404" not in line] == []
 
 
+def test_what_changes_without_a_component(harvested: Path, browser: Browser) -> None:
+    """In its place on the component's page; without scripts on a page of its own."""
+    said: list[str] = []
+    with served(harvested) as address:
+        here = f"{address}/{LLAMA}/{only_harvest(harvested).name}/sites/{SITE}/5"
+        for scripts in (True, False):
+            page = watched(browser, said, java_script_enabled=scripts, viewport={"width": 400, "height": 800})
+            page.goto(here)
+            page.get_by_role("link", name="What changes where it fires").click()
+            page.get_by_text("at 64 of its firings").wait_for(timeout=120_000)
+            assert (page.url == here) == scripts
+            assert page.locator("[data-loaded] h3").count() == 2  # it fires with both signs
+            assert page.locator("[data-loaded] tbody tr").count() == 40
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert said == []
+
+
 def test_paths_that_no_browser_sends(harvested: Path) -> None:
     with served(harvested) as address:
         host = address.removeprefix("http://")

@@ -20,7 +20,6 @@ from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_lab import load_run
 from param_decomp_lab.browse.heads_page import HEADS, PARTNERS, TEXT
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.browse.text_worker import _answer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import find_harvests
 from param_decomp_lab.harvest.harvest import harvest
@@ -31,6 +30,7 @@ from param_decomp_lab.weights.target_folder import save_target
 from tests import reference as ref
 from tests.core import tiny as core
 from tests.lab.tiny_run import ARCHITECTURE, LIGHT, Tiny, pd_here
+from tests.lab.worker_here import answer_here
 
 Q, K, V, OUT = (f"layers.1.self_attn.{kind}_proj" for kind in "qkvo")
 UP = "layers.0.mlp.up_proj"
@@ -204,8 +204,7 @@ def cells(row: str) -> list[str]:
 @pytest.mark.parametrize("text", ["", "12 times 12 makes"])
 def test_the_page(run: Run, shown: TestClient, site: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has what the run says, here in this process; and the component's page leads to it."""
-    asked = "param_decomp_lab.browse.text_worker.TextWorker._question"
-    monkeypatch.setattr(asked, lambda worker, question: _answer(run, question, *worker._about[2:]))
+    answer_here(run, monkeypatch)
     [made] = find_harvests(run.folder)
     base = f"/{run.id}/{made.name}"
     link = f"{base}/heads?site={site}&component=3"

@@ -535,6 +535,30 @@ class Harvest:
         with self._damage(self.folder):
             return self._firing_places(self.index.number_of(site, number), self.n_sampled)
 
+    def firing_sample(
+        self, site: str, number: int, most: int
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Row, and position in it, of up to ``most`` firings of a component, a uniform sample of all of them.
+
+        They are those at the sampled positions or, where these are fewer, the uniform sample among its examples, which
+        a component that fires rarely has whole.
+        """
+        examples = self._rows("examples", site, number)
+        with self._damage(self.folder):
+            uniform = examples.filter(
+                pa.array([kind == "uniform" for kind in examples["kind"].to_pylist()], pa.bool_())
+            )
+            places = self._firing_places(self.index.number_of(site, number), most)
+            if len(places) >= min(most, len(uniform)):
+                sampled = self.sampled_positions
+                rows, positions = (x[places].astype(np.int64) for x in sampled)
+            else:
+                rows, positions = (uniform[name].to_numpy()[:most].astype(np.int64) for name in ("row", "position"))
+            for values, end in ((rows, self.plan.rows), (positions, self.plan.length)):
+                if len(values) and not 0 <= values.min() <= values.max() < end:
+                    raise ValueError(f"{values.min()} to {values.max()} of {end}")
+            return rows, positions
+
     @cached_property
     def sampled_positions(self) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
         """Row, and position in it, of every sampled position, in the random order that places count in."""
