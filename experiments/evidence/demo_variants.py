@@ -104,7 +104,7 @@ def _unfaithful(minimality: float, attack: float) -> dict[str, str]:
 
 
 def _words(c: int, minimality: float, attack: float) -> dict[str, str]:
-    """Of the demo's method on words. ``c``: components a matrix."""
+    """The keys of the demo's method on words that differ. ``c``: components a matrix."""
     return {
         "pd.decomposition_targets.0.C": str(c),
         **_loss(0, _minimality(minimality)),

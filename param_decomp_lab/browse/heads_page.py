@@ -11,7 +11,7 @@ TEXT = (
     "When Mary and John went to the shop, John gave a drink to Mary. When Mary and John went to the park, John gave a "
     "book to Mary."
 )
-"""What is read unless a text is given: phrases that come again."""
+"""The default text, whose phrases come again."""
 PARTNERS, HEADS = 8, 4
 """Partners of each list, and the heads that have lists: those in which the component has the largest shares."""
 SHADED = 10

@@ -124,7 +124,7 @@ class TextPages:
 
 
 def _too_long(text: str) -> str:
-    """What is wrong with a text that is too long; "" if it is not."""
+    """The message for a text that is too long, "" for any other."""
     return f"a text may have {LONGEST:,} characters; this one has {len(text):,}" if len(text) > LONGEST else ""
 
 

@@ -159,7 +159,7 @@ class HeadsAnswer:
 
 @dataclass(frozen=True)
 class EffectQuestion:
-    """What is lost without a component at up to ``places`` of its firings, of the harvest in this folder."""
+    """The effect of a component at up to ``places`` of its firings in the harvest in this folder."""
 
     site: str
     number: int
@@ -249,7 +249,7 @@ class TextWorker:
         return self._answer_of(HeadsAnswer, question, patience_s)
 
     def effect(self, question: EffectQuestion, patience_s: float) -> EffectAnswer | None:
-        """What is lost without a component; None as of `wait`."""
+        """The effect of a component; None as of `wait`."""
         return self._answer_of(EffectAnswer, question, patience_s)
 
     def component(self, question: ComponentQuestion, patience_s: float) -> ComponentAnswer | None:

@@ -82,7 +82,7 @@ class Compared:
 def compare(*folders: str | Path) -> Compared:
     """The runs in or below ``folders``, beside each other; a notebook shows them as a table, ``.plot()`` their front.
 
-    Reads small files, no checkpoint. Raises UserError for a missing folder, and if there is no run.
+    Reads small files, no checkpoint. Raises UserError if a folder is missing or has no run.
     """
     return compared(read_records([Path(folder) for folder in folders]))
 

@@ -92,7 +92,7 @@ class Effect:
 
     @property
     def standard_error(self) -> float | None:
-        """Of ``error``; None with one place."""
+        """The standard error of ``error``; None with one place."""
         return float(self.errors.std(ddof=1) / np.sqrt(self.n)) if self.n > 1 else None
 
     @property
