@@ -94,12 +94,12 @@ def _faithfulness(coeff: float) -> str:
     return f"{{type: FaithfulnessLoss, coeff: {coeff}}}"
 
 
-def _unfaithful(minimality: float, attack: float) -> dict[str, str]:
+def _unfaithful(minimality: float, attack: float, faithfulness: float = 1e4) -> dict[str, str]:
     return {
         **_RATE,
         **_loss(0, _minimality(minimality)),
         **_loss(2, _attack(attack)),
-        **_loss(3, _faithfulness(1e4)),
+        **_loss(3, _faithfulness(faithfulness)),
     }
 
 
@@ -126,6 +126,7 @@ _SMOLLM2: Mapping[str, Mapping[str, str]] = {
     "faithfulness-1e3": {**_RATE, **_loss(3, _faithfulness(1e3))},
     "faithfulness-1e4-attack-1": _unfaithful(1e-2, 1.0),
     "faithfulness-1e4-attack-1.5": _unfaithful(1.2e-2, 1.5),
+    "faithfulness-3e3-attack-1.5": _unfaithful(1.2e-2, 1.5, 3e3),
     "faithfulness-1e4-stochastic-8": {**_unfaithful(1e-2, 1.5), **_loss(1, "{type: StochasticReconLoss, coeff: 8}")},
     # Some of the three matrices masked, at each position others, so that one can get better while the others are bad.
     "subset": {

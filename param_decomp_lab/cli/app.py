@@ -44,7 +44,7 @@ from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.version import __version__
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+    no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )  # fmt: skip
 
 
@@ -70,30 +70,22 @@ def _options(
     """Parameter decomposition: take a trained network's matrices apart into rank-one components."""
 
 
-app.command()(demo)
-app.command()(configs)
-app.command()(train)
-app.command()(launch)
-app.command()(check)
-app.command()(probe)
-app.command()(profile)
-app.command()(fit)
-app.command()(pretrain)
-app.add_typer(data.app, name="data")
-app.add_typer(weights.app, name="weights")
-app.command("import")(import_run)
-app.command()(report)
-app.command("wandb")(send)
-app.command()(runs)
-app.command()(compare)
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(harvest)
-app.command()(cluster)
-app.command()(browse)
-app.command()(graph)
-app.command()(label)
-app.add_typer(share.app, name="share")
+PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Start": {"demo": demo, "configs": configs, "data": data.app, "weights": weights.app, "pretrain": pretrain},
+    "Plan": {"check": check, "probe": probe, "fit": fit},
+    "Train": {"train": train, "launch": launch, "profile": profile, "import": import_run},
+    "Measure": {"runs": runs, "report": report, "eval": evaluate, "compare": compare},
+    "Look": {"harvest": harvest, "browse": browse, "graph": graph, "cluster": cluster, "label": label},
+    "Share": {"share": share.app, "export": export, "wandb": send},
+}
+"""The commands by name, in the panels and the order of `pd --help`."""
+
+for _panel, _commands in PANELS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel)(_command)
 
 
 def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,10 +103,10 @@ def _check_paths(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for _commands in (app, data.app, weights.app, share.app):
-    for _command in _commands.registered_commands:
-        assert _command.callback is not None
-        _command.callback = _check_paths(_command.callback)
+for _group in (app, data.app, weights.app, share.app):
+    for _registered in _group.registered_commands:
+        assert _registered.callback is not None
+        _registered.callback = _check_paths(_registered.callback)
 
 
 def main() -> None:

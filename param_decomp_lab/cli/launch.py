@@ -74,11 +74,11 @@ def launch(
     from param_decomp_lab.launch.command import prepare as prepare_run
     from param_decomp_lab.launch.job import Job, parse_more
     from param_decomp_lab.launch.layout import NO_GPU
-    from param_decomp_lab.probe.cards import card
+    from param_decomp_lab.probe.cards import find_card
 
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed: leave a GPU to those who train
     if gpu.lower() != NO_GPU:
-        card(gpu)
+        find_card(gpu)
     if prepare and (local or dry_run):
         raise UserError("--prepare makes a run's folder and nothing else; leave out --local and --dry-run")
     told = Launch(config, tuple(overrides or ()), tuple(sweep or ()), nodes, gpus_per_node, gpu, with_changes)

@@ -27,5 +27,12 @@ ProcessNumber = Annotated[
 
 # ---- GPUs that are not here ----
 
-Gpu = Annotated[str, typer.Option(help="b200, h200, h100, a100_80, a6000 or a5000.")]
+Gpu = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE.csv",
+        help="b200, gb200, b300, h200, h100, a100_80, a6000, a5000, l40s, rtx5090, rtx4090, or a file that describes "
+        "another card.",
+    ),
+]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Default: as many as the mesh takes.")]

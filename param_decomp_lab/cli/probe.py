@@ -53,7 +53,7 @@ def probe(
         pd probe configs/ladder/bf16-scan.yaml --gpu a5000 --seq 512
     """
     from param_decomp_lab.probe.cache import cache_folder
-    from param_decomp_lab.probe.cards import Pool, card
+    from param_decomp_lab.probe.cards import Pool, find_card
     from param_decomp_lab.probe.command import probe as ask
     from param_decomp_lab.probe.command import write_json
     from param_decomp_lab.probe.pages import write_pages
@@ -63,10 +63,11 @@ def probe(
     if json_file is not None:
         check_output_file(json_file, "--json")
     console = PlainConsole(stderr=True)
-    pool = Pool.from_card(card(gpu), mem_fraction, margin_gib)
+    card = find_card(gpu)
+    pool = Pool.from_card(card, mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
-        answer = ask(config, overrides or (), batch, seq, gpu, nodes, gpus_per_node, pool, folder, console, quick)
+        answer = ask(config, overrides or (), batch, seq, card, nodes, gpus_per_node, pool, folder, console, quick)
     except CannotTell as error:
         if json_file is not None:
             write_json({"verdict": "unknown", "why": str(error)}, json_file)

@@ -34,7 +34,8 @@ def all_fit(probes: Sequence[PlannedProbe], layout: Layout, gpu: str, console: C
     all_good = True
     for planned in probes:
         console.print(
-            f"checking whether {planned.name} fits on {gpu.upper()}s (minutes the first time) …", highlight=False
+            f"checking whether {planned.name} fits on {Path(gpu).stem.upper()}s (minutes the first time) …",
+            highlight=False,
         )
         output = probe_in_subprocess(planned.path, planned.sets, options)
         if output.status == 2:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Literal
 
 from param_decomp_aot.buffers import Buffer, find_peak, ledger
 from param_decomp_aot.compile import limit_bound
-from param_decomp_aot.roofline import Latency, Precision, Rates, Roofline, Work, latencies, reached_rates, roofline
+from param_decomp_aot.roofline import Latency, Precision, Roofline, Work, latencies, roofline
 from param_decomp_aot.scopes import from_package
 from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.cards import LATENCIES, TABLE, Pool
+from param_decomp_lab.probe.cards import LATENCIES, Card, Pool
 from param_decomp_lab.probe.measure import Measured, Where, measure
 from param_decomp_lab.probe.subject import STEP, Subject
 
@@ -58,7 +58,7 @@ class Answer:
     memory without end, None where that was not asked for. All bytes are of one device."""
 
     subject: Subject
-    gpu: str
+    card: Card
     per_node: int
     pool: Pool
     parts: Mapping[str, Measured]
@@ -84,23 +84,18 @@ class Answer:
     def verdict(self) -> Verdict:
         return "fits" if self.peak <= self.pool.usable else "does_not_fit"
 
-    @cached_property
-    def rates(self) -> Rates:
-        """Those that the card reaches."""
-        return reached_rates(TABLE.read_text())[self.gpu]
-
     @property
     def roofline(self) -> Roofline:
         """Times of the step's parts, and of the whole."""
         step, n = self.step, self.subject.mesh.n_devices
         each = {precision: flops / n for precision, flops in step.flops.items()}
         waiting = sum(_latency(kind, total) for kind, total in step.collectives.items())
-        return roofline(Work(each, step.hbm, step.within, step.across, waiting, step.products), self.rates)
+        return roofline(Work(each, step.hbm, step.within, step.across, waiting, step.products), self.card.rates)
 
     def collective_seconds(self, kind: str, total: Sum) -> float:
         """How long collectives of a kind take one after the other."""
         work = Work({}, 0, total.within, total.across, _latency(kind, total))
-        return roofline(work, self.rates).one_by_one
+        return roofline(work, self.card.rates).one_by_one
 
     def as_json(self) -> dict[str, Any]:
         """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step. ``step_s``: how long
@@ -121,7 +116,7 @@ class Answer:
             "matmul_flops": self.step.matmul_flops,
             "flops": dict(self.step.flops),
             "pool_gib": self.pool.usable / GIB,
-            "gpu": self.gpu,
+            "gpu": self.card.name,
             "n_gpus": self.subject.mesh.n_devices,
             "run": self.subject.title,
             "notes": list(self.subject.notes),
@@ -145,7 +140,7 @@ class Answer:
                 for kind, total in self.step.collectives.items()
             },
             "roofline_s": {**times.terms, "latency": times.latency, "overlapping": times.least},
-            "rates": self.rates.source,
+            "rates": self.card.rates.source,
             "counted_once": list(self.step.unknown),
         }
 
@@ -182,7 +177,7 @@ def _part(measured: Measured) -> dict[str, Any]:
 
 
 def compile_parts(
-    subject: Subject, gpu: str, where: Where, pool: Pool, on_progress: OnProgress, quick: bool = False
+    subject: Subject, card: Card, where: Where, pool: Pool, on_progress: OnProgress, quick: bool = False
 ) -> Answer:
     """Compiles what is not in the cache. ``quick``: the step alone, for the card as it is. ``tell``: hears what is
     under way."""
@@ -201,7 +196,7 @@ def compile_parts(
     if not quick:
         on_progress(f"compiling the {STEP} for a card without limit")
         unlimited = measure(subject, STEP, where, limited=False)
-    return Answer(subject, gpu, where.per_node, pool, parts, unlimited, found)
+    return Answer(subject, card, where.per_node, pool, parts, unlimited, found)
 
 
 def read_step(subject: Subject, step: Measured, where: Where) -> Step:

@@ -15,7 +15,7 @@ from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
 from param_decomp_lab.probe.answer import Answer, OnProgress, compile_parts
-from param_decomp_lab.probe.cards import Pool, card
+from param_decomp_lab.probe.cards import Card, Pool
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
@@ -29,7 +29,7 @@ def probe(
     overrides: Sequence[str],
     batch: int | None,
     seq: int | None,
-    gpu: str,
+    card: Card,
     nodes: int | None,
     per_node: int | None,
     pool: Pool,
@@ -41,10 +41,10 @@ def probe(
     refuse_another_version()
     compile_without_gpus()
     subject = make_subject(path, overrides, batch, seq)
-    where = Where(card(gpu), gpus_per_node_of_mesh(subject.mesh, nodes, per_node), cache)
+    where = Where(card.description, gpus_per_node_of_mesh(subject.mesh, nodes, per_node), cache)
     print_warnings(subject.notes, console)
     with progress(console) as on_progress:
-        return compile_parts(subject, gpu.lower(), where, pool, on_progress, quick)
+        return compile_parts(subject, card, where, pool, on_progress, quick)
 
 
 def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:

@@ -197,7 +197,7 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     for_speed, chosen = request.goal == "speed", found.best
     table = (times_table if for_speed else points_table)(found.points, chosen)
     console.print(table)
-    title = f"{request.path.stem} on {request.n_gpus} {request.gpu.upper()}"
+    title = f"{request.path.stem} on {request.n_gpus} {Path(request.gpu).stem.upper()}"
     picture = out.with_suffix(".png")
     (draw_times if for_speed else draw)(found.points, chosen, title, picture)
     if chosen is None or chosen.answer is None:
@@ -216,7 +216,7 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
         need += f"; limit-bound: {answer['peak_gib_unlimited']:.1f} GiB if XLA saw no limit, so it recomputes by itself"
     adjective = "fastest" if for_speed else "largest"
     header = (
-        f"The {adjective} run on {request.n_gpus} {request.gpu.upper()} of those below; {need}.",
+        f"The {adjective} run on {request.n_gpus} {Path(request.gpu).stem.upper()} of those below; {need}.",
         f"  {command}",
         "",
     )

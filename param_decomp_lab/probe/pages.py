@@ -21,7 +21,7 @@ def write_pages(answer: Answer, file: Path) -> tuple[Path, Path | None]:
     step, pool = answer.parts[STEP], answer.pool
     kept = ledger(*step.dump)
     moments, peak = timeline(kept), find_peak(kept)
-    title = f"{answer.subject.title}: the {STEP} on {answer.gpu.upper()}"
+    title = f"{answer.subject.title}: the {STEP} on {answer.card.name.upper()}"
     picture = None if is_irregular(file) else file.with_suffix(".png")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def _overview(answer: Answer) -> RenderableType:
     rows = {
         "run": subject.title,
         **subject.described,
-        "GPUs": f"{gpus} {answer.gpu.upper()} of {pool.capacity / GIB:.1f} GiB, {pool.usable / GIB:.1f} of it to use",
+        "GPUs": f"{gpus} {answer.card.name.upper()} of {pool.capacity / GIB:.1f} GiB, {pool.usable / GIB:.1f} to use",
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -152,7 +152,7 @@ def _work(answer: Answer) -> RenderableType:
         Text(f"predicted step {1000 * times.one_by_one:,.0f} ms, {tokens:,.0f} tokens/s{each}"),
         Text(
             f"at least {1000 * times.least:,.0f} ms, if all of it overlapped, bound by {times.bound_by}; "
-            f"rates reached: {answer.rates.source}",
+            f"rates reached: {answer.card.rates.source}",
             style="dim",
         ),
     ]

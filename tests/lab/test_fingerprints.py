@@ -9,7 +9,7 @@ import pytest
 
 from param_decomp_aot.compile import compile_for
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh, sharding
-from param_decomp_lab.probe.cards import card
+from param_decomp_lab.probe.cards import find_card
 from param_decomp_lab.runs.checkpoints.fingerprints import (
     PartwiseFingerprint,
     combine_fingerprints,
@@ -116,5 +116,5 @@ def test_a_gpu_makes_nothing_of_the_arrays_size(axes: tuple[str | None, ...]) ->
         array = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(mesh, shape, axes))
         return fingerprint_program(array), (array,)
 
-    memory = compile_for(program, MeshShape(fsdp=8), card("h100"), per_node=8).memory
+    memory = compile_for(program, MeshShape(fsdp=8), find_card("h100").description, per_node=8).memory
     assert memory.temp < 1 << 20 < memory.arguments

@@ -29,7 +29,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
 from param_decomp_lab.probe.answer import Answer, compile_parts
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.cards import Pool, card
+from param_decomp_lab.probe.cards import TABLE, Pool, find_card
 from param_decomp_lab.probe.command import gpus_per_node_of_mesh
 from param_decomp_lab.probe.fit import FitRequest, fit, own_config, valid_kinds, valid_spaces
 from param_decomp_lab.probe.measure import Where
@@ -138,12 +138,46 @@ def counts(state: Any) -> int:
 
 def test_the_pool() -> None:
     """memory.md's figure for a B200."""
-    b200 = Pool.from_card(card("B200"))
+    b200 = Pool.from_card(find_card("B200"))
     assert b200.capacity / GIB == pytest.approx(178.4, abs=0.05)
     assert b200.usable / GIB == pytest.approx(178.36 * 0.92 - 5, abs=0.05)
     for wrong in ({"fraction": 1.2}, {"fraction": 0}, {"margin_gib": -1}, {"margin_gib": 400}):
         with pytest.raises(UserError):
-            Pool.from_card(card("b200"), **wrong)  # type: ignore[arg-type]
+            Pool.from_card(find_card("b200"), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_card_of_ones_own(tmp_path: Path) -> None:
+    """A file with a card's row is that card; without what the card reaches, an H200's shares are taken."""
+    columns, *rows = TABLE.read_text().splitlines()
+    h100 = next(row for row in rows if row.startswith("h100,"))
+    names, values = columns.split(","), h100.split(",")
+    kept = [k for k, name in enumerate(names) if not name.startswith("reached")]
+    file = tmp_path / "mine.csv"
+
+    def write(**changed: str) -> str:
+        row = {names[k]: changed.get(names[k], values[k]) for k in kept}
+        file.write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+        return str(file)
+
+    assert find_card(write()) == find_card("h100")
+    mine = find_card(write(name="Mine", device_memory_bytes="50000000000", bf16_flops="494.5e12"))
+    assert (mine.name, Pool.from_card(mine).capacity) == ("mine", 50_000_000_000)
+    assert mine.rates.bf16_flops == pytest.approx(find_card("h100").rates.bf16_flops / 2, rel=0.01)
+    for column, value, message in (
+        ("core_count", "", "lacks core_count"),
+        ("core_count", "1.5", "core_count: should be a count"),
+        ("bf16_flops", "nan", "bf16_flops: should be a positive number"),
+        ("network_Bps", "0e9", "network_Bps: should be a positive number"),
+        ("compute_capability", "9", "compute_capability: should be such as 9.0"),
+        ("accelerated_features", "maybe", "accelerated_features: should be yes or no"),
+        ("description", "a\\n", "description: should be one line of words"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_card(write(**{column: value}))
+    file.write_text("\n".join((columns, *rows)))
+    for wrong, message in ((str(file), "rows; should have one"), ("no.csv", "cannot be read"), ("MI300X", "untested")):
+        with pytest.raises(UserError, match=message):
+            find_card(wrong)
 
 
 def test_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +227,7 @@ def test_a_probe_that_ends_without_an_answer(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((LLAMA, "--gpu", "b300"), "--gpu b300: unknown; did you mean 'b200'"),
+        ((LLAMA, "--gpu", "b100"), "--gpu b100: unknown; did you mean '"),
         ((LLAMA, "--nodes", "3"), "fsdp 64 × tensor 1 are 64 devices, but 3 nodes of 21 GPUs are 63"),
         ((LLAMA, "--nodes", "4", "--gpus-per-node", "8"), "are 32; make them equal, such as with --set mesh.fsdp=32"),
         ((LLAMA, "--set", "mesh.fsdp=12", "--batch", "12", "--set", "eval.batch_size=12"), "no whole nodes of 8"),
@@ -345,9 +379,9 @@ def test_the_host_is_another_memory(tiny: Tiny, tmp_path: Path) -> None:
 
     def asked(*offloaded: str) -> Answer:
         sets = ["mesh.fsdp=8", wide, f"memory.offload={json.dumps(list(offloaded))}", "eval=null"]
-        subject = run_subject(load_config(tiny.config, sets))
+        subject, b200 = run_subject(load_config(tiny.config, sets)), find_card("b200")
         return compile_parts(
-            subject, "b200", Where(card("b200"), 8, None), Pool.from_card(card("b200")), lambda _: None, quick=True
+            subject, b200, Where(b200.description, 8, None), Pool.from_card(b200), lambda _: None, quick=True
         )
 
     jax.config.update("jax_platforms", "cpu")
