@@ -2,11 +2,13 @@
 
     python -m experiments.evidence.drawn_components runs/p-1a2b3c4d
     python -m experiments.evidence.drawn_components runs/p-1a2b3c4d --seed 1 --components 20
+    python -m experiments.evidence.drawn_components runs/p-1a2b3c4d --listed layers.3.mlp.down_proj:7
 
 Drawn are components of the run's newest harvest, of all sites, that fire at 0.1 to 5 % of the positions. Prints, as
-Markdown, on how few tokens all of these fire. Then, of each that is drawn: how often it fires, the tokens at which it
-fires most, the predictions that are raised most there, and firings in their context, those of largest λ and a random
-sample. The token that fires is in brackets.
+Markdown, on how few tokens all of these fire. Then, of each that is drawn, what its page has: how often it fires, the
+tokens at which it fires most, and the predictions that are raised most there. Then, for each sign of its activation by
+itself (the component writes in opposite directions): the firings of largest λ · |a|, a random sample of firings, and
+which predictions become more and less likely when it is masked off there. The token that fires is in brackets.
 """
 
 import argparse
@@ -16,7 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from param_decomp_lab import load_run
-from param_decomp_lab.harvest.files import Harvest
+from param_decomp_lab.browse.pages import by_sign
+from param_decomp_lab.harvest.files import Example, Harvest
+from param_decomp_lab.opening import Run
 
 FEW = 5
 AROUND = 12
@@ -31,19 +35,23 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.001, help="share of the positions")
     parser.add_argument("--most", type=float, default=0.05, help="share of the positions")
     parser.add_argument("--examples", type=int, default=4, help="of each kind")
+    parser.add_argument("--listed", nargs="+", metavar="SITE:NUMBER", help="these, in place of a draw")
     given = parser.parse_args()
-    harvest = load_run(given.run, devices=1).harvest
+    run = load_run(given.run, devices=1)
+    harvest = run.harvest
     found = candidates(harvest, given.least, given.most)
     drawn = draw(found, given.components, given.seed)
-    print(
-        f"{len(drawn)} of {len(found)} components that fire at {given.least:.1%} to {given.most:.1%} of the positions\n"
-    )
-    if found:
+    if given.listed:
+        drawn = [(site, int(number)) for site, _, number in (one.rpartition(":") for one in given.listed)]
+    else:
+        rare, often = f"{given.least:.1%}", f"{given.most:.1%}"
+        print(f"{len(drawn)} of {len(found)} components that fire at {rare} to {often} of the positions\n")
+    if found and not given.listed:
         share, uses = of_few_tokens(harvest, found)
         print(f"Medians of all {len(found)}: share of the firings that are on a component's {FEW} most frequent tokens")
         print(f"{share:.0%}; share of the places with one of these tokens where it fires {uses:.0%}\n")
     for site, number in drawn:
-        print(described(harvest, site, number, given.examples))
+        print(described(run, site, number, given.examples))
 
 
 def candidates(harvest: Harvest, least: float, most: float) -> list[tuple[str, int]]:
@@ -70,8 +78,9 @@ def draw(found: Sequence[tuple[str, int]], n: int, seed: int) -> list[tuple[str,
     return [found[i] for i in sorted(chosen)]
 
 
-def described(harvest: Harvest, site: str, number: int, n_examples: int) -> str:
+def described(run: Run, site: str, number: int, n_examples: int) -> str:
     """A section about one component."""
+    harvest = run.harvest
     tokens = harvest.tokens(site, number).to_pylist()[:6]
     outputs = harvest.outputs(site, number, 6).to_pylist()
     here = [f"`{name}` {row['precision']:.0%}" for name, row in zip(names(harvest, tokens), tokens, strict=True)]
@@ -85,13 +94,28 @@ def described(harvest: Harvest, site: str, number: int, n_examples: int) -> str:
         f"- Tokens, and their shares of its firings: {', '.join(here)}",
         f"- Predictions, everywhere and where it fires: {', '.join(following)}",
     ]
-    for kind, name in (("top", "Largest λ"), ("uniform", "A random sample")):
-        lines.append(f"- {name}:")
-        for example in [e for e in harvest.examples(site, number) if e.kind == kind][:n_examples]:
-            text, at = harvest.names(example.tokens), example.position - example.first
-            before, after = "".join(text[max(0, at - AROUND) : at]), "".join(text[at + 1 : at + 1 + AROUND])
-            lines.append(f"  - `{before}[{text[at]}]{after}` (λ {example.importance:.2f})")
+    examples, effects = harvest.examples(site, number), run.effect(site, number).by_sign()
+    drawn = [e for e in examples if e.kind == "uniform"]
+    top = dict(by_sign(examples))
+    for sign, positive in (("a > 0", True), ("a < 0", False)):
+        of_sign = [e for e in drawn if (e.activation > 0) is positive]
+        if not (sign in top or of_sign or sign in effects):
+            continue
+        lines.append(f"\n### {sign}: {len(of_sign)} of a random sample of {len(drawn)} firings\n")
+        for name, found in (("Largest λ · |a|", top.get(sign, [])), ("A random sample", of_sign)):
+            lines += [f"- {name}:", *(f"  - {in_context(harvest, e)}" for e in found[:n_examples])] if found else []
+        if sign in effects:
+            for name, changed in (("Less", effects[sign].down), ("More", effects[sign].up)):
+                moved = ", ".join(f"`{o.name}` {o.before:.1%} → {o.after:.1%}" for o in changed[:6])
+                lines.append(f"- {name} likely when it is masked off: {moved or 'none'}")
     return "\n".join(lines) + "\n"
+
+
+def in_context(harvest: Harvest, example: Example) -> str:
+    """The tokens around a firing, as code."""
+    text, at = harvest.names(example.tokens), example.position - example.first
+    before, after = "".join(text[max(0, at - AROUND) : at]), "".join(text[at + 1 : at + 1 + AROUND])
+    return f"`{before}[{text[at]}]{after}` (λ {example.importance:.2f}, a {example.activation:.2g})"
 
 
 def names(harvest: Harvest, rows: Sequence[dict[str, int]]) -> list[str]:

@@ -11,10 +11,13 @@ from param_decomp_lab.harvest.files import Groups
 
 @dataclass(frozen=True)
 class Chosen:
-    """``components``: numbers by site, ascending. ``graphs``: names of kept graphs."""
+    """``components``: numbers by site, ascending. ``graphs``: names of kept graphs. ``examples``: at most so many in each
+    list of a component's page, with at most ``context`` tokens each; None for all."""
 
     components: Mapping[str, Int[np.ndarray, " n"]]
     graphs: frozenset[str]
+    examples: int | None = None
+    context: int | None = None
 
     def of_site(self, site: str) -> Int[np.ndarray, " n"]:
         return self.components.get(site, np.zeros(0, int))

@@ -205,10 +205,12 @@ class Pages:
     def _lists(
         self, opened: Opened, lists: Sequence[tuple[str, Sequence[Example]]], largest: float
     ) -> list[dict[str, Any]]:
-        """Lists of examples that are sorted by ``λ · |a|``, with the values of it between which each lies."""
+        """Lists of examples that are sorted by ``λ · |a|``, with the values of it between which each lies. A copy may
+        have fewer."""
+        most = None if self.only is None else self.only.examples
         return [
             {
-                "title": title, "examples": [self._example(opened, e, largest) for e in found],
+                "title": title, "examples": [self._example(opened, e, largest) for e in found[:most]],
                 "most": _size(found[0]), "least": _size(found[-1]),
             }
             for title, found in lists
@@ -220,7 +222,8 @@ class Pages:
             named = zip(example.names, example.tokens, strict=True)
             context = Markup(", ").join(f"{name} = {values[feature]:.3g}" for name, feature in named)
         else:
-            context = example.marked(max(largest, 1e-30))
+            tokens = None if self.only is None else self.only.context
+            context = (example if tokens is None else example.near(tokens)).marked(max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
 
 

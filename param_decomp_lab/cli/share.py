@@ -215,6 +215,15 @@ def site(
         typer.Option(metavar="NAME", help="A graph in RUN/graphs; may be repeated. Default: all.", show_default=False),
     ] = None,
     most: Annotated[int, typer.Option(min=1, help="Components of the default choice.")] = 300,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="At most so many in each list of a component's page. Default: all.", show_default=False
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="At most so many tokens of an example. Default: all.", show_default=False)
+    ] = None,
     harvest: HarvestName = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -231,6 +240,8 @@ def site(
         layers.3.mlp.up_proj:5
 
         pd share site runs/p-1a2b3c4d --out shared/site --graphs once-upon-a-time-1a2b3c4d --most 100 --overwrite
+
+        pd share site runs/p-1a2b3c4d --out shared/small --most 50 --examples 3 --context 20
     """
     from param_decomp_lab.share.shared_run import open_shared
     from param_decomp_lab.share.site import share_site
@@ -238,7 +249,7 @@ def site(
     console = PlainConsole()
     shared = open_shared(run, harvest)
     made = share_site(
-        shared, out, components or (), graphs or (), most, overwrite=overwrite, console=console
+        shared, out, components or (), graphs or (), most, examples, context, overwrite=overwrite, console=console
     )  # fmt: skip
     console.print(
         f"{out}: {made.pages:,} pages with {made.components:,} components, {made.graphs:,} "

@@ -50,17 +50,20 @@ def share_site(
     components: Sequence[str] = (),
     graphs: Sequence[str] = (),
     most: int = 300,
+    examples: int | None = None,
+    context: int | None = None,
     *,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> SiteCopy:
     """Writes pages of a run into the new folder ``out``. ``components``: each ``SITE:1,2,3``; by default the ``most``
-    that stand in the graphs or, behind these, matter most. ``graphs``: names of kept graphs; all by default. Raises
+    that stand in the graphs or, behind these, matter most. ``graphs``: names of kept graphs; all by default.
+    ``examples``: at most so many in each list of a component's page, with at most ``context`` tokens each. Raises
     UserError for what is not there."""
     refuse_existing(out, marker=MARKER, overwrite=overwrite)
     files = _kept(run, graphs)
     numbers = read_components(run, components) if components else default_components(run, files.values(), most)
-    chosen = Chosen(numbers, frozenset(path.stem for path in files.values()))
+    chosen = Chosen(numbers, frozenset(path.stem for path in files.values()), examples, context)
     copy = _Copy(run, chosen, files)
     with (
         new_folder(out, marker=MARKER, overwrite=overwrite) as made,

@@ -43,7 +43,8 @@ def context(
         if k == here:
             classes.append("at")
         marked = f' class="{" ".join(classes)}"' if classes else ""
-        spans.append(f'<span{marked} title="λ {importance:.2f}, a {activation:.3g}">{escape(name)}</span>')
+        said = f"λ {importance:.2f}, a {activation:.3g}" if importance > 0 else f"a {activation:.3g}"
+        spans.append(f'<span{marked} title="{said}">{escape(name)}</span>')
     return Markup("".join(spans))
 
 

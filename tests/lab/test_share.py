@@ -1,7 +1,9 @@
 """`pd share graph`, and the copies of `pd share site`, whose links all lead somewhere."""
 
 import json
+import re
 import shutil
+import zipfile
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.evidence import gallery
+from experiments.evidence.gallery import write_gallery
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.graph import Edge
@@ -334,13 +338,43 @@ def test_a_copy_is_escaped_and_tells_nothing_of_the_machine(site: Path, run: Pat
 def test_chosen_components_and_graphs(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     chosen = ["--components", f"{UP}:4,0", "--components", f"model.{DOWN}.weight:2"]
-    outcome = pd_here("share", "site", run, "--out", out, *chosen, "--graphs", GRAPH)
+    few = ["--examples", "1", "--context", "3"]
+    outcome = pd_here("share", "site", run, "--out", out, *chosen, "--graphs", GRAPH, *few)
     assert outcome.status == 0, outcome
     made = {f"{page.parent.name}:{page.stem}" for page in out.glob("sites/*/*.html") if page.stem.isdecimal()}
     assert made == {f"{UP}:0", f"{UP}:4", f"{DOWN}:2"}
     between = (out / "sites" / UP / "4.html").read_text()
     assert 'rel="prev"' in between
     assert 'rel="next"' not in between
+    lists = re.findall(r"<h3>a [<&>].*?</ol>|<h3>\w+ third.*?</ol>", between, re.DOTALL)
+    assert len(lists) > 1
+    assert {found.count("<li>") for found in lists} == {1}
+    contexts = [context.count("<span") for context in re.findall(r'<p class="context">(.*?)</p>', between)]
+    assert len(contexts) == len(lists)
+    assert set(contexts) == {3}
+
+
+def test_the_gallery_has_what_is_labelled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file that is the same each time, with every link leading to a page of it; too large is refused."""
+    out, runs = tmp_path / "gallery.zip", {"demo": run, "smollm2": run}
+    pages, size = write_gallery(runs, out, 40)
+    with zipfile.ZipFile(out) as archive:
+        names = set(archive.namelist())
+        index = archive.read("index.html").decode()
+        made = {name: archive.read(name).decode() for name in names if name.endswith(".html")}
+    assert len(names) == pages
+    assert {name.split("/")[0] for name in names} == {"index.html", *runs}
+    assert set(hrefs(index)) - names == set()
+    labels = open_shared(run, None).labels
+    assert f"Here are {sum(labels.count().values())} of them" in index
+    shown = {name.removeprefix("demo/sites/") for name in made if re.fullmatch(r"demo/sites/.*/\d+\.html", name)}
+    assert shown == {f"{site}/{n}.html" for site in SITES for n in labels.of_site(site)}
+    again = tmp_path / "again.zip"
+    write_gallery(runs, again, 40)
+    assert again.read_bytes() == out.read_bytes()
+    monkeypatch.setattr(gallery, "LARGEST", size - 1)
+    with pytest.raises(UserError, match="take fewer"):
+        write_gallery(runs, out, 40)
 
 
 # ---- mistakes ----

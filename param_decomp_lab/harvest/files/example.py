@@ -1,6 +1,6 @@
 """A firing in its context."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float32
@@ -38,6 +38,19 @@ class Example:
         if not self.of_text:
             return ", ".join(self.names)
         return "".join(f"⟦{name}⟧" if k == here else name for k, name in enumerate(self.names))
+
+    def near(self, n: int) -> "Example":
+        """The example with at most ``n`` tokens of its context: two thirds of them before the firing where the context
+        has them. A toy's stays as it is."""
+        if not self.of_text:
+            return self
+        here = self.position - self.first
+        start = max(0, min(here - 2 * n // 3, len(self.tokens) - n))
+        kept = slice(start, start + n)
+        return replace(
+            self, first=self.first + start, tokens=self.tokens[kept], importances=self.importances[kept],
+            activations=self.activations[kept], names=self.names[kept],
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
