@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=0.05, help="share of the positions")
     parser.add_argument("--examples", type=int, default=4, help="of each kind")
     parser.add_argument("--listed", nargs="+", metavar="SITE:NUMBER", help="these, in place of a draw")
+    parser.add_argument("--places", type=int, default=64, help="firings at which a component is masked off; 0: none")
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
     harvest = run.harvest
@@ -51,7 +52,7 @@ def main() -> None:
         print(f"Medians of all {len(found)}: share of the firings that are on a component's {FEW} most frequent tokens")
         print(f"{share:.0%}; share of the places with one of these tokens where it fires {uses:.0%}\n")
     for site, number in drawn:
-        print(described(run, site, number, given.examples))
+        print(described(run, site, number, given.examples, given.places))
 
 
 def candidates(harvest: Harvest, least: float, most: float) -> list[tuple[str, int]]:
@@ -78,7 +79,7 @@ def draw(found: Sequence[tuple[str, int]], n: int, seed: int) -> list[tuple[str,
     return [found[i] for i in sorted(chosen)]
 
 
-def described(run: Run, site: str, number: int, n_examples: int) -> str:
+def described(run: Run, site: str, number: int, n_examples: int, places: int) -> str:
     """A section about one component."""
     harvest = run.harvest
     tokens = harvest.tokens(site, number).to_pylist()[:6]
@@ -94,7 +95,8 @@ def described(run: Run, site: str, number: int, n_examples: int) -> str:
         f"- Tokens, and their shares of its firings: {', '.join(here)}",
         f"- Predictions, everywhere and where it fires: {', '.join(following)}",
     ]
-    examples, effects = harvest.examples(site, number), run.effect(site, number).by_sign()
+    examples = harvest.examples(site, number)
+    effects = run.effect(site, number, places).by_sign() if places else {}
     drawn = [e for e in examples if e.kind == "uniform"]
     top = dict(by_sign(examples))
     for sign, positive in (("a > 0", True), ("a < 0", False)):

@@ -11,8 +11,8 @@ from param_decomp_lab.harvest.files import Groups
 
 @dataclass(frozen=True)
 class Chosen:
-    """``components``: numbers by site, ascending. ``graphs``: names of kept graphs. ``examples``: at most so many in each
-    list of a component's page, with at most ``context`` tokens each; None for all."""
+    """``components``: numbers by site, ascending. ``graphs``: names of kept graphs. ``examples``: at most so many in
+    each list of a component's page, with at most ``context`` tokens each; None for all."""
 
     components: Mapping[str, Int[np.ndarray, " n"]]
     graphs: frozenset[str]

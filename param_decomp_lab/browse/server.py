@@ -121,7 +121,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             asked = given.get("text", ""), _known_site(name, opened), _number(number)
             return HTMLResponse(await asyncio.to_thread(texts.of_component, opened, *asked))
         at = _number(given["at"]) if given.get("at") else 0
-        return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at))
+        return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at, given.get("by", "")))
 
     @of_harvest
     async def graph_list(request: Request, opened: Opened) -> Response:

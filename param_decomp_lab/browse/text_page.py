@@ -19,6 +19,10 @@ COMPONENTS = 12
 SHADED = 10
 STRONGEST = 12
 """Tokens in the list of where one component is strongest."""
+OF_TEXT = 24
+"""Components in the list of the strongest in a text."""
+ORDERS = {"both": "λ · |a|", "importance": "λ", "activation": "|a|"}
+"""What the strongest components in a text can be sorted by: the value of an address, and its name."""
 
 WAITING = (
     "Working on it; the first prompt starts JAX and compiles, which takes a few seconds and more with a large model. "
@@ -51,7 +55,9 @@ class TextPages:
     def __init__(self, pages: Pages, workers: Workers) -> None:
         self._pages, self._workers = pages, workers
 
-    def page(self, opened: Opened, text: str, at: int) -> str:
+    def page(self, opened: Opened, text: str, at: int, order: str) -> str:
+        """``order``: one of `ORDERS`; anything else is the first."""
+        order = order if order in ORDERS else next(iter(ORDERS))
         values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "found": None}
         if text.strip() and not values["wrong"]:
             answer = self._workers.of(opened).ask(text, PATIENCE_S)
@@ -60,13 +66,15 @@ class TextPages:
             elif answer.wrong:
                 values["wrong"] = clean(answer.wrong, 2000)
             else:
-                values |= self._found(opened, answer, at)
+                values |= self._found(opened, answer, at) | {"strongest": _strongest_components(opened, answer, order)}
         return self._pages.render(
             "text.html",
             opened=opened,
             text=clean(text[:LONGEST]),
             unit=unit(opened),
             longest=LONGEST,
+            order=order,
+            orders=ORDERS,
             **values,
         )
 
@@ -126,6 +134,33 @@ class TextPages:
 def _too_long(text: str) -> str:
     """The message for a text that is too long, "" for any other."""
     return f"a text may have {LONGEST:,} characters; this one has {len(text):,}" if len(text) > LONGEST else ""
+
+
+def _strongest_components(opened: Opened, answer: Answer, order: str) -> list[dict[str, Any]]:
+    """The components of all sites that are strongest in the text, each at the place where it is, by ``order``; where
+    that is the same, by ``λ · |a|``. Only places where λ is above the harvest's threshold count."""
+    best: list[tuple[float, float, str, int, int, float, float, int]] = []
+    for name, found in answer.sites.items():
+        size = np.abs(found.activation)
+        both = found.importance * size
+        value = {"both": both, "importance": found.importance, "activation": size}[order]
+        by_value = np.lexsort((-both, -value))
+        components, first, count = np.unique(found.component[by_value], return_index=True, return_counts=True)
+        for c, k, n in zip(components.tolist(), by_value[first].tolist(), count.tolist(), strict=True):
+            lam, a = float(found.importance[k]), float(found.activation[k])
+            best.append((-float(value[k]), -float(both[k]), name, c, int(found.position[k]), lam, a, n))
+    best = sorted(best)[:OF_TEXT]
+    of_text = opened.harvest.plan.inputs == "tokens"
+    names = opened.harvest.names([answer.tokens[b[4]] for b in best]) if of_text else [""] * len(best)
+    labels = {name: opened.labels.of_site(name) for name in {b[2] for b in best}}
+    return [
+        {
+            "site": site, "number": c, "label": labels[site].get(c, ""), "position": position, "text": text,
+            "tokens": shown_tokens(opened, opened.summary(site).tokens[c].tolist()), "importance": lam,
+            "activation": a, "places": places,
+        }
+        for (_, _, site, c, position, lam, a, places), text in zip(best, names, strict=True)
+    ]  # fmt: skip
 
 
 def _strongest(opened: Opened, answer: ComponentAnswer, largest: float) -> dict[str, Any]:

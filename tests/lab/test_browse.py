@@ -387,9 +387,11 @@ def test_one_component_on_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatc
         assert "5,000 characters" in browser.get(f"{base(harvested)}/text?of={site}:{c}&text={'x' * 5001}").text
         for wrong in ("x:1", f"{site}:99", site, f"{site}:x"):
             assert browser.get(f"{base(harvested)}/text", params={"of": wrong, "text": text}).status_code == 404
-    shown = re.findall(r'<span[^>]* title="λ ([\d.]+), a ([^"]*)">(.*?)</span>', page)
+    shown = re.findall(r'<span[^>]* title="(?:λ ([\d.]+), )?a ([^"]*)">(.*?)</span>', page)
     assert [unescape(token) for *_, token in shown] == list(text)
-    assert [(x, y) for x, y, _ in shown] == [(f"{x:.2f}", f"{y:.3g}") for x, y in zip(lam, a, strict=True)]
+    assert [(x, y) for x, y, _ in shown] == [
+        (f"{x:.2f}" if x > 0 else "", f"{y:.3g}") for x, y in zip(lam, a, strict=True)
+    ]
     assert f"at {(lam > harvest.plan.threshold).sum()} of {len(text)} tokens" in page
     listed = re.findall(
         r'</span></td><td class="num">(\d+)</td><td class="num">([^<]*)</td><td class="num">([^<]*)</td>', page
@@ -686,6 +688,37 @@ def test_half_written_and_new_harvests(mine: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_strongest_in_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all sites, each component once, at the place where it is strongest in the chosen order."""
+    run, text = answered_here(harvested, monkeypatch), "if x: return y"
+    sites = list(Harvest(only_harvest(harvested)).sites)
+    lams, activations = run.causal_importances(text, sites), run.activations(text, sites)
+    row = r"""/sites/([^"/]*)/(\d+)">.*?</a></td><td class="num">([\d.]+)</td>"""
+    row += r"""<td class="num">[^<]*</td><td class="num">(\d+)</td>"""
+
+    def shown(browser: TestClient, **order: str) -> list[tuple[str, str, str, str]]:
+        page = browser.get(f"{base(harvested)}/text", params={"text": text, **order}).text
+        return re.findall(row, page.partition('id="strongest"')[2].partition("</section>")[0])
+
+    with client(harvested) as browser:
+        lists = {order: shown(browser, by=order) for order in ("both", "importance", "activation")}
+        assert shown(browser) == shown(browser, by="nonsense") == lists["both"]
+    for order, rows in lists.items():
+        best: dict[tuple[str, str], tuple[float, str, str]] = {}
+        for site in sites:
+            lam, a = np.asarray(lams[site]), np.asarray(activations[site])
+            value = {"both": lam * abs(a), "importance": lam, "activation": abs(a)}[order]
+            for c in np.flatnonzero((lam > 0).any(0)).tolist():
+                at = max(np.flatnonzero(lam[:, c] > 0), key=lambda k: (value[k, c], lam[k, c] * abs(a[k, c])))
+                best[site, str(c)] = value[at, c], f"{lam[at, c]:.2f}", str((lam[:, c] > 0).sum())
+        found = [best[site, number] for site, number, *_ in rows]
+        assert len({found[:2] for found in rows}) == len(rows) == 24
+        assert [rest for _, *rest in found] == [list(rest) for _, _, *rest in rows]
+        values = [value for value, *_ in found]
+        assert values == sorted(values, reverse=True)
+        assert values[-1] >= sorted((value for value, *_ in best.values()), reverse=True)[23]
+
+
 def test_a_text(harvested: Path) -> None:
     def wait(browser: TestClient, page: str, **params: str) -> str:
         for _ in range(600):
@@ -706,7 +739,8 @@ def test_a_text(harvested: Path) -> None:
             row = re.search(rf'<th scope="row"><a href="[^"]*">{re.escape(site)}</a></th>(.*?)</tr>', found, re.DOTALL)
             assert row is not None
             assert [int(n) for n in re.findall(r">(\d+)</td>", row[1])] == counts.sum(1).tolist()
-            listed = re.findall(rf'<a href="[^"]*/sites/{re.escape(site)}/(\d+)">', found)
+            here = found.partition("<h2>At")[2]
+            listed = re.findall(rf'<a href="[^"]*/sites/{re.escape(site)}/(\d+)">', here)
             assert len(listed) == min(12, counts[2].sum())
             assert {int(n) for n in listed} <= set(np.flatnonzero(counts[2]).tolist())
         assert "5,000 characters" in browser.get(text, params={"text": "x" * 5001}).text
