@@ -1,4 +1,4 @@
-"""The math of `semantics.md`, sections 1-8, 11-13, 15-17 and 19, N4 and N5, in NumPy float64, the tests' yardstick.
+"""The math of `semantics.md`, sections 1-8, 11-13 and 15-19, N4 and N5, in NumPy float64, the tests' yardstick.
 
 Nothing here is drawn: batches, sources, routes and uniform numbers are inputs. Every function takes
 `Var` (differentiable) or `ndarray` and answers in kind, so one definition serves values and exact
@@ -2443,6 +2443,42 @@ def fewer_latents(config: dict, tensors: dict[str, Array], f: Array, k: int) -> 
     if config.get("rescale_acts_by_decoder_norm", False):
         lengths = np.ones_like(lengths)
     return np.where(top_k(f * lengths, k), f, 0)
+
+
+# ---- Section 18: runs beside each other ----
+
+
+def similarity(V: Array, U: Array, other_V: Array, other_U: Array) -> Array:
+    """Cosines of the matrices V[:, i] U[i] with other_V[:, j] other_U[j], flattened: [n, m]."""
+    one, other = (np.einsum("di,ie->ide", *x).reshape(x[1].shape[0], -1) for x in ((V, U), (other_V, other_U)))
+    return one @ other.T / np.linalg.norm(one, axis=1)[:, None] / np.linalg.norm(other, axis=1)
+
+
+def assigned_pairs(cosines: Array) -> list[tuple[int, int]]:
+    """P5: pairs of rows and columns of the largest sum, as many as there are of the fewer; all subsets are tried."""
+    if cosines.shape[0] > cosines.shape[1]:
+        return sorted((i, j) for j, i in assigned_pairs(cosines.T))
+    # By the columns that are taken: the best sum of the first rows, and its pairs.
+    best: dict[frozenset[int], tuple[float, list[tuple[int, int]]]] = {frozenset(): (0.0, [])}
+    for i, row in enumerate(cosines):
+        longer: dict[frozenset[int], tuple[float, list[tuple[int, int]]]] = {}
+        for taken, (total, pairs) in best.items():
+            for j in set(range(len(row))) - taken:
+                found = total + row[j], [*pairs, (i, j)]
+                longer[taken | {j}] = max(longer.get(taken | {j}, found), found)
+        best = longer
+    return max(best.values())[1]
+
+
+def mutual_pairs(cosines: Array) -> list[tuple[int, int]]:
+    """P5 with too many components: those of which each is the other's most similar."""
+    return [(i, j) for i, j in np.ndindex(*cosines.shape) if cosines[i, j] == cosines[i].max() == cosines[:, j].max()]
+
+
+def firing_overlap(one: Array, other: Array) -> float:
+    """P6 of where two components fire, [positions] each."""
+    either = (one | other).sum()
+    return float((one & other).sum() / either) if either else 0.0
 
 
 # ---- Section 19: attention heads ----

@@ -2081,3 +2081,19 @@ def test_judged_errors() -> None:
     assert all(e > ref.reading_error(model, one) for e, one in zip(errors, starts, strict=True))
     assert ref.allowed_errors({"ci": 1e-4, "random": 0.1}, 2.0, True) == {"ci": 1e-3, "random": 0.2}
     assert ref.allowed_errors({"ci": 1e-4}, 2.0, False) == {"ci": 2e-4}
+
+
+def test_pairs_of_the_largest_sum() -> None:
+    cosines = np.array([[0.9, 0.8, 0.1], [0.8, 0.1, 0.3]])
+    assert ref.assigned_pairs(cosines) == [(0, 1), (1, 0)]  # 1.6, though the largest cosine is in neither
+    assert ref.assigned_pairs(cosines.T) == [(0, 1), (1, 0)]
+    assert ref.mutual_pairs(cosines) == [(0, 0)]
+    V, U = normal(5, 3), normal(3, 4)
+    np.testing.assert_allclose(np.diag(ref.similarity(V, U, -2 * V, -U)), 1)
+    np.testing.assert_allclose(np.diag(ref.similarity(V, U, -V, U)), -1)
+    cos = dot(V[:, 0], V[:, 1]) * dot(U[0], U[1])
+    lengths = math.prod(np.linalg.norm(x) for x in (V[:, 0], V[:, 1], U[0], U[1]))
+    assert ref.similarity(V, U, V, U)[0, 1] == pytest.approx(cos / lengths)
+    fires = np.array([True, True, False, False])
+    assert ref.firing_overlap(fires, np.array([False, True, True, False])) == pytest.approx(1 / 3)
+    assert ref.firing_overlap(fires & False, fires & False) == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Groups, Harvest, Summary, find_harvests
 from param_decomp_lab.harvest.files.averages import AVERAGES_FILE, Averages, find_averages
@@ -16,7 +17,7 @@ from param_decomp_lab.harvest.files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest.files.scores import Scores
 from param_decomp_lab.harvest.files.tables import PLAN_FILE
 from param_decomp_lab.runs.listing import DEPTH, RunStatus, read_run, run_folders
-from param_decomp_lab.runs.target_file import read_target
+from param_decomp_lab.runs.target_file import TARGET_FILE, read_target
 from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS_OPEN = 4
@@ -49,6 +50,7 @@ class Catalog:
         self.folders = folders
         self._open = lru_cache(maxsize=HARVESTS_OPEN)(_open)
         self.runs: dict[str, RunEntry] = {}
+        self._targets: dict[Path, Architecture | None] = {}
         self.refresh()
         if not self.runs:
             raise UserError(f"no run in {', '.join(map(str, folders))}; say where the runs are: pd browse FOLDER")
@@ -64,13 +66,12 @@ class Catalog:
             else:
                 for run in run_folders(folder, DEPTH):
                     found[run.resolve()] = {path.name: path for path in _harvests(run)}
-        self.runs = {}
+        runs: dict[str, RunEntry] = {}
         for folder, harvests in found.items():
             usable = folder.name if NAME.fullmatch(folder.name) else "run"
-            name = next(n for n in _numbered(usable) if n not in self.runs)
-            self.runs[name] = RunEntry(
-                name, folder, {name: path for name, path in harvests.items() if NAME.fullmatch(name)}
-            )
+            name = next(n for n in _numbered(usable) if n not in runs)
+            runs[name] = RunEntry(name, folder, {name: path for name, path in harvests.items() if NAME.fullmatch(name)})
+        self.runs, self._targets = runs, {}  # at once, since pages look at them in other threads
 
     def run(self, name: str) -> RunEntry:
         """Raises UserError for a run that is not there."""
@@ -91,6 +92,34 @@ class Catalog:
         path = entry.harvests[name]
         # Made again under the same name, it is another file.
         return self._open(entry.name, entry.folder, name, path, _inode(path / PLAN_FILE))
+
+    def others(self, opened: "Opened") -> list[tuple[str, str]]:
+        """Runs and harvests, by their names, of the same architecture as the target of ``opened``, each run's newest
+        first; without those of the same run and step, and without runs that do not say what their target is."""
+        mine = self._target(opened.run_folder)
+        if mine is None:
+            return []
+        step = f"step-{opened.harvest.plan.step}-"
+        return [
+            (name, harvest)
+            for name, entry in self.runs.items()
+            if entry.harvests and self._target(entry.folder) == mine
+            for harvest in entry.harvests
+            if name != opened.run or (harvest != opened.name and not harvest.startswith(step))
+        ]
+
+    def _target(self, run_folder: Path) -> Architecture | None:
+        """As `_architecture`, which looks at a file each time; this does after `refresh` alone."""
+        known = self._targets
+        if run_folder not in known:
+            known[run_folder] = _architecture(run_folder)
+        return known[run_folder]
+
+    def may_be_alike(self, opened: "Opened", other: "Opened") -> bool:
+        """Whether two runs may decompose the same target: their architectures are equal, as far as both say what it
+        is."""
+        one, two = _architecture(opened.run_folder), _architecture(other.run_folder)
+        return one is None or two is None or one == two
 
 
 @dataclass(frozen=True)
@@ -135,10 +164,7 @@ class Opened:
     @cached_property
     def sites_with_heads(self) -> frozenset[str]:
         """The sites that are cut into attention heads; empty where the run does not say what its target is."""
-        try:
-            architecture = read_target(self.run_folder)
-        except UserError:
-            return frozenset()
+        architecture = _architecture(self.run_folder)
         if architecture is None:
             return frozenset()
         return frozenset(matrix.name for matrix in architecture.attention_matrices()) & set(self.harvest.sites)
@@ -151,6 +177,20 @@ class Opened:
 def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
     del inode
     return Opened(run, run_folder, name, Harvest(path))
+
+
+def _architecture(run_folder: Path) -> Architecture | None:
+    """The architecture of a run's target; None where the run does not say what it is."""
+    return _read_architecture(run_folder, _inode(run_folder / TARGET_FILE))
+
+
+@lru_cache(maxsize=512)
+def _read_architecture(run_folder: Path, inode: int) -> Architecture | None:
+    del inode
+    try:
+        return read_target(run_folder)
+    except UserError:
+        return None
 
 
 def _inode(file: Path) -> int:

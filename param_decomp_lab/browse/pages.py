@@ -86,16 +86,18 @@ class Pages:
         return self.render("runs.html", runs=shown, page=page, pages=pages, total=len(names))
 
     def _run_row(self, run: RunEntry) -> dict[str, Any]:
-        status, harvests = run.status, []
+        status, harvests, beside = run.status, [], ""
         for name in run.harvests:
             try:
-                plan = self.catalog.harvest(run.name, name).harvest.plan
+                opened = self.catalog.harvest(run.name, name)
+                plan = opened.harvest.plan
                 harvests.append({"name": name, "plan": plan, "C": sum(site.C for site in plan.sites), "wrong": ""})
+                beside = beside or (name if self.catalog.others(opened) else "")
             except UserError as error:
                 harvests.append({"name": name, "wrong": clean(str(error), 500)})
         return {
             "name": run.name, "folder": str(run.folder), "status": status, "harvests": harvests,
-            "main": _headline(status),
+            "main": _headline(status), "beside": beside,
         }  # fmt: skip
 
     # --- a harvest ---
@@ -117,8 +119,13 @@ class Pages:
             "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=verdict(series, {}, l0),
             sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
             C=sum(site.C for site in plan.sites), page=page, pages=pages,
-            copied=0 if self.only is None else self.only.count, experts=l0 is not None and l0.has_experts,
+            others=self._others(opened), copied=0 if self.only is None else self.only.count,
+            experts=l0 is not None and l0.has_experts,
         )  # fmt: skip
+
+    def _others(self, opened: Opened) -> list[tuple[str, str]]:
+        """Harvests that one can be matched with; a copy has none."""
+        return [] if self.only is not None else self.catalog.others(opened)
 
     def _routed(self, opened: Opened, site: str) -> float | None:
         """Of an expert's matrix, the share of the positions that take the expert, as the run logged it; None for a site
@@ -181,8 +188,8 @@ class Pages:
             scores=_scores(opened, site, n, history[0].text if history else ""),
             importances=importance_histogram(row["importance_histogram"]),
             activations=activation_histogram(row["activation_histogram"]),
-            top=self._lists(opened, by_sign(examples), row["activation_max"]),
-            uniform=self._lists(opened, by_third(examples), row["activation_max"]),
+            top=self.lists(opened, by_sign(examples), row["activation_max"]),
+            uniform=self.lists(opened, by_third(examples), row["activation_max"]),
             id=f"{site}:{n}", python="" if self.only is not None else _in_python(opened, site, n),
             at_one=AT_ONE, ranked_by_a=plan.format > 1,
             tokens=_token_rows(tokens), outputs=outputs.to_pylist(),
@@ -199,10 +206,11 @@ class Pages:
             rare=row["firings"] < RARE_FIRINGS, unit=unit(opened), author=user_name(),
             routed=self._routed(opened, site), longest=LONGEST, longest_name=LONGEST_NAME,
             longest_text=LONGEST_TEXT, places=PLACES,
+            others=self._others(opened),
             group=_group_of(opened, site, n), shown_members=GROUP_MEMBERS, averages=_averages(opened, site, n),
         )  # fmt: skip
 
-    def _lists(
+    def lists(
         self, opened: Opened, lists: Sequence[tuple[str, Sequence[Example]]], largest: float
     ) -> list[dict[str, Any]]:
         """Lists of examples that are sorted by ``λ · |a|``, with the values of it between which each lies. A copy may

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from param_decomp_lab.harvest.files import Summary
 from param_decomp_lab.harvest.files.tables import IMPORTANCE_BINS, OCTAVES
@@ -54,6 +54,22 @@ def activation_histogram(counts: Sequence[int]) -> Histogram:
     edge, least = number(2.0 ** octaves[-1] * 2), number(2.0 ** octaves[0])
     ticks: list[tuple[float, str]] = [(0, f"−{edge}"), (50, f"±{least}"), (100, edge)]
     return Histogram(_bars([count for *_, count in bins], names), ticks, "a where it fires, in octaves")
+
+
+SIMILARITY_BINS = 40
+
+
+def similarity_histogram(similarity: Float[np.ndarray, " n"], random: Float[np.ndarray, " r"]) -> Histogram:
+    """The similarities of matched pairs, and under the pointer how many random directions there are in each bin."""
+    edges = np.linspace(min(0.0, float(similarity.min(initial=0.0))), 1.0, SIMILARITY_BINS + 1)
+    counts, by_chance = (np.histogram(np.clip(x, edges[0], 1.0), edges)[0].tolist() for x in (similarity, random))
+    names = [
+        f"{low:.2f} to {high:.2f} (of random directions {n:,})"
+        for (low, high), n in zip(pairwise(edges.tolist()), by_chance, strict=True)
+    ]
+    least = f"{edges[0]:.1f}".replace("-", "−")
+    ticks: list[tuple[float, str]] = [(0, "0" if edges[0] == 0 else least), (100, "1")]
+    return Histogram(_bars(counts, names), ticks, "similarity of the pairs")
 
 
 def _bars(counts: Sequence[int], names: Sequence[str]) -> list[Bar]:

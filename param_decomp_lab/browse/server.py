@@ -33,6 +33,7 @@ from param_decomp_lab.browse.graph_pages import GraphPages
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.heads_page import HeadsPages
 from param_decomp_lab.browse.intervention_page import InterventionPages
+from param_decomp_lab.browse.matched_page import MatchedPages, PairQuery, known_harvest
 from param_decomp_lab.browse.nearest_page import NearestPages
 from param_decomp_lab.browse.pages import NotThere, Pages, address
 from param_decomp_lab.browse.text_page import TextPages, Workers
@@ -69,7 +70,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     interventions = InterventionPages(pages, workers)
     group_pages, nearest_pages = GroupPages(pages), NearestPages(pages, workers)
     heads_pages = HeadsPages(pages, workers)
-    effects = EffectPages(pages, workers)
+    effects, matched_pages = EffectPages(pages, workers), MatchedPages(pages, workers, catalog)
 
     def of_harvest(handler: Callable[[Request, Opened], Awaitable[Response]]) -> Handler:
         @wraps(handler)
@@ -156,7 +157,33 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         given = request.query_params
         name = _known_site(given.get("site", ""), opened)
         number = _number(given.get("component", ""))
-        return HTMLResponse(await asyncio.to_thread(nearest_pages.page, opened, name, number))
+        other = known_harvest(catalog, given["other"], given.get("at", "")) if given.get("other") else None
+        return HTMLResponse(await asyncio.to_thread(nearest_pages.page, opened, name, number, other))
+
+    @of_harvest
+    async def match_choice(request: Request, opened: Opened) -> Response:
+        given = request.query_params
+        name = _known_site(given["site"], opened) if given.get("site") else ""
+        number = _number(given["component"]) if name and given.get("component") else None
+        return HTMLResponse(matched_pages.choose(opened, name, number))
+
+    @of_harvest
+    async def matched(request: Request, opened: Opened) -> Response:
+        asked = opened, _other(request), _page(request)
+        return HTMLResponse(await asyncio.to_thread(matched_pages.overview, *asked))
+
+    @of_harvest
+    async def matched_site(request: Request, opened: Opened) -> Response:
+        asked = opened, _other(request), _site(request, opened), PairQuery.parse(request.query_params), _page(request)
+        return HTMLResponse(await asyncio.to_thread(matched_pages.site, *asked))
+
+    @of_harvest
+    async def matched_pair(request: Request, opened: Opened) -> Response:
+        asked = opened, _other(request), _site(request, opened), _number(request.path_params["component"])
+        return HTMLResponse(await asyncio.to_thread(matched_pages.pair, *asked))
+
+    def _other(request: Request) -> Opened:
+        return known_harvest(catalog, request.path_params["other"], request.path_params["other_harvest"])
 
     @of_harvest
     async def heads(request: Request, opened: Opened) -> Response:
@@ -234,6 +261,10 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/{run}/{harvest}/baselines", baselines),
             Route("/{run}/{harvest}/report", report),
             Route("/{run}/{harvest}/nearest", nearest),
+            Route("/{run}/{harvest}/matched", match_choice),
+            Route("/{run}/{harvest}/matched/{other}/{other_harvest}", matched),
+            Route("/{run}/{harvest}/matched/{other}/{other_harvest}/{site}", matched_site),
+            Route("/{run}/{harvest}/matched/{other}/{other_harvest}/{site}/{component}", matched_pair),
             Route("/{run}/{harvest}/heads", heads),
             Route("/{run}/{harvest}/effect", effect),
             Route("/{run}/{harvest}/groups", groups),

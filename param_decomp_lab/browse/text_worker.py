@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from jaxtyping import Float32, Int32
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Graph
+from param_decomp_lab.matching.result import MatchedSite
 
 OUTPUTS, SAMPLES, CONTINUED = 10, 8, 8
 """Of an intervention: outputs shown, draws of the random reading, tokens of the continuation."""
@@ -98,20 +100,54 @@ class InterventionAnswer:
 
 
 @dataclass(frozen=True)
+class OtherRun:
+    """Another run, opened at a step, and the sites of it that are searched."""
+
+    folder: Path
+    step: int
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NearestQuestion:
-    """The ``most`` components of nearest direction, by U and by V."""
+    """The ``most`` components of nearest direction, by U and by V; in ``other`` also by both. ``also``: components of
+    ``other`` whose cosines are asked for, too."""
 
     site: str
     number: int
     most: int
+    other: OtherRun | None = None
+    also: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class NearestAnswer:
-    """Site, number and cosine of components, by U and by V."""
+    """Site, number and cosine of components, by U, by V and by both. ``cosines``: of each component of another run, by
+    side, where the sides can be compared."""
 
     by_U: list[tuple[str, int, float]] = field(default_factory=list)
     by_V: list[tuple[str, int, float]] = field(default_factory=list)
+    by_both: list[tuple[str, int, float]] = field(default_factory=list)
+    cosines: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class MatchQuestion:
+    """The components of a site that fire in ``harvest``, matched with those of another run that fire in
+    ``other_harvest``."""
+
+    site: str
+    harvest: Path
+    other: OtherRun
+    other_harvest: Path
+
+
+@dataclass(frozen=True)
+class MatchAnswer:
+    """What was found, or why nothing was."""
+
+    found: MatchedSite | None = None
     wrong: str = ""
 
 
@@ -209,11 +245,29 @@ class ComponentAnswer:
 
 
 Question = (
-    str | GraphQuestion | InterventionQuestion | NearestQuestion | HeadsQuestion | EffectQuestion | ComponentQuestion
+    str
+    | GraphQuestion
+    | InterventionQuestion
+    | NearestQuestion
+    | MatchQuestion
+    | HeadsQuestion
+    | EffectQuestion
+    | ComponentQuestion
 )
 """A text asks what fires in it."""
-AnyAnswer = Answer | GraphAnswer | InterventionAnswer | NearestAnswer | HeadsAnswer | EffectAnswer | ComponentAnswer
-Kind = TypeVar("Kind", GraphAnswer, InterventionAnswer, NearestAnswer, HeadsAnswer, EffectAnswer, ComponentAnswer)
+AnyAnswer = (
+    Answer
+    | GraphAnswer
+    | InterventionAnswer
+    | NearestAnswer
+    | MatchAnswer
+    | HeadsAnswer
+    | EffectAnswer
+    | ComponentAnswer
+)
+Kind = TypeVar(
+    "Kind", GraphAnswer, InterventionAnswer, NearestAnswer, MatchAnswer, HeadsAnswer, EffectAnswer, ComponentAnswer
+)
 
 
 class TextWorker:
@@ -243,6 +297,10 @@ class TextWorker:
     def nearest(self, question: NearestQuestion, patience_s: float) -> NearestAnswer | None:
         """The nearest components; None as of `wait`."""
         return self._answer_of(NearestAnswer, question, patience_s)
+
+    def match(self, question: MatchQuestion, patience_s: float) -> MatchAnswer | None:
+        """A site matched with that of another run; None as of `wait`."""
+        return self._answer_of(MatchAnswer, question, patience_s)
 
     def heads(self, question: HeadsQuestion, patience_s: float) -> HeadsAnswer | None:
         """The heads of a component; None as of `wait`."""
@@ -330,15 +388,60 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
             return GraphAnswer(run.graph(prompt, target=target or None, optimize=optimize, threshold=threshold))
         case InterventionQuestion():
             return _intervene(run, question)
-        case NearestQuestion(site, number, most):
-            by_U, by_V = ([tuple(n) for n in run.nearest(site, number, side, most=most, sites=sites)] for side in "UV")
-            return NearestAnswer(by_U, by_V)
+        case NearestQuestion():
+            return _nearest(run, question, sites)
+        case MatchQuestion():
+            return _match(run, question)
         case HeadsQuestion():
             return _heads(run, question)
         case EffectQuestion():
             return _effect(run, question)
         case ComponentQuestion():
             return _of_component(run, question)
+
+
+@lru_cache(maxsize=1)
+def _other_run(folder: Path, step: int) -> Any:
+    """The last other run stays open: its pages come one after the other."""
+    from param_decomp_lab.opening import load_run
+
+    return load_run(folder, step, devices=1)
+
+
+def _nearest(run: Any, question: NearestQuestion, sites: tuple[str, ...]) -> NearestAnswer:
+    from param_decomp_lab.opening.nearest import cosines_between
+
+    site, number = question.site, question.number
+    other = None if question.other is None else _other_run(question.other.folder, question.other.step)
+    searched = sites if question.other is None else question.other.sites
+    lists = {
+        side: [tuple(n) for n in run.nearest(site, number, side, most=question.most, sites=searched, other=other)]
+        for side in ("U", "V", *(() if other is None else ("both",)))
+    }
+    named = {(name, n) for found in lists.values() for name, n, _ in found} | set(question.also)
+    cosines = (
+        {}
+        if other is None
+        else {(name, n): cosines_between(run, site, number, other, name, n) for name, n in sorted(named)}
+    )
+    return NearestAnswer(lists["U"], lists["V"], lists.get("both", []), cosines)
+
+
+@lru_cache(maxsize=2)
+def _harvest(folder: Path) -> Any:
+    from param_decomp_lab.harvest.files import Harvest
+
+    return Harvest(folder)
+
+
+def _match(run: Any, question: MatchQuestion) -> MatchAnswer:
+    from param_decomp_lab.harvest.files.overlap import same_rows
+    from param_decomp_lab.opening.matched import match_site, refuse_other_target
+
+    other = _other_run(question.other.folder, question.other.step)
+    refuse_other_target(run, other)
+    mine, theirs = _harvest(question.harvest), _harvest(question.other_harvest)
+    return MatchAnswer(match_site(run, mine, other, theirs, question.site, same_rows(mine, theirs)))
 
 
 def _heads(run: Any, question: HeadsQuestion) -> HeadsAnswer:

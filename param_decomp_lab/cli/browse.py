@@ -20,15 +20,18 @@ def browse(
     """Show the components of harvested runs in a browser.
 
     For every site a list of its components and a map of them; for every component where it fires, on which tokens, with
-    which others, and what the network predicts there; a text box that shows what fires in a text. Labels that you give
-    are kept beside the harvests. Nothing else is written, and only this machine can see it, unless --host says
-    otherwise. On a remote machine: ssh -L 8720:localhost:8720 MACHINE, and open http://localhost:8720 here.
+    which others, and what the network predicts there; a text box that shows what fires in a text. Two runs of the same
+    target are shown side by side, their components matched. Labels that you give are kept beside the harvests. Nothing
+    else is written, and only this machine can see it, unless --host says otherwise. On a remote machine: ssh -L
+    8720:localhost:8720 MACHINE, and open http://localhost:8720 here.
 
     Examples:
 
         pd browse
 
         pd browse runs/p-1a2b3c4d --open
+
+        pd browse runs/p-1a2b3c4d runs/p-5e6f7a8b
 
         pd browse runs /scratch/me/runs --port 9000
     """

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import linear_sum_assignment
 
 from param_decomp_lab.compare.records import Record
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config
 from param_decomp_lab.eval.run_evaluation import evaluation_batches
+from param_decomp_lab.matching.pairs import Fired, all_cosines, assignment, random_like
 from param_decomp_lab.opening import Run, load_run
+from param_decomp_lab.opening.matched import DecomposedTarget, decomposed_target
 
 MOST = 2048
 """Components of a site that are matched at most, those of largest mean λ: an assignment takes n³ operations."""
@@ -60,14 +61,6 @@ class Agreement:
         return _mean([site.by_chance for site in self.sites if site.by_chance is not None])
 
 
-@dataclass(frozen=True)
-class Fired:
-    """The components of a site that fire. ``V`` [d_in, n], ``U`` [n, d_out]."""
-
-    V: Float[np.ndarray, "d_in n"]
-    U: Float[np.ndarray, "n d_out"]
-
-
 def agreements(
     records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
 ) -> list[Agreement]:
@@ -77,7 +70,7 @@ def agreements(
     pairs = [pair for group in done for pair in combinations(group, 2)]
     if not pairs:
         pairs = list(combinations(sorted(number for group in done for number in group), 2))
-    read: dict[int, dict[str, Fired] | str] = {}
+    read: dict[int, tuple[DecomposedTarget, dict[str, Fired]] | str] = {}
     for number in sorted({number for pair in pairs for number in pair}):
         progress(f"reading {records[number].status.folder}")
         try:
@@ -90,12 +83,16 @@ def agreements(
         a, b = read[one], read[other]
         if isinstance(a, str) or isinstance(b, str):
             found.append(Agreement(one, other, why=a if isinstance(a, str) else str(b)))
-        elif {name: (x.V.shape[0], x.U.shape[1]) for name, x in a.items()} != {
-            name: (x.V.shape[0], x.U.shape[1]) for name, x in b.items()
+            continue
+        (target, mine), (other_target, theirs) = a, b
+        if difference := target.difference(other_target):
+            found.append(Agreement(one, other, why=difference))
+        elif {name: (x.V.shape[0], x.U.shape[1]) for name, x in mine.items()} != {
+            name: (x.V.shape[0], x.U.shape[1]) for name, x in theirs.items()
         }:
             found.append(Agreement(one, other, why="they decompose different matrices"))
         else:
-            found.append(Agreement(one, other, tuple(of_site(name, x, b[name]) for name, x in a.items())))
+            found.append(Agreement(one, other, tuple(of_site(name, x, theirs[name]) for name, x in mine.items())))
     return found
 
 
@@ -104,33 +101,18 @@ def of_site(name: str, one: Fired, other: Fired, seed: int = 0) -> SiteAgreement
     counts = one.V.shape[1], other.V.shape[1]
     if not all(counts):
         return SiteAgreement(name, counts, None, None)
-    rng = np.random.default_rng(seed)
-
-    def random(like: Fired) -> Fired:
-        return Fired(rng.standard_normal(like.V.shape), rng.standard_normal(like.U.shape))
-
-    return SiteAgreement(name, counts, matched(one, other), matched(random(one), random(other)))
+    return SiteAgreement(name, counts, matched(one, other), matched(*random_like(one, other, seed)))
 
 
 def matched(one: Fired, other: Fired) -> Cosines:
     """Mean cosines of pairs, matched one to one so that their sum is largest: for V, U and the matrices apart."""
-    V = _unit(one.V.T) @ _unit(other.V.T).T
-    U = _unit(one.U) @ _unit(other.U).T
-    return Cosines(*(_assigned(cosines) for cosines in (np.abs(V), np.abs(U), V * U)))
+    V, U = all_cosines(one, other)
+    return Cosines(*(float(x[assignment(x)].mean()) for x in (np.abs(V), np.abs(U), V * U)))
 
 
-def _assigned(cosines: Float[np.ndarray, "n m"]) -> float:
-    rows, columns = linear_sum_assignment(cosines, maximize=True)
-    return float(cosines[rows, columns].mean())
-
-
-def _unit(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-    wide = rows.astype(np.float64)
-    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-
-
-def _fired(folder: Path) -> dict[str, Fired]:
-    """The components of a run that fire in its evaluation's batches, by site; the `MOST` of largest mean λ."""
+def _fired(folder: Path) -> tuple[DecomposedTarget, dict[str, Fired]]:
+    """A run's target, and its components that fire in its evaluation's batches, by site; the `MOST` of largest mean
+    λ."""
     run = load_run(folder)
     means = _mean_importances(run)
     found = {}
@@ -139,7 +121,7 @@ def _fired(folder: Path) -> dict[str, Fired]:
         firing = np.flatnonzero(means[site] > 0)
         chosen = np.sort(firing[np.argsort(-means[site][firing], kind="stable")[:MOST]])
         found[site] = Fired(V[:, chosen], U[chosen])
-    return found
+    return decomposed_target(run), found
 
 
 def _mean_importances(run: Run) -> dict[str, Float[np.ndarray, " C"]]:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.graph.prompt_graph import GraphProgress, graph_of_prompt
 from param_decomp_lab.harvest.files import Groups, Harvest, harvest_of
+from param_decomp_lab.matching.result import MatchedRuns
 from param_decomp_lab.opening.effect import PLACES, Effect, effect_of
 from param_decomp_lab.opening.heads import (
     HeadPrograms,
@@ -24,6 +25,7 @@ from param_decomp_lab.opening.heads import (
     partners_of,
 )
 from param_decomp_lab.opening.intervention import Intervention, intervene
+from param_decomp_lab.opening.matched import match_runs
 from param_decomp_lab.opening.nearest import Nearest, Side, nearest_components
 from param_decomp_lab.opening.plots import Plots
 from param_decomp_lab.opening.selection import Selection
@@ -57,15 +59,33 @@ class Run(OpenedRun):
         return self.harvest.groups
 
     def nearest(
-        self, site: str, number: int, side: Side = "U", *, most: int = 12, sites: str | Sequence[str] | None = None
+        self,
+        site: str,
+        number: int,
+        side: Side = "U",
+        *,
+        most: int = 12,
+        sites: str | Sequence[str] | None = None,
+        other: OpenedRun | None = None,
     ) -> list[Nearest]:
         """The components whose output directions (``U``) or input directions (``V``) are nearest to those of component
-        ``number``, by absolute cosine, among the sites that write or read the same space.
+        ``number``, by absolute cosine, among the sites that write or read the same space; ``both``: by the product of
+        the two cosines, among the sites that do both.
 
-        ``sites``: names or patterns of those that are searched; None for all. Raises UserError for an unknown site,
-        component or side.
+        ``other``: a run of the same target in which they are looked for; None for this one. ``sites``: names or
+        patterns of those that are searched; None for all. Raises UserError for an unknown site, component or side, and
+        for a run of another target.
         """
-        return nearest_components(self, site, number, side, most, sites)
+        return nearest_components(self, site, number, side, most, sites, other)
+
+    def matched(self, other: "Run", *, sites: str | Sequence[str] | None = None) -> MatchedRuns:
+        """This run's components matched one to one with another run's, at each site that both have (P5): the pairs, how
+        similar they are, beside random directions, and how far they fire at the same positions.
+
+        Those that fire in the `harvest` of each are matched. ``sites``: names or patterns; None for all. Raises
+        UserError for runs of different targets, where no site is in both harvests, and without a harvest of each.
+        """
+        return match_runs(self, self.harvest, other, other.harvest, sites)
 
     def heads(self, site: str, component: int | None = None) -> Heads:
         """In which attention heads the components of a site lie, or one component: ``.share`` ``[C, heads]`` (H1).

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.ui.numbers import amount, number, percent, signed
 
-Card = Literal["run", "harvest", "matrix", "component", "example", "graph", "comparison", "intervention"]
+Card = Literal["run", "harvest", "matrix", "component", "example", "graph", "comparison", "intervention", "matched"]
 SHADES = 10
 LONGEST = 300
 """Characters of a text that a card shows: of a label, a prompt."""

@@ -19,6 +19,7 @@ from param_decomp_lab.compare.fronts import on_front
 from param_decomp_lab.compare.page import compared, render
 from param_decomp_lab.compare.records import read_records
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.ui.charts import axis
 from tests.lab.tiny_run import pd_here
 
@@ -215,6 +216,16 @@ def test_runs_agree_with_themselves(toy: Path) -> None:
     assert pair.cosines is not None
     assert all(one == other for site in pair.sites for one, other in [site.counts])
     assert [pair.cosines.V, pair.cosines.U, pair.cosines.matrix] == pytest.approx([1, 1, 1])
+
+
+def test_runs_of_other_targets_are_not_matched(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their checkpoints have other fingerprints of the target's weights."""
+    records = read_records([toy])
+    prints = iter(["ab", "cd"])
+    monkeypatch.setattr(Checkpoints, "inputs", lambda self, step: {"target": next(prints)})
+    (pair,) = agreements([records[0], records[0]], [[0, 1]])
+    assert pair.why.endswith("have the same sizes and other weights")
+    assert pair.sites == ()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from param_decomp_lab.harvest.files import Harvest, find_harvests
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.opening.intervention import Intervention
 from param_decomp_lab.runs.generation import extended
+from param_decomp_lab.ui.numbers import percent
 from tests.lab.test_browse import LLAMA, MARKS, MARKUP, SITE, TOY
 
 TEXT = "3 times 4 makes"
@@ -279,6 +280,9 @@ def test_cards(run: Run, toy_run: Run, found: Intervention, graph: Graph, harves
     assert f"{SITE}:3 off" in card
     card = checked(comparison(harvested)._repr_html_())
     assert card.count("<tr>") == 3
+    card = checked(run.matched(run)._repr_html_())
+    assert card.count("<tr>") == 1 + len(run.sites)
+    assert card.count(percent(1.0)) >= 2 * len(run.sites)
     site = next(iter(toy_run.harvest.sites))
     assert "feature" in checked(toy_run.harvest.read(site, 0)._repr_html_())
     assert "TMS" in checked(toy_run._repr_html_())
@@ -308,6 +312,7 @@ def test_hostile_texts_on_cards(
         replace(found, what=hostile, prompt=hostile, output_names=dict.fromkeys(found.output_names, MARKUP),
                 continuation_text=(hostile, hostile)),
         replace(comparison(harvested), labels=[hostile] * 2),
+        replace(run.matched(run), one=hostile, missing=((MARKUP,), (MARKUP,))),
     ]  # fmt: skip
     for value in shown:
         assert "&lt;script&gt;" in checked(value._repr_html_())

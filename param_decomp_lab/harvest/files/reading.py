@@ -3,6 +3,7 @@
 Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -534,6 +535,52 @@ class Harvest:
         does not. The first of them are a uniform sample."""
         with self._damage(self.folder):
             return self._firing_places(self.index.number_of(site, number), self.n_sampled)
+
+    def site_firings(self, site: str) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
+        """Where every component of a site fires among the sampled positions: ends of the components, from 0, and
+        places."""
+        first = self.index.number_of(site, 0)
+        with self._damage(self.folder):
+            ends, members = self._lists["components"]
+            found = ends.read(first, first + self.site(site).C + 1).astype(np.int64)
+            places = members.read(int(found[0]), max(int(found[0]), int(found[-1])))
+            inside = len(places) == 0 or 0 <= places.min() <= places.max() < self.n_sampled
+            if (np.diff(found) < 0).any() or not inside:
+                raise ValueError("lists of positions that no harvest has")
+            return found - found[0], places.astype(np.int32)
+
+    def firing_at(self, places: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+        """The components that fire at some of the sampled positions, by their numbers through all sites, each as often
+        as it does."""
+        with self._damage(self.folder):
+            ends, members = self._lists["positions"]
+            spans = [ends.read(place, place + 2).tolist() for place in places.tolist()]
+            found = np.concatenate([np.zeros(0, np.int32), *(members.read(*span) for span in spans)])
+            if len(found) and not 0 <= found.min() <= found.max() < len(self.index):
+                raise ValueError("no such component")
+            return found
+
+    @cached_property
+    def sampled_counts(self) -> Int64[np.ndarray, " C"]:
+        """At how many of the sampled positions each component fires, by its number through all sites."""
+        with self._damage(self.folder):
+            ends, _ = self._lists["components"]
+            return np.diff(ends.read(0, len(ends)).astype(np.int64))
+
+    @cached_property
+    def rows_digest(self) -> str:
+        """A digest of the rows and of the sampled positions: equal for harvests of the same rows that keep what fires
+        at the same positions."""
+        digest = hashlib.sha256(f"{self.plan.inputs} {self.plan.rows} {self.plan.length}".encode())
+        with self._damage(self.folder / ROWS_FILE):
+            file = self._file(ROWS_FILE)
+            for group in range(file.num_row_groups):
+                for chunk in file.read_row_group(group, columns=["row"], use_threads=False)["row"].chunks:
+                    values = np.asarray(chunk.flatten())
+                    digest.update(values.astype(np.int64 if values.dtype.kind in "iu" else np.float64).tobytes())
+        for values in self.sampled_positions:
+            digest.update(values.astype(np.int64).tobytes())
+        return digest.hexdigest()
 
     def firing_sample(
         self, site: str, number: int, most: int

@@ -1,0 +1,127 @@
+"""Pairs of components, one of each run, by the cosine of their rank-one matrices."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+
+ASSIGNED = 4096
+"""Components of a run that an assignment takes at most: 4,096 take 2 s and 0.6 GB. With more, those that are nearest to
+each other are paired."""
+AT_ONCE = 1 << 23
+"""Cosines, or entries of vectors, that are computed together where there are more."""
+
+
+@dataclass(frozen=True)
+class Fired:
+    """The components of a site that fire. ``V`` [d_in, n], ``U`` [n, d_out]."""
+
+    V: Float[np.ndarray, "d_in n"]
+    U: Float[np.ndarray, "n d_out"]
+
+    @property
+    def n(self) -> int:
+        return self.V.shape[1]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of components, the most similar first (P5). ``one``, ``other``: their numbers among those that fire.
+    ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the sum of all similarities is as
+    large as it can be; if not, the pairs are components that are nearest to each other."""
+
+    one: Int[np.ndarray, " n"]
+    other: Int[np.ndarray, " n"]
+    cos_V: Float[np.ndarray, " n"]
+    cos_U: Float[np.ndarray, " n"]
+    assigned: bool
+
+    @property
+    def similarity(self) -> Float[np.ndarray, " n"]:
+        """Cosine of the matrices V ⊗ U."""
+        return self.cos_V * self.cos_U
+
+
+def pairs_of(one: Fired, other: Fired) -> Pairs:
+    """P5 of the components of two runs at a site."""
+    assigned = max(one.n, other.n) <= ASSIGNED
+    if not one.n or not other.n:
+        rows = columns = np.zeros(0, np.int64)
+    elif assigned:
+        V, U = all_cosines(one, other)
+        rows, columns = assignment(np.multiply(V, U, out=V))
+    else:
+        rows, columns = _nearest_to_each_other(one, other)
+    cos_V = _cosines(one.V.T, rows, other.V.T, columns)
+    cos_U = _cosines(one.U, rows, other.U, columns)
+    order = np.argsort(-cos_V * cos_U, kind="stable")
+    return Pairs(rows[order], columns[order], cos_V[order], cos_U[order], assigned)
+
+
+def random_like(one: Fired, other: Fired, seed: int = 0) -> tuple[Fired, Fired]:
+    """Random directions, as many as the components of each of two runs, but `ASSIGNED` at most."""
+    rng = np.random.default_rng(seed)
+
+    def random(like: Fired) -> Fired:
+        n = min(like.n, ASSIGNED)
+        return Fired(rng.standard_normal((like.V.shape[0], n)), rng.standard_normal((n, like.U.shape[1])))
+
+    return random(one), random(other)
+
+
+def all_cosines(one: Fired, other: Fired) -> tuple[Float[np.ndarray, "n m"], Float[np.ndarray, "n m"]]:
+    """Cosines of every V of ``one`` with every V of ``other``, and of every U."""
+    return unit(one.V.T) @ unit(other.V.T).T, unit(one.U) @ unit(other.U).T
+
+
+def assignment(cosines: Float[np.ndarray, "n m"]) -> tuple[Int[np.ndarray, " k"], Int[np.ndarray, " k"]]:
+    """Rows and columns, matched one to one so that the sum of their cosines is largest."""
+    rows, columns = linear_sum_assignment(cosines, maximize=True)
+    return rows, columns
+
+
+def unit(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+    """The rows at length 1, in float64; a row of zeros stays as it is."""
+    wide = rows.astype(np.float64)
+    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def _nearest_to_each_other(one: Fired, other: Fired) -> tuple[Int[np.ndarray, " k"], Int[np.ndarray, " k"]]:
+    """Pairs of which each is the other's nearest, of equal ones that with the lower number. In float32, a block of
+    ``one`` at a time: a matrix of all cosines would fill the memory."""
+    V, U, of_V, of_U = map(_unit_float32, (one.V.T, one.U, other.V.T, other.U))
+    rows = max(1, AT_ONCE // other.n)
+    nearest = np.zeros(one.n, np.int64)
+    best, back = np.full(other.n, -np.inf, np.float32), np.zeros(other.n, np.int64)
+    for first in range(0, one.n, rows):
+        block = slice(first, first + rows)
+        cosines = V[block] @ of_V.T
+        cosines *= U[block] @ of_U.T
+        nearest[block] = cosines.argmax(axis=1)
+        at = cosines.argmax(axis=0)
+        values = cosines[at, np.arange(other.n)]
+        better = values > best
+        best[better], back[better] = values[better], first + at[better]
+    mine = np.flatnonzero(back[nearest] == np.arange(one.n))
+    return mine, nearest[mine]
+
+
+def _unit_float32(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+    """As `unit`, without an array of float64."""
+    found = np.array(rows, np.float32)
+    lengths = np.sqrt(np.einsum("nd,nd->n", found, found))
+    found /= np.maximum(lengths, np.finfo(np.float32).tiny)[:, None]
+    return found
+
+
+def _cosines(
+    one: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " k"], other: Float[np.ndarray, "m d"],
+    columns: Int[np.ndarray, " k"],
+) -> Float[np.ndarray, " k"]:  # fmt: skip
+    """Cosines of row ``rows[i]`` of ``one`` with row ``columns[i]`` of ``other``."""
+    found, step = np.zeros(len(rows)), max(1, AT_ONCE // one.shape[1])
+    for first in range(0, len(rows), step):
+        block = slice(first, first + step)
+        found[block] = np.einsum("nd,nd->n", unit(one[rows[block]]), unit(other[columns[block]]))
+    return found
