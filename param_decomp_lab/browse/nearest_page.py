@@ -15,7 +15,7 @@ SHOWN = 12
 WAITING = (
     "Reading the weights: a few seconds the first time, and more with a large model. This page asks again by itself."
 )
-COMPANIONS = 512
+CO_FIRING = 512
 """Co-firing components among which those of largest Jaccard index are shown."""
 
 
@@ -31,11 +31,11 @@ class NearestPages:
         others = self._pages.catalog.others(opened)[:RUNS]
         if other is not None:
             return self._in_other(opened, site, number, other, others)
-        companions = opened.harvest.companions(site, number, COMPANIONS).to_pylist()
-        together = sorted(companions, key=lambda row: -row["jaccard"])[:SHOWN]
+        co_firing = opened.harvest.co_firing(site, number, CO_FIRING).to_pylist()
+        together = sorted(co_firing, key=lambda row: -row["jaccard"])[:SHOWN]
         # Estimated from a sample, it may be above 1.
         lists = {"by_firing": [(row["site"], row["component"], min(row["jaccard"], 1.0)) for row in together]}
-        values: dict[str, Any] = {"waiting": "", "wrong": "", "of": companions[0]["of"] if companions else 0}
+        values: dict[str, Any] = {"waiting": "", "wrong": "", "of": co_firing[0]["of"] if co_firing else 0}
         answer = self._workers.of(opened).nearest(NearestQuestion(site, number, SHOWN), PATIENCE_S)
         if answer is None:
             values["waiting"] = WAITING

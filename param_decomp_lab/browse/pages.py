@@ -35,7 +35,7 @@ RUNS = 20
 RARE_FIRINGS = 100
 """Ratios of components that fire less often are of little meaning."""
 TOKENS_SHOWN = 12
-COMPANIONS = 12
+CO_FIRING = 12
 THIRDS = ("upper third", "middle third", "lower third")
 LABEL_CHARACTERS = 80
 """Of a label in a list."""
@@ -178,7 +178,7 @@ class Pages:
         checked_number(opened, site, n)
         row = harvest.component(site, n)
         tokens, outputs = harvest.tokens(site, n), harvest.outputs(site, n)
-        weights, companions = harvest.weights(site, n), harvest.companions(site, n, COMPANIONS)
+        weights, co_firing = harvest.weights(site, n), harvest.co_firing(site, n, CO_FIRING)
         labels = opened.labels
         previous, following, place = _neighbours(opened, site, n, query if given else None, self.only)
         examples, history = harvest.examples(site, n), labels.history(site, n)
@@ -193,8 +193,8 @@ class Pages:
             id=f"{site}:{n}", python="" if self.only is not None else _in_python(opened, site, n),
             at_one=AT_ONE, ranked_by_a=plan.format > 1,
             tokens=_token_rows(tokens), outputs=outputs.to_pylist(),
-            companions=[
-                {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in companions.to_pylist()
+            co_firing=[
+                {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in co_firing.to_pylist()
             ],
             promoted=_signed(opened, weights, "promoted"), suppressed=_signed(opened, weights, "suppressed"),
             neurons=[

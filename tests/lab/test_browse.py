@@ -126,8 +126,8 @@ def test_a_component(shown: TestClient, harvested: Path) -> None:
     assert page.count('<p class="context">') == 8
     assert page.count(' at"') == 8  # where it fires
     assert f"λ is 0.999 or more at {row['firings_at_one']:,} of its {row['firings']:,} firings" in page
-    for companion in harvest.companions(SITE, c, 3).to_pylist():
-        assert f"{base(harvested)}/sites/{companion['site']}/{companion['component']}" in page
+    for other in harvest.co_firing(SITE, c, 3).to_pylist():
+        assert f"{base(harvested)}/sites/{other['site']}/{other['component']}" in page
     last = harvest.plan.sites[-1].C - 1
     for n, kinds in ((0, ["next"]), (5, ["prev", "next"]), (last, ["prev"])):
         found = re.findall(r'rel="(\w+)"', shown.get(f"{base(harvested)}/sites/{SITE}/{n}").text)
@@ -321,7 +321,7 @@ def test_nearest_components(harvested: Path, monkeypatch: pytest.MonkeyPatch) ->
         value = r'<td class="num">([^<]*)</td>'
         row = rf'<tr><td><a href="[^"]*/sites/([^/"]*)/(\d+)">.*?{value}{value}'
         found.append(re.findall(row, section))
-    together = sorted(harvest.companions(SITE, c, 10**6).to_pylist(), key=lambda row: -row["jaccard"])[:12]
+    together = sorted(harvest.co_firing(SITE, c, 10**6).to_pylist(), key=lambda row: -row["jaccard"])[:12]
     expected = [[(n.site, n.number, signed(n.cosine)) for n in run.nearest(SITE, c, side)] for side in ("U", "V")]
     expected.append([(row["site"], row["component"], percent(min(row["jaccard"], 1))) for row in together])
     for listed, wanted in zip(found, expected, strict=True):

@@ -208,7 +208,7 @@ def test_examples(made: tuple[Run, Harvest, Counted]) -> None:
     assert of_both_signs or plan.inputs == "features"
 
 
-def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_co_firing_components_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
     """All positions are sampled in so small a harvest, so that estimates are counts."""
     _, read, counted = made
     for limit in ("MOST_POSITIONS", "MOST_MEMBERS"):
@@ -221,7 +221,8 @@ def test_companions_and_outputs(made: tuple[Run, Harvest, Counted], monkeypatch:
     for site in read.sites:
         for c in range(0, fires[site].shape[1], 3):
             mine = fires[site][:, c]
-            found = {(row["site"], row["component"]): row for row in read.companions(site, c, 10**6).to_pylist()}
+            found = {(row["site"], row["component"]): row for row in read.co_firing(site, c, 10**6).to_pylist()}
+            assert read.companions(site, c) == read.co_firing(site, c)  # the old name
             for other in read.sites:
                 for d in range(fires[other].shape[1]):
                     theirs = fires[other][:, d]

@@ -54,10 +54,10 @@ DAMAGE = (
 )
 """What reading a damaged file raises."""
 MOST_POSITIONS = 256
-"""Sampled positions that companions and outputs of a component are taken from: a uniform sample of its firings."""
+"""Sampled positions at which co-firing components and outputs are counted: a uniform sample of the firings."""
 MOST_MEMBERS = 1 << 18
 BY_CHANCE = 32
-"""Among so many positions, once is by chance: such companions are left out."""
+"""Among so many positions, once is by chance: such components are left out."""
 SITES_SHOWN = 24
 """Sites that a notebook shows of a harvest."""
 FILES_OPEN = 256
@@ -232,7 +232,7 @@ class Harvest:
             rows = rows.drop_columns("component")
         return self._with_names(rows)
 
-    def companions(self, site: str, number: int, most: int = 30) -> pa.Table:
+    def co_firing(self, site: str, number: int, most: int = 30) -> pa.Table:
         """The components of any site that fire where this one does, by n · PMI: those that are there more often than
         by chance, and often.
 
@@ -281,9 +281,12 @@ class Harvest:
             }
         )
 
+    companions = co_firing
+    """The name of `co_firing` until November 2026."""
+
     def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
         """What the target predicts more where a component fires: ``token``, its name ``text``, ``mean`` there,
-        ``everywhere``, by their difference. Means over the same positions as of `companions`; what is not among the
+        ``everywhere``, by their difference. Means over the same positions as of `co_firing`; what is not among the
         largest predictions of a position counts as 0."""
         with self._damage(self.folder):
             here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
